@@ -1,0 +1,432 @@
+"""PonderLM-3: a LLaMA-style transformer that feeds its last state back up to K times per token.
+
+    token t:   slot 0      slot 1      ...   slot K         S = K+1 slots share position id t
+    input      e(x_t)      h_t^(0)     ...   h_t^(K-1)
+    output     h_t^(0)     h_t^(1)     ...   h_t^(K)        h_hat_t = sum_k s_{t,k} h_t^(k)
+
+    code        paper              shape
+    idx         x_1 .. x_T         (B, T)          token ids
+    e           e(x_t)             (B, T, D)       scaled token embeddings
+    h           h_t^(0..K)         (B, T, S, D)    outputs of the S slots, after the final RMSNorm
+    s, log_w    s_{t,k}, log w     (B, T, S)       see router.py
+    steps       K-hat_t            (B, T)          pondering steps that are executed
+    iters       R                  scalar          refinement passes of the Jacobi iteration
+"""
+
+import math
+import time
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import weights
+from attention import MASKED, attend_to_cache, augment, slot_bias, soft_mask_attention
+from router import AlwaysRouter, Router, bottom_mass_penalty, stop_step
+
+
+@dataclass
+class PonderConfig:
+    """The shape of a model and how it ponders. Names of the backbone's fields as in HF Llama."""
+
+    vocab_size: int
+    hidden_size: int = 128
+    intermediate_size: int = 344
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 4
+    num_key_value_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    max_position_embeddings: int = 256  # the window, in tokens
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    tie_word_embeddings: bool = False
+    embed_scale: float | None = None  # None: sqrt(2.5 D), unit RMS with the initialisation below
+    ponder_steps: int = 3  # K; 0 is a plain Llama
+    router: Literal["learned", "always"] = "learned"  # always: PonderLM-2
+    router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6
+    iters: tuple[int, int] = (2, 2)  # training draws R from this range, both ends included
+    penalty: Literal["token", "batch"] = "token"  # batch: the printed form (reading note 2)
+    penalty_weight: float = 1.0  # lambda
+    printed_mask_index: bool = False  # True: the printed index (reading note 1)
+
+    def __post_init__(self):
+        H, G, K = self.num_attention_heads, self.num_key_value_heads, self.ponder_steps
+        if K < 0:
+            raise ValueError(f"ponder_steps = {K}: the number of steps K must be 0 or more")
+        if self.router not in ("learned", "always"):
+            raise ValueError(f"router = {self.router!r} is neither 'learned' nor 'always'")
+        self.num_key_value_heads = G = G or H
+        if H % G:
+            raise ValueError(f"num_attention_heads = {H} is no multiple of key/value heads = {G}")
+        if self.head_dim is None and self.hidden_size % H:
+            raise ValueError(f"hidden_size = {self.hidden_size} is not divisible by {H} heads")
+        self.head_dim = self.head_dim or self.hidden_size // H
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim = {self.head_dim} is odd; RoPE rotates pairs")
+        if self.embed_scale is None:
+            self.embed_scale = math.sqrt(2.5 * self.hidden_size)
+        if self.router_offset is None:
+            self.router_offset = tuple(6 * k / max(K, 1) for k in range(K + 1))
+        self.router_offset = tuple(self.router_offset)
+        if len(self.router_offset) != K + 1:
+            raise ValueError(f"router_offset {self.router_offset} needs K+1 = {K + 1} numbers")
+        self.iters = tuple(self.iters)
+        if len(self.iters) != 2 or not 0 <= self.iters[0] <= self.iters[1]:
+            raise ValueError(f"iters = {self.iters} is no range (low, high) with 0 <= low <= high")
+
+
+# -- The backbone: LLaMA -----------------------------------------------------------------------
+
+
+def rotary(positions, head_dim, theta):
+    """Position ids (N,) -> cos, sin (N, d/2) of RoPE's angles, in float32."""
+    frequency = theta ** -(torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
+    angle = positions.float()[:, None] * frequency  # (N, d/2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):
+    """Turn the halves of x (B, H, N, d) against each other: RoPE in its half-split form."""
+    a, b = x.chunk(2, dim=-1)  # (B, H, N, d/2) each
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        D, d = config.hidden_size, config.head_dim
+        self.d, H, G = d, config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(D, H * d, bias=False)
+        self.k_proj = nn.Linear(D, G * d, bias=False)
+        self.v_proj = nn.Linear(D, G * d, bias=False)
+        self.o_proj = nn.Linear(H * d, D, bias=False)
+
+    def forward(self, x, cos, sin, log_w, backend, cache):
+        B, N, _ = x.shape
+        projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (p.view(B, N, -1, self.d).transpose(1, 2) for p in projections)  # (B, H|G, N, d)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is None:
+            out = soft_mask_attention(q, k, v, log_w, backend)
+        else:  # one new slot; the bias enters the cache as a channel of its key
+            q, k, v = augment(q, k, v, log_w)
+            out = attend_to_cache(q, *cache.append(k, v), self.d)
+        return self.o_proj(out.transpose(1, 2).reshape(B, N, -1))  # (B, N, D)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        D, F_ = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(D, F_, bias=False)
+        self.up_proj = nn.Linear(D, F_, bias=False)
+        self.down_proj = nn.Linear(F_, D, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = SwiGLU(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x, cos, sin, log_w, backend, cache):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, log_w, backend, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x, positions, log_w, backend="auto", cache=None):
+        """Input vectors (B, N, D), position ids (N,), key bias (B, N) or None -> states (B, N, D).
+
+        `cache`, one LayerCache a layer, holds the keys and values of all slots before; then N = 1.
+        """
+        cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, log_w, backend, cache and cache[i])
+        return self.norm(x)
+
+
+class LayerCache:
+    """Keys and values of the slots executed so far in one layer, (B, G, M, d') each."""
+
+    def __init__(self):
+        self.keys = self.values = None
+
+    def append(self, k, v):
+        if self.keys is not None:
+            k, v = torch.cat([self.keys, k], dim=2), torch.cat([self.values, v], dim=2)
+        self.keys, self.values = k, v
+        return k, v
+
+
+# -- Pondering ---------------------------------------------------------------------------------
+
+
+@dataclass
+class PonderOutput:
+    logits: torch.Tensor  # (B, T, V)
+    steps: torch.Tensor  # (B, T) executed pondering steps, K-hat
+    s: torch.Tensor  # (B, T, K+1) step distribution
+    log_w: torch.Tensor  # (B, T, K+1) log of the mask score
+    loss: torch.Tensor | None = None  # ce + penalty_weight * penalty
+    ce: torch.Tensor | None = None  # mean cross-entropy in nats
+    penalty: torch.Tensor | None = None  # bottom-mass penalty; only in training mode
+    rho: torch.Tensor | None = None  # (K+1,) share of tokens resolved at each depth
+
+
+class PonderLM(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.backend = "auto"  # attention backend; where it runs is no property of the weights
+        D, K = config.hidden_size, config.ponder_steps
+        self.model = Llama(config)
+        self.lm_head = nn.Linear(D, config.vocab_size, bias=False)
+        learned = config.router == "learned" and K > 0
+        self.router = Router(D, K, config.router_offset) if learned else AlwaysRouter(K)
+        self.masks = learned  # without a learned router every w is 1 and there is no bias
+        self.apply(self._init_weights)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _init_weights(self, module):
+        """Truncated normal, std sqrt(2/(5D)); layers that write to the residual stream by depth."""
+        std = math.sqrt(2 / (5 * self.config.hidden_size))
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+        if isinstance(module, Block):  # after its children
+            for linear in (module.self_attn.o_proj, module.mlp.down_proj):
+                linear.weight.data /= math.sqrt(2 * self.config.num_hidden_layers)
+        if isinstance(module, Router):
+            nn.init.zeros_(module.proj.weight)
+
+    def embed(self, idx):
+        """(B, T) -> (B, T, D), at unit RMS like the normed states that fill the other slots."""
+        return self.model.embed_tokens(idx) * self.config.embed_scale
+
+    def key_bias(self, log_w, tau=None):
+        """Mask scores (..., K+1) -> bias on the keys of the slots; beyond K-hat: not to be seen."""
+        bias = slot_bias(log_w, self.config.printed_mask_index)
+        if tau:
+            slot = torch.arange(bias.size(-1), device=bias.device)
+            bias = bias.masked_fill(slot > stop_step(log_w, tau)[..., None], MASKED)
+        return bias
+
+    def passes(self, idx, tau=None, alpha=0.0):
+        """The Jacobi iteration (section 3.4.1), without end: yields h, s, log_w after each pass.
+
+        Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: the ladder. From pass K+1 on all
+        S slots run, and each pass replaces all latents at once by its outputs. Here
+            S^(n+1) = Transformer(S^(n)),    S^(n) = [e(x_1), h_1^(0), .., h_1^(K-1), e(x_2), ..]
+        """
+        B, T = idx.shape
+        e = self.embed(idx)[:, :, None]  # (B, T, 1, D)
+        positions = torch.arange(T, device=idx.device)
+        slots, inputs, bias = 1, e, None
+        while True:
+            h = self.model(
+                inputs.flatten(1, 2),  # (B, T*slots, D), interleaved: slot k of token t at t*slots + k
+                positions.repeat_interleave(slots),  # all slots of a token share its position
+                None if bias is None else bias[..., :slots].flatten(1),  # (B, T*slots)
+                self.backend,
+            ).view(B, T, slots, -1)
+            s, log_w = self.router(h[:, :, 0], alpha)  # again after every pass
+            yield h, s, log_w
+            slots = min(slots + 1, self.config.ponder_steps + 1)
+            inputs = torch.cat([e, h[:, :, : slots - 1]], dim=2)  # (B, T, slots, D)
+            bias = self.key_bias(log_w, tau) if self.masks else None
+
+    def jacobi(self, idx, iters=None, tau=None, alpha=0.0, tolerance=1e-4):
+        """All states of all tokens in parallel: K ladder passes, R refinements, one final pass.
+
+        Args:
+            idx: (B, T) token ids.
+            iters: R. None: in training a draw from config.iters; in evaluation as many as it takes
+                for the relative change of the latents to fall below `tolerance`. K*T passes are
+                always enough: each one settles one more slot of the chain.
+            tau: None for the soft mask; else the keys of slots k > K-hat are hidden from everyone.
+
+        Returns:
+            h (B, T, S, D), s (B, T, S), log_w (B, T, S) of the final pass.
+        """
+        (_, T), K = idx.shape, self.config.ponder_steps
+        if not 0 < T <= self.config.max_position_embeddings:
+            raise ValueError(f"{T} tokens; the window is 1 to {self.config.max_position_embeddings}")
+        if iters is not None and iters < 0:
+            raise ValueError(f"iters = {iters}: the number of refinement passes R must be >= 0")
+        if iters is None and self.training:
+            low, high = self.config.iters
+            iters = int(torch.randint(low, high + 1, ()))
+        last = K * T if iters is None else iters
+        before = None
+        for n, (h, s, log_w) in enumerate(self.passes(idx, tau, alpha), start=-K):  # n = R: the last
+            if n >= last or K == 0:
+                return h, s, log_w
+            latents = h[:, :, :K].detach().float()
+            if iters is None and n >= 0 and (latents - before).norm() < tolerance * latents.norm():
+                return h, s, log_w
+            before = latents
+
+    def integrate(self, h, s, steps=None):
+        """h_hat = sum over k <= K-hat of s_k h^(k) (section 3.2.3), never renormalised.
+
+        h (B, T, S, D), s (B, T, S), steps (B, T) or None for all -> (B, T, D).
+        """
+        if steps is not None:
+            s = s.masked_fill(torch.arange(s.size(-1), device=s.device) > steps[..., None], 0)
+        return (s[..., None] * h).sum(2).to(h.dtype)
+
+    def token_losses(self, states, targets, rows=8192):
+        """Cross-entropy of each token, (B, T, D) and (B, T) -> (B, T), no gradient.
+
+        The head is applied to `rows` tokens at a time, to keep few logits in memory.
+        """
+        with torch.no_grad():
+            pairs = zip(states.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
+            losses = [
+                F.cross_entropy(self.lm_head(x).float(), y, reduction="none") for x, y in pairs
+            ]
+            return torch.cat(losses).view(targets.shape)
+
+    def forward(self, idx, targets=None, *, iters=None, tau=None, alpha=0.0):
+        """Score a batch of sequences in parallel.
+
+        Args:
+            idx: (B, T) token ids.
+            targets: (B, T) the tokens that follow, -100 where there is none to predict.
+            iters: R, see `jacobi`.
+            tau: None for soft masks; else hard stopping as in decoding: keys of slots beyond K-hat
+                are hidden, and integration stops at K-hat.
+            alpha: shifts the step distribution, see router.py.
+
+        Returns:
+            PonderOutput. Its loss has the penalty in training mode only.
+        """
+        h, s, log_w = self.jacobi(idx, iters, tau, alpha)
+        steps = stop_step(log_w, tau or 0)
+        logits = self.lm_head(self.integrate(h, s, steps))
+        out = PonderOutput(logits, steps, s, log_w)
+        if targets is None:
+            return out
+        ce = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        out.ce = ce.sum() / (targets != -100).sum()
+        out.loss = out.ce
+        if self.training and self.masks and self.config.penalty_weight:
+            depths = self.truncated_losses(h, s, targets)  # (B, T, K): depths 0 .. K-1
+            depths = torch.cat([depths, ce.detach().view(*targets.shape, 1)], dim=-1)
+            valid = targets != -100
+            out.penalty, out.rho = bottom_mass_penalty(
+                log_w[valid], depths[valid], self.config.penalty
+            )
+            out.loss = out.ce + self.config.penalty_weight * out.penalty
+        return out
+
+    def truncated_losses(self, h, s, targets):
+        """ce_{t,i} of the partial states h^(<= i) = sum_{j <= i} s_j h^(j), i < K (section 3.4.2).
+
+        Not renormalised, as printed. -> (B, T, K), no gradient.
+        """
+        partial, losses = torch.zeros_like(h[:, :, 0]), []
+        for i in range(self.config.ponder_steps):
+            partial = partial + (s[..., i : i + 1] * h[:, :, i]).detach()
+            losses.append(self.token_losses(partial.to(h.dtype), targets))
+        return torch.stack(losses, dim=-1)
+
+    @classmethod
+    def from_pretrained(cls, directory):
+        """A model from a directory of weights, in float32 on the CPU and in evaluation mode.
+
+        Raises:
+            FileNotFoundError, ValueError: as weights.read_directory; or a config with unknown
+                fields, or tensors that do not fit it.
+        """
+        config, tensors = weights.read_directory(directory)
+        unknown = set(config) - {field.name for field in fields(PonderConfig)}
+        if unknown:
+            raise ValueError(f"{directory}: config.json has unknown fields {sorted(unknown)}")
+        model = cls(PonderConfig(**config))
+        if config["tie_word_embeddings"]:
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        try:
+            model.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise ValueError(f"{directory}: the tensors do not fit config.json: {error}") from None
+        return model.eval()
+
+    def save_pretrained(self, directory):
+        """Write config.json and model.safetensors."""
+        tensors = self.state_dict()
+        if self.config.tie_word_embeddings:
+            del tensors["lm_head.weight"]
+        weights.write_directory(directory, asdict(self.config), tensors)
+
+
+# -- Where it runs -----------------------------------------------------------------------------
+
+
+def pick_device(name="auto"):
+    """'auto' -> CUDA, else MPS, else CPU; a name that torch knows is taken as it is."""
+    if name != "auto":
+        return torch.device(name)
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def pick_precision(name, device):
+    """'auto' -> bfloat16 where matrix products in it are fast (measured, on a CPU), else float32."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if device.type != "cpu":
+        return torch.float32
+
+    def seconds(dtype):
+        x, times = torch.ones(512, 512, dtype=dtype), []
+        for _ in range(5):
+            start = time.perf_counter()
+            x @ x
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return torch.bfloat16 if 1.5 * seconds(torch.bfloat16) < seconds(torch.float32) else torch.float32
+
+
+def autocast(device, dtype):
+    """The context in which a model computes in `dtype`; its weights stay in float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    config = PonderConfig(vocab_size=257, router_offset=(0, 0, 0, 0))
+    model, idx = PonderLM(config).double().eval(), torch.randint(257, (2, 32))
+    K, T = config.ponder_steps, idx.size(1)
+    with torch.no_grad():
+        iterates = [h for (h, _, _), _ in zip(model.passes(idx), range(K + K * T + 1), strict=False)]
+        exact = iterates[-1][:, :, :K]
+        print(f"Jacobi iteration, random weights, K = {K}, T = {T}, float64: after the ladder of")
+        print(f"{K} passes, {K * (T - 1)} refinements settle every latent exactly.\n")
+        print("refinements  relative RMSE to the fixed point    contraction")
+        errors = [(h[:, :, :K] - exact).norm() / exact.norm() for h in iterates[K - 1 :]]
+        for n, (error, following) in enumerate(pairwise(errors)):
+            if n <= 12 or n % 15 == 0:
+                print(f"{n:11d}  {error:29.2e}    {following / max(error, 1e-300):11.2f}")
+        print(f"\n{K * (T - 1):11d}  {errors[K * (T - 1)]:29.2e}")

@@ -1,0 +1,132 @@
+"""From the first state of a token to how long the model thinks about it (section 3.2.1).
+
+    code               paper     shape          meaning
+    h0                 h^(0)     (..., D)       the state before any pondering
+    s                  s         (..., K+1)     step distribution: Pr(this token takes k steps)
+    log_w              log w     (..., K+1)     mask score w_k = s_k + ... + s_K, as a logarithm
+    stop_step(...)     K-hat     (...)          the last step whose mask score is at least tau
+    alpha              alpha     scalar         shifts the distribution to more or fewer steps
+    ce                 ce_i      (..., K+1)     cross-entropy if integration stops after step i
+    rho                rho_i     (K+1,)         share of the tokens that depth i already resolves
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from attention import MASKED
+
+
+def mask_score(log_s):
+    """log s -> log w, the tail sums of s (section 3.2.1). (..., K+1) -> (..., K+1).
+
+    Summed from the end by logaddexp, never as a logarithm of a sum, which loses the small tails.
+    logaddexp(a, b) is never below its larger argument, also after rounding, so w never increases
+    with k. Rounding may lift log w above 0; the clamp takes that back, and w_0 is 1 by definition.
+    """
+    tails = [log_s[..., -1]]
+    for k in reversed(range(log_s.size(-1) - 1)):
+        tails.append(torch.logaddexp(log_s[..., k], tails[-1]))
+    tails[-1] = torch.zeros_like(tails[-1])
+    return torch.stack(tails[::-1], dim=-1).clamp(min=MASKED, max=0)
+
+
+class Router(nn.Module):
+    """s = softmax(W h^(0) + offset + alpha [0..K]).
+
+    Reading note 3: the printed alpha, one scalar added to every logit, cancels in the softmax, so
+    here it multiplies the step index. Reading note 6: `offset` is where training starts, a list
+    of K+1 fixed numbers; W starts at zero.
+    """
+
+    def __init__(self, D, K, offset=None):
+        super().__init__()
+        self.proj = nn.Linear(D, K + 1, bias=False)
+        offset = torch.tensor(offset or [0.0] * (K + 1), dtype=torch.float32)
+        self.register_buffer("offset", offset, persistent=False)  # saved with the config
+
+    def forward(self, h0, alpha=0.0):
+        """h0 (..., D) -> s, log_w, both (..., K+1) and at least float32.
+
+        Eight bits of mantissa would move log w by 0.03 near tau = 1e-4: not under autocast.
+        """
+        with torch.autocast(h0.device.type, enabled=False):
+            dtype = torch.promote_types(h0.dtype, torch.float32)
+            logits = nn.functional.linear(h0.to(dtype), self.proj.weight.to(dtype))
+            steps = torch.arange(logits.size(-1), device=h0.device)
+            log_s = (logits + self.offset.to(dtype) + alpha * steps).log_softmax(-1)
+            return log_s.exp(), mask_score(log_s)
+
+
+class AlwaysRouter(nn.Module):
+    """Every token takes all K steps and only the last state counts: PonderLM-2 (and K = 0)."""
+
+    def __init__(self, K):
+        super().__init__()
+        self.K = K
+
+    def forward(self, h0, alpha=0.0):
+        """As Router.forward. No finite alpha moves a one-hot distribution."""
+        dtype = torch.promote_types(h0.dtype, torch.float32)
+        s = h0.new_zeros(*h0.shape[:-1], self.K + 1, dtype=dtype)
+        s[..., -1] = 1
+        return s, torch.zeros_like(s)
+
+
+def stop_step(log_w, tau):
+    """K-hat = max{k : w_k >= tau} (section 3.3), as integers in 0..K. (..., K+1) -> (...).
+
+    tau = 0 never stops early: K-hat is K.
+    """
+    if not 0 <= tau <= 1:
+        raise ValueError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
+    if tau == 0:
+        return torch.full_like(log_w[..., 0], log_w.size(-1) - 1, dtype=torch.long)
+    return (log_w >= math.log(tau)).sum(-1) - 1  # w never increases with k, so count
+
+
+def bottom_mass_penalty(log_w, ce, form="token"):
+    """Minimum-ponder penalty (section 3.4.2), without its weight lambda.
+
+    Where depth k resolves a fraction d_rho_k more of the tokens than depth k-1 did, push down the
+    mean of the smallest d_rho_k of all w_k.
+
+    Args:
+        log_w: (..., K+1) mask scores; the gradient flows into these alone.
+        ce: (..., K+1) cross-entropy of each token with integration truncated after step i, in nats.
+        form: 'token' or 'batch', see below.
+
+    Returns:
+        The penalty, a scalar, and rho (K+1,).
+    """
+    ce = ce.detach().flatten(0, -2)  # (B*T, K+1)
+    if form == "token":
+        rho = torch.sigmoid(-10 * (ce - 0.5)).mean(0)
+    elif form == "batch":
+        # Reading note 2: as printed, of the mean cross-entropy. At 2.6 nats rho is 1e-9 and no
+        # element is ever chosen. The mean of the sigmoids is the share of resolved tokens.
+        rho = torch.sigmoid(-10 * (ce.mean(0) - 0.5))
+    else:
+        raise ValueError(f"penalty form {form!r} is neither 'token' nor 'batch'")
+    w = log_w[..., 1:].exp().flatten(0, -2).sort(dim=0).values  # (B*T, K), smallest first
+    count = (rho.diff().clamp(min=0) * len(w)).floor()  # (K,)
+    bottom = torch.arange(len(w), device=w.device)[:, None] < count  # (B*T, K)
+    return ((w * bottom).sum(0) / count.clamp(min=1)).sum(), rho
+
+
+if __name__ == "__main__":
+    tau = 1e-4
+    print(f"Four tokens, K = 3, tau = {tau:g}\n{'':11}{'s_0..s_3':^36}{'w_0..w_3':^36}K-hat")
+    logits = {"easy": [9, 2, -6, -9], "medium": [4, 5, 3, -7], "hard": [0, 2, 4, 6], "even": [0] * 4}
+    for name, row in logits.items():
+        log_s = torch.tensor(row, dtype=torch.float32).log_softmax(-1)
+        log_w = mask_score(log_s)
+        columns = "".join(f"{x:9.5f}" for x in [*log_s.exp(), *log_w.exp()])
+        print(f"{name:8}{columns}    {stop_step(log_w, tau)}")
+    print("\nThe hard token with the router's distribution shifted by alpha")
+    for alpha in (-8, -4, 0, 4):
+        log_s = (torch.tensor(logits["hard"]) + alpha * torch.arange(4.0)).log_softmax(-1)
+        log_w = mask_score(log_s)
+        print(f"alpha {alpha:+d}   w = {[round(x, 5) for x in log_w.exp().tolist()]}", end="")
+        print(f"   K-hat {stop_step(log_w, tau)}")
