@@ -185,7 +185,9 @@ def print_comparison(N=1024):
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, N, 56), torch.randn(1, 2, N, 56), torch.randn(1, 2, N, 56)
     inputs = [q, k, v, -5 * torch.rand(1, N)]
-    print(f"\nMaximum difference from eager, N={N}, 4 heads in 2 groups, d=56, and memory for backward")
+    print(
+        f"\nMaximum difference from eager, N={N}, 4 heads in 2 groups, d=56, and memory for backward"
+    )
     print(f"{'':8}{'out':>10}{'dq':>10}{'dk':>10}{'dv':>10}{'dlog_w':>10}{'MiB':>8}")
     reference = None
     for backend in ("eager", "sdpa", "fa2"):
@@ -206,7 +208,11 @@ def print_comparison(N=1024):
         results = [x.cpu().float() for x in (out, *grads)]
         reference = reference or results
         gaps = [(a - b).abs().max() for a, b in zip(results, reference, strict=True)]
-        print(f"{backend:8}" + "".join(f"{g:10.1e}" for g in gaps) + f"{sum(saved.values()) / 2**20:8.1f}")
+        print(
+            f"{backend:8}"
+            + "".join(f"{g:10.1e}" for g in gaps)
+            + f"{sum(saved.values()) / 2**20:8.1f}"
+        )
 
 
 if __name__ == "__main__":

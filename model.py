@@ -1,16 +1,16 @@
 """PonderLM-3: a LLaMA-style transformer that feeds its last state back up to K times per token.
 
-    token t:   slot 0      slot 1      ...   slot K         S = K+1 slots share position id t
-    input      e(x_t)      h_t^(0)     ...   h_t^(K-1)
-    output     h_t^(0)     h_t^(1)     ...   h_t^(K)        h_hat_t = sum_k s_{t,k} h_t^(k)
+token t:   slot 0      slot 1      ...   slot K         S = K+1 slots share position id t
+input      e(x_t)      h_t^(0)     ...   h_t^(K-1)
+output     h_t^(0)     h_t^(1)     ...   h_t^(K)        h_hat_t = sum_k s_{t,k} h_t^(k)
 
-    code        paper              shape
-    idx         x_1 .. x_T         (B, T)          token ids
-    e           e(x_t)             (B, T, D)       scaled token embeddings
-    h           h_t^(0..K)         (B, T, S, D)    outputs of the S slots, after the final RMSNorm
-    s, log_w    s_{t,k}, log w     (B, T, S)       see router.py
-    steps       K-hat_t            (B, T)          pondering steps that are executed
-    iters       R                  scalar          refinement passes of the Jacobi iteration
+code        paper              shape
+idx         x_1 .. x_T         (B, T)          token ids
+e           e(x_t)             (B, T, D)       scaled token embeddings
+h           h_t^(0..K)         (B, T, S, D)    outputs of the S slots, after the final RMSNorm
+s, log_w    s_{t,k}, log w     (B, T, S)       see router.py
+steps       K-hat_t            (B, T)          pondering steps that are executed
+iters       R                  scalar          refinement passes of the Jacobi iteration
 """
 
 import math
@@ -30,20 +30,20 @@ from router import AlwaysRouter, Router, bottom_mass_penalty, stop_step
 
 @dataclass
 class PonderConfig:
-    """The shape of a model and how it ponders. Names of the backbone's fields as in HF Llama."""
+    """The shape of a model and how it ponders. The backbone's fields are named as in HF Llama."""
 
-    vocab_size: int
+    vocab_size: int = 257
     hidden_size: int = 128
     intermediate_size: int = 344
     num_hidden_layers: int = 4
     num_attention_heads: int = 4
     num_key_value_heads: int | None = None  # None: as many as query heads
     head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    max_position_embeddings: int = 256  # the window, in tokens
+    block_size: int = 64  # the window, in tokens
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     tie_word_embeddings: bool = False
-    embed_scale: float | None = None  # None: sqrt(2.5 D), unit RMS with the initialisation below
+    embed_scale: float | None = None  # None: sqrt(2.5 D)
     ponder_steps: int = 3  # K; 0 is a plain Llama
     router: Literal["learned", "always"] = "learned"  # always: PonderLM-2
     router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6
@@ -53,29 +53,40 @@ class PonderConfig:
     printed_mask_index: bool = False  # True: the printed index (reading note 1)
 
     def __post_init__(self):
-        H, G, K = self.num_attention_heads, self.num_key_value_heads, self.ponder_steps
+        D, H, K = self.hidden_size, self.num_attention_heads, self.ponder_steps
         if K < 0:
             raise ValueError(f"ponder_steps = {K}: the number of steps K must be 0 or more")
         if self.router not in ("learned", "always"):
             raise ValueError(f"router = {self.router!r} is neither 'learned' nor 'always'")
-        self.num_key_value_heads = G = G or H
-        if H % G:
-            raise ValueError(f"num_attention_heads = {H} is no multiple of key/value heads = {G}")
-        if self.head_dim is None and self.hidden_size % H:
-            raise ValueError(f"hidden_size = {self.hidden_size} is not divisible by {H} heads")
-        self.head_dim = self.head_dim or self.hidden_size // H
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim = {self.head_dim} is odd; RoPE rotates pairs")
-        if self.embed_scale is None:
-            self.embed_scale = math.sqrt(2.5 * self.hidden_size)
-        if self.router_offset is None:
-            self.router_offset = tuple(6 * k / max(K, 1) for k in range(K + 1))
-        self.router_offset = tuple(self.router_offset)
-        if len(self.router_offset) != K + 1:
+        if H % self.key_value_heads:
+            raise ValueError(f"{H} heads cannot share {self.key_value_heads} key/value heads")
+        if self.head_dim is None and D % H:
+            raise ValueError(f"hidden_size = {D} is not divisible by {H} heads; give head_dim")
+        if self.head_width % 2:
+            raise ValueError(f"head_dim = {self.head_width} is odd, but RoPE rotates pairs")
+        if len(self.offset) != K + 1:
             raise ValueError(f"router_offset {self.router_offset} needs K+1 = {K + 1} numbers")
-        self.iters = tuple(self.iters)
         if len(self.iters) != 2 or not 0 <= self.iters[0] <= self.iters[1]:
-            raise ValueError(f"iters = {self.iters} is no range (low, high) with 0 <= low <= high")
+            raise ValueError(f"iters = {self.iters} is no range: 0 <= low <= high")
+
+    @property
+    def key_value_heads(self):
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_width(self):
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def scale(self):
+        """Embeddings times sqrt(2.5 D) have the RMS of a normed state, 1, at initialisation."""
+        return math.sqrt(2.5 * self.hidden_size) if self.embed_scale is None else self.embed_scale
+
+    @property
+    def offset(self):
+        if self.router_offset is not None:
+            return self.router_offset
+        return tuple(6 * k / max(self.ponder_steps, 1) for k in range(self.ponder_steps + 1))
 
 
 # -- The backbone: LLaMA -----------------------------------------------------------------------
@@ -98,8 +109,8 @@ def rotate(x, cos, sin):
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        D, d = config.hidden_size, config.head_dim
-        self.d, H, G = d, config.num_attention_heads, config.num_key_value_heads
+        D, d = config.hidden_size, config.head_width
+        self.d, H, G = d, config.num_attention_heads, config.key_value_heads
         self.q_proj = nn.Linear(D, H * d, bias=False)
         self.k_proj = nn.Linear(D, G * d, bias=False)
         self.v_proj = nn.Linear(D, G * d, bias=False)
@@ -156,7 +167,7 @@ class Llama(nn.Module):
 
         `cache`, one LayerCache a layer, holds the keys and values of all slots before; then N = 1.
         """
-        cos, sin = rotary(positions, self.config.head_dim, self.config.rope_theta)
+        cos, sin = rotary(positions, self.config.head_width, self.config.rope_theta)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, log_w, backend, cache and cache[i])
         return self.norm(x)
@@ -199,7 +210,7 @@ class PonderLM(nn.Module):
         self.model = Llama(config)
         self.lm_head = nn.Linear(D, config.vocab_size, bias=False)
         learned = config.router == "learned" and K > 0
-        self.router = Router(D, K, config.router_offset) if learned else AlwaysRouter(K)
+        self.router = Router(D, K, config.offset) if learned else AlwaysRouter(K)
         self.masks = learned  # without a learned router every w is 1 and there is no bias
         self.apply(self._init_weights)
         if config.tie_word_embeddings:
@@ -218,7 +229,7 @@ class PonderLM(nn.Module):
 
     def embed(self, idx):
         """(B, T) -> (B, T, D), at unit RMS like the normed states that fill the other slots."""
-        return self.model.embed_tokens(idx) * self.config.embed_scale
+        return self.model.embed_tokens(idx) * self.config.scale
 
     def key_bias(self, log_w, tau=None):
         """Mask scores (..., K+1) -> bias on the keys of the slots; beyond K-hat: not to be seen."""
@@ -241,7 +252,9 @@ class PonderLM(nn.Module):
         slots, inputs, bias = 1, e, None
         while True:
             h = self.model(
-                inputs.flatten(1, 2),  # (B, T*slots, D), interleaved: slot k of token t at t*slots + k
+                inputs.flatten(
+                    1, 2
+                ),  # (B, T*slots, D), interleaved: slot k of token t at t*slots + k
                 positions.repeat_interleave(slots),  # all slots of a token share its position
                 None if bias is None else bias[..., :slots].flatten(1),  # (B, T*slots)
                 self.backend,
@@ -266,8 +279,8 @@ class PonderLM(nn.Module):
             h (B, T, S, D), s (B, T, S), log_w (B, T, S) of the final pass.
         """
         (_, T), K = idx.shape, self.config.ponder_steps
-        if not 0 < T <= self.config.max_position_embeddings:
-            raise ValueError(f"{T} tokens; the window is 1 to {self.config.max_position_embeddings}")
+        if not 0 < T <= self.config.block_size:
+            raise ValueError(f"{T} tokens; the window is 1 to {self.config.block_size}")
         if iters is not None and iters < 0:
             raise ValueError(f"iters = {iters}: the number of refinement passes R must be >= 0")
         if iters is None and self.training:
@@ -275,7 +288,9 @@ class PonderLM(nn.Module):
             iters = int(torch.randint(low, high + 1, ()))
         last = K * T if iters is None else iters
         before = None
-        for n, (h, s, log_w) in enumerate(self.passes(idx, tau, alpha), start=-K):  # n = R: the last
+        for n, (h, s, log_w) in enumerate(
+            self.passes(idx, tau, alpha), start=-K
+        ):  # n = R: the last
             if n >= last or K == 0:
                 return h, s, log_w
             latents = h[:, :, :K].detach().float()
@@ -298,7 +313,9 @@ class PonderLM(nn.Module):
         The head is applied to `rows` tokens at a time, to keep few logits in memory.
         """
         with torch.no_grad():
-            pairs = zip(states.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
+            pairs = zip(
+                states.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True
+            )
             losses = [
                 F.cross_entropy(self.lm_head(x).float(), y, reduction="none") for x, y in pairs
             ]
@@ -406,7 +423,9 @@ def pick_precision(name, device):
             times.append(time.perf_counter() - start)
         return min(times)
 
-    return torch.bfloat16 if 1.5 * seconds(torch.bfloat16) < seconds(torch.float32) else torch.float32
+    return (
+        torch.bfloat16 if 1.5 * seconds(torch.bfloat16) < seconds(torch.float32) else torch.float32
+    )
 
 
 def autocast(device, dtype):
@@ -420,7 +439,9 @@ if __name__ == "__main__":
     model, idx = PonderLM(config).double().eval(), torch.randint(257, (2, 32))
     K, T = config.ponder_steps, idx.size(1)
     with torch.no_grad():
-        iterates = [h for (h, _, _), _ in zip(model.passes(idx), range(K + K * T + 1), strict=False)]
+        iterates = [
+            h for (h, _, _), _ in zip(model.passes(idx), range(K + K * T + 1), strict=False)
+        ]
         exact = iterates[-1][:, :, :K]
         print(f"Jacobi iteration, random weights, K = {K}, T = {T}, float64: after the ladder of")
         print(f"{K} passes, {K * (T - 1)} refinements settle every latent exactly.\n")

@@ -1,13 +1,13 @@
 """From the first state of a token to how long the model thinks about it (section 3.2.1).
 
-    code               paper     shape          meaning
-    h0                 h^(0)     (..., D)       the state before any pondering
-    s                  s         (..., K+1)     step distribution: Pr(this token takes k steps)
-    log_w              log w     (..., K+1)     mask score w_k = s_k + ... + s_K, as a logarithm
-    stop_step(...)     K-hat     (...)          the last step whose mask score is at least tau
-    alpha              alpha     scalar         shifts the distribution to more or fewer steps
-    ce                 ce_i      (..., K+1)     cross-entropy if integration stops after step i
-    rho                rho_i     (K+1,)         share of the tokens that depth i already resolves
+code               paper     shape          meaning
+h0                 h^(0)     (..., D)       the state before any pondering
+s                  s         (..., K+1)     step distribution: Pr(this token takes k steps)
+log_w              log w     (..., K+1)     mask score w_k = s_k + ... + s_K, as a logarithm
+stop_step(...)     K-hat     (...)          the last step whose mask score is at least tau
+alpha              alpha     scalar         shifts the distribution to more or fewer steps
+ce                 ce_i      (..., K+1)     cross-entropy if integration stops after step i
+rho                rho_i     (K+1,)         share of the tokens that depth i already resolves
 """
 
 import math
@@ -118,7 +118,12 @@ def bottom_mass_penalty(log_w, ce, form="token"):
 if __name__ == "__main__":
     tau = 1e-4
     print(f"Four tokens, K = 3, tau = {tau:g}\n{'':11}{'s_0..s_3':^36}{'w_0..w_3':^36}K-hat")
-    logits = {"easy": [9, 2, -6, -9], "medium": [4, 5, 3, -7], "hard": [0, 2, 4, 6], "even": [0] * 4}
+    logits = {
+        "easy": [9, 2, -6, -9],
+        "medium": [4, 5, 3, -7],
+        "hard": [0, 2, 4, 6],
+        "even": [0] * 4,
+    }
     for name, row in logits.items():
         log_s = torch.tensor(row, dtype=torch.float32).log_softmax(-1)
         log_w = mask_score(log_s)

@@ -1,0 +1,56 @@
+"""A run on disk: out/<name>/ with the model, its tokenizer, the training config and the log.
+
+config.json, model.safetensors   the model (weights.py)
+tokenizer.json                   its vocabulary (data.py)
+train.json                       every setting of the training, and what it ran on
+log.jsonl, loss.png              one line a logged step; the same drawn
+results.json                     the final evaluation
+"""
+
+import json
+import time
+from pathlib import Path
+
+
+def new_run(out, name, prefix):
+    """Create out/<name>, or out/<prefix>-<date and time> without a name.
+
+    Raises:
+        FileExistsError: there is such a run already.
+    """
+    name = name or f"{prefix}-{time.strftime('%m%d-%H%M%S')}"
+    run = Path(out) / name
+    if run.exists():
+        raise FileExistsError(f"{run} exists: delete it, or choose another --name")
+    run.mkdir(parents=True)
+    return run
+
+
+def find_run(run=None, out="out"):
+    """The directory of a run: as given, or the newest in `out` that has a model.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    if run is not None:
+        if not (Path(run) / "model.safetensors").is_file():
+            raise FileNotFoundError(f"{run} holds no model.safetensors; train one: python train.py")
+        return Path(run)
+    runs = sorted(Path(out).glob("*/model.safetensors"), key=lambda file: file.stat().st_mtime)
+    if not runs:
+        raise FileNotFoundError(f"no trained model in {out}/; train one first: python train.py")
+    return runs[-1].parent
+
+
+def write_json(file, fields):
+    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+def append_line(file, fields):
+    """One JSON object as one line, on disk as soon as this returns."""
+    with open(file, "a", encoding="utf-8") as stream:
+        stream.write(json.dumps(fields) + "\n")
+
+
+def read_lines(file):
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,477 @@
+"""Text -> tokens -> train.bin and val.bin -> batches.
+
+    python data.py                          the default corpus: docstrings of Python and its packages
+    python data.py FILE_OR_FOLDER           any text; a folder with train.bin and val.bin is ready
+
+A prepared corpus is a folder with train.bin and val.bin (uint16 token ids, nanoGPT's format),
+tokenizer.json, and meta.json (where the text came from, its size and its sha256).
+"""
+
+import ast
+import base64
+import hashlib
+import json
+import os
+import pickle
+import re
+import sys
+import sysconfig
+import tempfile
+import urllib.request
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tiktoken
+import torch
+import tyro
+from tqdm import tqdm
+
+CACHE = Path("data")
+PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # torch brings the last two
+SHAKESPEARE = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+)
+END_OF_TEXT = "<|endoftext|>"
+# How GPT-2 cuts a text into words, within which BPE merges.
+WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+EACH = r"[\s\S]"  # every character by itself
+INVALID = re.compile("([\udc80-\udcff]+)")  # how surrogateescape writes bytes that are not UTF-8
+
+
+class DataError(ValueError):
+    """The text or its tokens cannot be used; the message says why and what to do."""
+
+
+# -- Tokenizer ---------------------------------------------------------------------------------
+
+
+class Tokenizer:
+    """Bytes <-> token ids, through a tiktoken.Encoding. Any bytes come back as they were."""
+
+    def __init__(self, name, pattern, tokens):
+        """`tokens` are the bytes of token 0, 1, ..; the end-of-text token comes after them."""
+        self.name, self.pattern, self.tokens = name, pattern, tokens
+        self.end_of_text = len(tokens)
+        self.vocab_size = len(tokens) + 1
+        ranks = {token: i for i, token in enumerate(tokens)}
+        special = {END_OF_TEXT: self.end_of_text}
+        self.encoding = tiktoken.Encoding(
+            name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+        )
+
+    @classmethod
+    def bytes(cls):
+        """One token a byte."""
+        return cls("bytes", EACH, [bytes([i]) for i in range(256)])
+
+    @classmethod
+    def gpt2(cls):
+        """GPT-2's own vocabulary, which tiktoken fetches once."""
+        try:
+            gpt2 = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # tiktoken passes on whatever its download raised
+            raise DataError(
+                f"gpt2's vocabulary could not be fetched ({type(error).__name__}): it needs the "
+                "network once; without it take --tokenizer bytes or --tokenizer bpe"
+            ) from None
+        tokens = [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)]
+        return cls("gpt2", WORDS, tokens)
+
+    @classmethod
+    def train(cls, texts, vocab_size):
+        """Byte-pair encoding learned from `texts`: `vocab_size` tokens, the end of text included."""
+        import rustbpe
+
+        if vocab_size < 257:
+            raise DataError(f"vocab_size = {vocab_size}; 256 bytes and the end of text need 257")
+        bpe = rustbpe.Tokenizer()
+        bpe.train_from_iterator(iter(texts), vocab_size - 1, pattern=WORDS)
+        ranks = sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])
+        return cls("bpe", WORDS, [bytes(token) for token, _ in ranks])
+
+    def encode(self, text):
+        """str or bytes -> list of ids. Nothing in a text is taken for a special token."""
+        data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
+        if self.name == "bytes":
+            return list(data)
+        ids = []
+        # Bytes that are not UTF-8 turn into lone surrogates here, and then into one token each.
+        for i, piece in enumerate(INVALID.split(data.decode("utf-8", "surrogateescape"))):
+            if i % 2:
+                piece = piece.encode("utf-8", "surrogateescape")
+                ids += [self.encoding.encode_single_token(bytes([b])) for b in piece]
+            else:
+                ids += self.encoding.encode_ordinary(piece)
+        return ids
+
+    def decode(self, ids):
+        """ids -> bytes. A token may hold part of a character, so turn the whole into str."""
+        known = [i for i in map(int, ids) if i < self.vocab_size]  # a model's table may be padded
+        return self.encoding.decode_bytes(known)
+
+    def save(self, file):
+        tokens = [base64.b64encode(token).decode() for token in self.tokens]
+        fields = {"name": self.name, "pattern": self.pattern, "tokens": tokens}
+        Path(file).write_text(json.dumps(fields), encoding="utf-8")
+
+
+class CharTokenizer(Tokenizer):
+    """nanoGPT's character vocabulary (its meta.pkl): encodes only characters that it knows."""
+
+    def __init__(self, characters):
+        super().__init__("chars", EACH, [c.encode() for c in characters])
+        self.vocab_size = len(characters)  # such a corpus has no end of text
+        self.end_of_text = None
+
+    def encode(self, text):
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        unknown = sorted({c for c in text if c.encode("utf-8", "replace") not in self.tokens})
+        if unknown:
+            raise DataError(f"the text has characters that the vocabulary lacks: {unknown[:10]}")
+        return super().encode(text)
+
+
+class IdTokenizer:
+    """For ids whose vocabulary is not at hand: a text is ids with spaces between them."""
+
+    name, end_of_text = "ids", None
+
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
+
+    def encode(self, text):
+        try:
+            return [int(i) for i in text.split()]
+        except ValueError:
+            raise DataError(
+                f"this model has no vocabulary: give ids, '15 3 7', not {text!r}"
+            ) from None
+
+    def decode(self, ids):
+        return "".join(f"{int(i)} " for i in ids).encode()
+
+    def save(self, file):
+        fields = {"name": self.name, "vocab_size": self.vocab_size}
+        Path(file).write_text(json.dumps(fields), encoding="utf-8")
+
+
+def load_tokenizer(file):
+    """What a tokenizer's `save` wrote.
+
+    Raises:
+        DataError: a file that is missing, damaged, or something else.
+    """
+    try:
+        fields = json.loads(Path(file).read_text(encoding="utf-8"))
+        if fields["name"] == "ids":
+            return IdTokenizer(fields["vocab_size"])
+        tokens = [base64.b64decode(token) for token in fields["tokens"]]
+        if fields["name"] == "chars":
+            return CharTokenizer([token.decode() for token in tokens])
+        return Tokenizer(fields["name"], fields["pattern"], tokens)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} is not a tokenizer of this program: {error!r}") from None
+
+
+# -- Text ----------------------------------------------------------------------------------------
+
+
+def package_files():
+    """Python files of the standard library and of PACKAGES: (name, path), sorted, without tests."""
+    folders = {"python": Path(sysconfig.get_paths()["stdlib"])}
+    folders |= {name: Path(find_spec(name).origin).parent for name in PACKAGES}
+    skip = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
+    for name, folder in folders.items():
+        for file in sorted(folder.rglob("*.py")):
+            if not skip & set(file.relative_to(folder).parts):
+                yield f"{name}/{file.relative_to(folder).as_posix()}", file
+
+
+def docstrings(file):
+    """The docstrings of one Python file, in the order of the source."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):
+            return []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def pydocs():
+    """The default corpus: one document a file, its docstrings, each docstring only once."""
+    from pydoc_data.topics import topics
+
+    names, files = zip(*package_files(), strict=True)
+    # Fresh processes: a fork of a process in which torch runs threads may hang.
+    with ProcessPoolExecutor(min(os.cpu_count(), 8), get_context("spawn")) as pool:
+        found = pool.map(docstrings, files, chunksize=16)
+        found = list(tqdm(found, "reading docstrings", len(files), unit=" files", leave=False))
+    documents, seen = [], set()
+    for name, texts in [
+        *zip(names, found, strict=True),
+        *((f"topics/{k}", [topics[k]]) for k in topics),
+    ]:
+        new = [text for text in dict.fromkeys(texts) if text not in seen]
+        seen.update(new)
+        if new:
+            documents.append((name, "\n\n".join(new).encode("utf-8", "replace")))
+    return documents
+
+
+def pysource():
+    """The same packages' Python files whole."""
+    files = list(package_files())
+    return [(name, file.read_bytes()) for name, file in tqdm(files, "reading source", leave=False)]
+
+
+def shakespeare():
+    """Tiny Shakespeare (1.1 MB), downloaded and checked."""
+    url, sha256 = SHAKESPEARE
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            text = response.read()
+    except OSError as error:
+        raise DataError(
+            f"cannot download {url} ({error}); without a network train on the default, --data "
+            "pydocs, or on a file of your own, --data FILE"
+        ) from None
+    if hashlib.sha256(text).hexdigest() != sha256:
+        raise DataError(
+            f"{url} is not the file it was: its sha256 differs; use --data FILE instead"
+        )
+    return [("shakespeare", text)]
+
+
+def read_texts(path):
+    """A file, or all files of a folder: (name, bytes), sorted by name."""
+    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
+    try:
+        return [(str(file.relative_to(path.parent)), file.read_bytes()) for file in files]
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename}: {error.strerror}") from None
+
+
+def split(documents):
+    """Documents -> train, validation: one file in 20 by the hash of its name, so that no docstring
+    has its neighbours on the other side; of few documents the last tenth of each."""
+    if len(documents) >= 100:
+        held_out = [int(hashlib.sha1(n.encode()).hexdigest(), 16) % 20 == 0 for n, _ in documents]
+        pairs = list(zip(documents, held_out, strict=True))
+        return [text for (_, text), out in pairs if not out], [
+            text for (_, text), out in pairs if out
+        ]
+    cuts = [len(text) - len(text) // 10 for _, text in documents]
+    pairs = list(zip(documents, cuts, strict=True))
+    return [text[:cut] for (_, text), cut in pairs], [text[cut:] for (_, text), cut in pairs]
+
+
+# -- Corpus --------------------------------------------------------------------------------------
+
+
+def write_tokens(texts, tokenizer, file, label):
+    """Encode documents, each followed by the end of text, into a file of uint16."""
+    if tokenizer.vocab_size > 65_536:
+        raise DataError(f"{tokenizer.vocab_size} tokens do not fit the 16 bits of a .bin file")
+    total = sum(map(len, texts))
+    bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False)
+    with open(file, "wb") as out, bar:
+        for text in texts:
+            pieces = (
+                [text] if tokenizer.name == "bytes" else re.findall(rb"[\s\S]{1,1000000}\n?", text)
+            )
+            for piece in pieces:
+                np.array(tokenizer.encode(piece), dtype=np.uint16).tofile(out)
+                bar.update(len(piece))
+            np.array([tokenizer.end_of_text], dtype=np.uint16).tofile(out)
+
+
+def prepare(data="pydocs", tokenizer="bytes", vocab_size=4096, cache=CACHE):
+    """Make a corpus ready for training, once; later calls find it in the cache.
+
+    Args:
+        data: 'pydocs', 'pysource', 'shakespeare', a text file, a folder of text files, or a folder
+            with train.bin and val.bin.
+        tokenizer: 'bytes', 'bpe' (trained on the corpus) or 'gpt2'; None for a .bin folder's own.
+        vocab_size: of 'bpe'.
+
+    Returns:
+        The folder with train.bin and val.bin, and its tokenizer.
+
+    Raises:
+        DataError: text that is missing, unreadable, empty, or ids that do not fit.
+    """
+    path = Path(data)
+    if (path / "train.bin").exists() or (path / "val.bin").exists():
+        return path, bin_tokenizer(path, tokenizer)
+    corpora = {"pydocs": pydocs, "pysource": pysource, "shakespeare": shakespeare}
+    if data in corpora:
+        versions = [f"{name} {version(name)}" for name in PACKAGES] if data != "shakespeare" else []
+        source = ", ".join([data, f"Python {sys.version.split()[0]}", *versions])
+    elif path.exists():
+        documents = [(name, text) for name, text in read_texts(path) if text.strip()]
+        if not documents:
+            raise DataError(f"{data} holds no text; give a file or folder with some")
+        source = f"{path.name} {hashlib.sha256(b''.join(t for _, t in documents)).hexdigest()}"
+    else:
+        raise DataError(f"--data {data}: no such file or folder, nor one of {', '.join(corpora)}")
+    tokenizer = tokenizer or "bytes"
+    kind = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
+    digest = hashlib.sha256(f"{source} {kind}".encode()).hexdigest()[:8]
+    folder = Path(cache) / f"{path.stem}-{kind}-{digest}"
+    if folder.exists():
+        return folder, load_tokenizer(folder / "tokenizer.json")
+
+    if data in corpora:
+        documents = corpora[data]()
+    train, val = split(documents)
+    if tokenizer == "bpe":
+        print(f"training a BPE tokenizer of {vocab_size} tokens", flush=True)
+        tokenizer = Tokenizer.train((text.decode("utf-8", "ignore") for text in train), vocab_size)
+    else:
+        tokenizer = Tokenizer.gpt2() if tokenizer == "gpt2" else Tokenizer.bytes()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        half = Path(temporary) / "corpus"  # renamed when complete: no half corpus in the cache
+        half.mkdir()
+        write_tokens(train, tokenizer, half / "train.bin", "encoding train")
+        write_tokens(val, tokenizer, half / "val.bin", "encoding val")
+        tokenizer.save(half / "tokenizer.json")
+        text = b"".join(text for _, text in documents)
+        meta = {"source": source, "documents": len(documents), "bytes": len(text)}
+        meta |= {"sha256": hashlib.sha256(text).hexdigest()}
+        (half / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
+        half.rename(folder)
+    return folder, tokenizer
+
+
+def bin_tokenizer(folder, name):
+    """The tokenizer of a folder with train.bin and val.bin: as named, or its own, or GPT-2's."""
+    if name == "bpe":
+        raise DataError(f"{folder} holds token ids already; a BPE cannot be trained on them")
+    if name is not None:
+        return Tokenizer.gpt2() if name == "gpt2" else Tokenizer.bytes()
+    if (folder / "tokenizer.json").exists():
+        return load_tokenizer(folder / "tokenizer.json")
+    if (folder / "meta.pkl").exists():
+        return CharTokenizer(read_nanogpt_characters(folder / "meta.pkl"))
+    try:
+        return Tokenizer.gpt2()
+    except DataError as error:
+        print(f"note: {error}. Training goes on; text is shown as token ids.")
+        return IdTokenizer(50_257)
+
+
+def read_nanogpt_characters(file):
+    """nanoGPT's meta.pkl -> its characters in the order of their ids, without running any code."""
+
+    class PlainData(pickle.Unpickler):
+        def find_class(self, module, name):  # a dict of str and int names no class
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+    try:
+        with open(file, "rb") as stream:
+            itos = PlainData(stream).load()["itos"]
+        return [itos[i] for i in range(len(itos))]
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file} is not nanoGPT's character table: {error}") from None
+
+
+def load_tokens(file, vocab_size, block_size):
+    """A .bin file, memory-mapped: (M,) uint16.
+
+    Raises:
+        DataError: no file, an odd length, ids beyond the vocabulary, or less than one window.
+    """
+    if not file.is_file():
+        raise DataError(f"{file} is missing; a prepared corpus has train.bin and val.bin")
+    size = file.stat().st_size
+    if size % 2:
+        raise DataError(f"{file} has {size} bytes, an odd number: no file of 16-bit token ids")
+    if size // 2 <= block_size:
+        raise DataError(
+            f"{file} has {size // 2} tokens, less than one window of {block_size} and the token "
+            "after it: give more text, or a smaller --block-size"
+        )
+    tokens = np.memmap(file, dtype=np.uint16, mode="r")
+    largest = max(int(tokens[i : i + 10**7].max()) for i in range(0, len(tokens), 10**7))
+    if largest >= vocab_size:
+        raise DataError(
+            f"{file} has token id {largest}, beyond the vocabulary of {vocab_size}: it was made "
+            "with another tokenizer; name it, for instance --tokenizer gpt2"
+        )
+    return tokens
+
+
+class Windows:
+    """Batches as a function of (seed, step): every epoch visits each window once, in a new order.
+
+    Windows do not overlap: window w is tokens w*T .. w*T + T, the last one only as a target.
+    """
+
+    def __init__(self, tokens, block_size, seed):
+        self.tokens, self.block_size, self.seed = tokens, block_size, seed
+        self.count = (len(tokens) - 1) // block_size
+        self.epoch = None
+
+    def window(self, i):
+        """The i-th window of training, counted through all epochs: (T+1,) int64."""
+        epoch, i = divmod(i, self.count)
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+        start = self.order[i] * self.block_size
+        return self.tokens[start : start + self.block_size + 1].astype(np.int64)
+
+    def batch(self, step, size):
+        """The batch of a step: inputs and targets, (size, T) each."""
+        rows = np.stack([self.window(i) for i in range(step * size, (step + 1) * size)])
+        return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+
+
+def unigram_entropy(tokens, vocab_size):
+    """Entropy of the token frequencies in nats: the loss of knowing them and nothing else."""
+    p = np.bincount(tokens, minlength=vocab_size) / len(tokens)
+    return float(-(p[p > 0] * np.log(p[p > 0])).sum())
+
+
+def main(
+    data: tyro.conf.Positional[str] = "pydocs",
+    tokenizer: Literal["bytes", "bpe", "gpt2"] = "bytes",
+    vocab_size: int = 4096,
+):
+    """Prepare a corpus and show what is in it.
+
+    Args:
+        data: pydocs, pysource, shakespeare, a text file, a folder of them, or of .bin files
+        tokenizer: how text becomes tokens
+        vocab_size: number of tokens of a bpe tokenizer
+    """
+    folder, tokenizer = prepare(data, tokenizer, vocab_size)
+    print(folder)
+    if (folder / "meta.json").exists():
+        print((folder / "meta.json").read_text(encoding="utf-8"))
+    for name in ("train.bin", "val.bin"):
+        tokens = load_tokens(folder / name, tokenizer.vocab_size, block_size=1)
+        entropy = unigram_entropy(tokens, tokenizer.vocab_size)
+        print(f"{name}: {len(tokens):,} tokens, unigram entropy {entropy:.3f} nats, begins")
+        print("    " + repr(tokenizer.decode(tokens[:60]).decode("utf-8", "replace")))
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(main)
+    except (DataError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,310 @@
+"""Train a PonderLM-3: next-token cross-entropy plus the bottom-mass penalty (section 3.4.2).
+
+    python train.py                                  'tiny' on a CPU, 'small' on a GPU
+    python train.py --preset tiny --ponder-steps 0   the same transformer without pondering
+    python train.py --data my_texts/ --steps 2000
+
+Every flag and its default: python train.py --help
+"""
+
+import argparse
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+import tyro
+
+from attention import BACKENDS, pick_backend
+from checkpoint import append_line, new_run, read_lines, write_json
+from data import Windows, load_tokens, prepare, unigram_entropy
+from model import PonderConfig, PonderLM, autocast, pick_device, pick_precision
+from router import stop_step
+
+
+@dataclass
+class TrainConfig:
+    preset: Literal["auto", "tiny", "small", "70m", "410m"] = "auto"  # auto: small on a GPU
+    name: str | None = None  # of the run, in --out; by default preset and time
+    out: str = "out"  # where runs are kept
+    data: str = "pydocs"  # pydocs, pysource, shakespeare, a file, or a folder of texts or .bin
+    tokenizer: Literal["bytes", "bpe", "gpt2"] | None = "bytes"  # None: a .bin folder's own
+    model: Annotated[PonderConfig, tyro.conf.arg(name="")] = field(default_factory=PonderConfig)
+
+    steps: int = 600  # optimizer steps
+    batch_size: int = 16  # windows a step
+    micro_batch_size: int | None = None  # windows at a time, to save memory; None: the whole batch
+    learning_rate: float = 3e-3  # peak; cosine down to a tenth of it
+    warmup: float = 0.05  # share of the steps in which the learning rate rises
+    weight_decay: float = 0.1  # on matrices only
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    clip: float = 1.0  # gradient norm
+    seed: int = 0
+
+    log_every: int = 10  # steps between log lines
+    eval_every: int = 200  # steps between evaluations, after each of which the model is saved
+    eval_windows: int = 512  # validation windows of the final evaluation
+    tau: float = 1e-4  # where executed steps are counted and hard stopping is scored
+
+    device: str = "auto"  # auto, cpu, cuda, mps
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is fast
+    backend: Literal[BACKENDS] = "auto"  # attention
+
+
+PRESETS = {
+    # A 2-core CPU, minutes.
+    "tiny": TrainConfig(
+        preset="tiny",
+        model=PonderConfig(257, 128, 344, 3, 2, head_dim=56, block_size=64),
+    ),
+    # One GPU, minutes. d = 56 leaves room for the bias channel in a kernel of width 64.
+    "small": TrainConfig(
+        preset="small",
+        tokenizer="bpe",
+        model=PonderConfig(4096, 384, 1032, 6, 6, head_dim=56, block_size=256, iters=(2, 3)),
+        steps=2000,
+        batch_size=64,
+        learning_rate=1e-3,
+        eval_every=500,
+    ),
+    # The paper's two sizes, with the recipe of the released PonderLM-2 and Pythia scripts.
+    "70m": TrainConfig(
+        preset="70m",
+        tokenizer="gpt2",
+        model=PonderConfig(50_304, 512, 1376, 6, 8, block_size=2048, iters=(2, 3)),
+        steps=28_610,  # 15 B tokens
+        batch_size=256,
+        micro_batch_size=4,
+        learning_rate=1e-3,
+        warmup=0.01,
+        weight_decay=0.01,
+        eval_every=1000,
+    ),
+    "410m": TrainConfig(
+        preset="410m",
+        tokenizer="gpt2",
+        model=PonderConfig(50_304, 1024, 2752, 24, 16, block_size=2048, iters=(2, 3)),
+        steps=19_073,  # 10 B tokens
+        batch_size=256,
+        micro_batch_size=1,
+        learning_rate=3e-4,
+        warmup=0.02,
+        eval_every=1000,
+    ),
+}
+
+
+def parse(argv=None):
+    """The command line: --preset chooses the defaults that --help shows and other flags change."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default="auto")
+    preset = first.parse_known_args(argv)[0].preset
+    if preset not in PRESETS:  # 'auto', or a wrong one, which tyro refuses below
+        preset = "small" if pick_device().type == "cuda" else "tiny"
+    return tyro.cli(TrainConfig, description=__doc__, default=PRESETS[preset], args=argv)
+
+
+def learning_rate(step, config):
+    """Linear warm-up, then a cosine from the peak to a tenth of it."""
+    warmup = max(1, round(config.warmup * config.steps))
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, config.steps - warmup)
+    return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def make_optimizer(model, config, device):
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    gains = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": gains, "weight_decay": 0.0},
+    ]
+    fused = device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
+
+
+@torch.no_grad()
+def evaluate(model, windows, count, device, iters=None, tau=None, tau_steps=1e-4, batch_size=32):
+    """Mean losses over the first `count` windows, in float32.
+
+    iters and tau as in PonderLM.jacobi; iters None is the fixed point, which decoding computes.
+
+    Returns:
+        dict: loss; steps, the mean executed at `tau_steps`; and per depth 0..K `truncated` (the
+        loss of the integration truncated after step i and renormalised), `alone` (of h^(i)
+        alone), `stopped` (share of the tokens that stop there).
+    """
+    was_training = model.training
+    model.eval()
+    S, total, sums = model.config.ponder_steps + 1, 0, 0
+    for first in range(0, count, batch_size):
+        rows = [windows.window(i) for i in range(first, min(first + batch_size, count))]
+        rows = torch.from_numpy(np.stack(rows)).to(device)
+        x, y = rows[:, :-1], rows[:, 1:]
+        h, s, log_w = model.jacobi(x, iters, tau)
+        steps = stop_step(log_w, tau_steps)
+        h_hat = model.integrate(h, s, steps if tau else None)
+        losses = [model.token_losses(h_hat, y).sum()]
+        for i in range(S):
+            partial = (s[..., : i + 1, None] * h[:, :, : i + 1]).sum(2)
+            partial = partial / s[..., : i + 1].sum(-1, keepdim=True).clamp(min=1e-9)
+            losses.append(model.token_losses(partial.to(h.dtype), y).sum())
+        losses += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
+        losses += [(steps == i).sum() for i in range(S)]
+        sums = sums + torch.stack([loss.double().cpu() for loss in losses])
+        total += y.numel()
+    model.train(was_training)
+    loss, *per_depth = (sums / total).tolist()
+    truncated, alone, stopped = per_depth[:S], per_depth[S : 2 * S], per_depth[2 * S :]
+    steps = sum(i * share for i, share in enumerate(stopped))
+    return dict(loss=loss, steps=steps, truncated=truncated, alone=alone, stopped=stopped)
+
+
+def final_report(model, windows, config, device):
+    """The losses that count, printed and returned: as trained, at the fixed point, hard-stopped."""
+    R = max(config.model.iters)
+    count = min(config.eval_windows, windows.count)
+    measure = lambda **kw: evaluate(model, windows, count, device, tau_steps=config.tau, **kw)  # noqa: E731
+    trained, fixed = measure(iters=R), measure()
+    hard = measure(tau=config.tau)
+    print(f"\nvalidation loss in nats per token, {count} windows of {windows.block_size} tokens")
+    print(f"  as trained, {R} refinements      {trained['loss']:.4f}")
+    print(f"  at the fixed point            {fixed['loss']:.4f}")
+    print(f"  hard-stopped at tau = {config.tau:g}  {hard['loss']:.4f}")
+    print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}")
+    print("depth i                      " + "".join(f"{i:8d}" for i in range(len(hard["alone"]))))
+    for title, row in (
+        ("loss, integrated up to i", fixed["truncated"]),
+        ("loss of h^(i) alone", fixed["alone"]),
+        ("tokens that stop here", hard["stopped"]),
+    ):
+        print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
+    return dict(trained=trained, fixed=fixed, hard=hard, iters=R)
+
+
+def draw_losses(run):
+    """log.jsonl -> loss.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    log = read_lines(run / "log.jsonl")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, names, unit in (
+        (left, ("ce", "val"), "cross-entropy, nats per token"),
+        (right, ("steps",), "executed steps per token"),
+    ):
+        for name in names:
+            points = [(row["step"], row[name]) for row in log if name in row]
+            marker = "o" if name == "val" else None
+            axis.plot(
+                *zip(*points, strict=True), label={"ce": "train"}.get(name, name), marker=marker
+            )
+        axis.set(xlabel="optimizer step", ylabel=unit)
+        axis.grid(alpha=0.3)
+    left.legend()
+    figure.savefig(run / "loss.png", dpi=150)
+    plt.close(figure)
+
+
+def clock(seconds):
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes}:{seconds:02d}"
+
+
+def train(config):
+    """Train as `config` says. Returns the run's directory and the final evaluation."""
+    device = pick_device(config.device)
+    dtype = pick_precision(config.precision, device)
+    backend = pick_backend(config.backend, device, dtype)
+    micro = config.micro_batch_size or config.batch_size
+    if config.batch_size % micro:
+        raise ValueError(
+            f"batch_size {config.batch_size} is no multiple of micro_batch_size {micro}"
+        )
+
+    folder, tokenizer = prepare(config.data, config.tokenizer, config.model.vocab_size)
+    V = tokenizer.vocab_size if tokenizer.vocab_size < 1024 else -(-tokenizer.vocab_size // 64) * 64
+    config = replace(config, model=replace(config.model, vocab_size=V))
+    T = config.model.block_size
+    train_tokens = load_tokens(folder / "train.bin", tokenizer.vocab_size, T)
+    val_tokens = load_tokens(folder / "val.bin", tokenizer.vocab_size, T)
+    windows, val = Windows(train_tokens, T, config.seed), Windows(val_tokens, T, seed=0)
+
+    torch.manual_seed(config.seed)
+    model = PonderLM(config.model).to(device).train()
+    model.backend = backend
+    optimizer = make_optimizer(model, config, device)
+    run = new_run(config.out, config.name, config.preset)
+    tokenizer.save(run / "tokenizer.json")
+    print(
+        f"{run}: {sum(p.numel() for p in model.parameters()):,} parameters, device {device.type}, ",
+        end="",
+    )
+    print(f"precision {str(dtype)[6:]}, attention {backend}, torch {torch.__version__}")
+    entropy = unigram_entropy(val_tokens, V)
+    print(f"{folder}: {len(train_tokens):,} tokens, {windows.count:,} windows of {T}; ", end="")
+    print(f"unigram entropy of validation {entropy:.3f} nats", flush=True)
+    write_json(run / "train.json", {**asdict(config), "dtype": str(dtype), "corpus": folder.name})
+
+    start = time.time()
+    for step in range(config.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        # One number of refinements a step, a function of (seed, step).
+        low, high = config.model.iters
+        R = int(np.random.default_rng((config.seed, step)).integers(low, high + 1))
+        totals = dict(loss=0.0, ce=0.0, penalty=0.0, steps=0.0)
+        x, y = (t.to(device) for t in windows.batch(step, config.batch_size))  # (batch, T)
+        for xs, ys in zip(x.split(micro), y.split(micro), strict=True):
+            with autocast(device, dtype):
+                out = model(xs, ys, iters=R)
+            share = micro / config.batch_size
+            (share * out.loss).backward()
+            parts = dict(loss=out.loss, ce=out.ce, penalty=out.penalty)
+            parts["steps"] = stop_step(out.log_w, config.tau).float().mean()
+            for name, value in parts.items():
+                totals[name] += share * value.detach() if value is not None else 0.0
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+        done, last = step + 1, step + 1 == config.steps
+        row = {}
+        if done % config.log_every == 0 or last:
+            row = {"step": done} | {name: float(value) for name, value in totals.items()}
+            elapsed = time.time() - start
+            row["tokens_per_second"] = done * x.numel() / elapsed
+            print(
+                f"step {done}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
+                f"penalty {row['penalty']:.4f}  steps {row['steps']:.2f}  "
+                f"{row['tokens_per_second']:,.0f} tok/s  "
+                f"left {clock(elapsed / done * (config.steps - done))}",
+                flush=True,
+            )
+        if done % config.eval_every == 0 or last:
+            model.save_pretrained(run)
+            count = min(64, val.count)
+            row |= {"step": done, "val": evaluate(model, val, count, device, iters=R)["loss"]}
+            print(f"step {done}/{config.steps}  validation {row['val']:.3f}", flush=True)
+        if row:
+            append_line(run / "log.jsonl", row)
+
+    results = final_report(model, val, config, device)
+    write_json(run / "results.json", {**results, "unigram_entropy": entropy})
+    draw_losses(run)
+    print(f"unigram entropy {entropy:.3f}; trained in {clock(time.time() - start)} minutes")
+    print(f"next: python sample.py --run {run} --tau {config.tau:g} --show-steps")
+    return run, results
+
+
+if __name__ == "__main__":
+    try:
+        train(parse())
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
