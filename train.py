@@ -34,10 +34,10 @@ class TrainConfig:
     tokenizer: Literal["bytes", "bpe", "gpt2"] | None = "bytes"  # None: a .bin folder's own
     model: Annotated[PonderConfig, tyro.conf.arg(name="")] = field(default_factory=PonderConfig)
 
-    steps: int = 600  # optimizer steps
+    steps: int = 500  # optimizer steps
     batch_size: int = 16  # windows a step
     micro_batch_size: int | None = None  # windows at a time, to save memory; None: the whole batch
-    learning_rate: float = 3e-3  # peak; cosine down to a tenth of it
+    learning_rate: float = 4e-3  # peak; cosine down to a tenth of it
     warmup: float = 0.05  # share of the steps in which the learning rate rises
     weight_decay: float = 0.1  # on matrices only
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
@@ -58,7 +58,7 @@ PRESETS = {
     # A 2-core CPU, minutes.
     "tiny": TrainConfig(
         preset="tiny",
-        model=PonderConfig(257, 128, 344, 3, 2, head_dim=56, block_size=64),
+        model=PonderConfig(257, 96, 256, 3, 2, head_dim=24, block_size=64),
     ),
     # One GPU, minutes. d = 56 leaves room for the bias channel in a kernel of width 64.
     "small": TrainConfig(

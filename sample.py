@@ -1,0 +1,227 @@
+"""Continue a prompt, thinking about each token only as long as its router asks for (section 3.3).
+
+    python sample.py                                   the newest run, from an empty prompt
+    python sample.py --prompt "Return the" --show-steps
+    echo "Return the" | python sample.py --prompt - --tau 0
+
+This is the simple form: one sequence, one slot at a time. Each executed slot leaves one key and one
+value a layer in the cache; a slot that is skipped leaves nothing and costs nothing.
+"""
+
+import codecs
+import sys
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import tyro
+
+from checkpoint import find_run
+from data import load_tokenizer
+from model import LayerCache, PonderLM, autocast, pick_device, pick_precision
+from router import stop_step
+
+
+@dataclass
+class Sample:
+    tokens: list[int]  # the generated ids
+    steps: list[int]  # pondering steps executed before each of them was chosen
+
+
+@torch.no_grad()
+def ponder_token(model, token, position, cache, tau=1e-4, alpha=0.0):
+    """Read one token: slot 0, the router, then slots 1..K-hat; each one attends to the cache.
+
+    Returns:
+        logits (V,) of the next token, and K-hat, the pondering steps executed (section 3.3).
+    """
+    device = model.lm_head.weight.device
+    positions = torch.tensor([position], device=device)  # all slots of a token share its position
+    x = model.embed(torch.tensor([[token]], device=device))  # (1, 1, D)
+    unmasked = torch.zeros(1, 1, device=device) if model.masks else None
+    h = model.model(x, positions, unmasked, cache=cache)
+    s, log_w = model.router(h, alpha)  # (1, 1, K+1)
+    bias, steps = model.key_bias(log_w), int(stop_step(log_w, tau))
+    h_hat = s[..., :1] * h
+    for k in range(1, steps + 1):  # stop as soon as w_k < tau
+        h = model.model(h, positions, bias[..., k] if model.masks else None, cache=cache)
+        h_hat = h_hat + s[..., k : k + 1] * h
+    return model.lm_head(h_hat.to(h.dtype))[0, 0], steps
+
+
+def choose(logits, temperature, top_k, top_p, generator):
+    """Logits (V,) -> one token id. Temperature 0 takes the most probable."""
+    if temperature == 0:
+        return int(logits.argmax())
+    logits, order = (logits.float() / temperature).sort(descending=True)
+    keep = torch.ones_like(logits, dtype=torch.bool)
+    if top_k is not None:
+        keep[top_k:] = False
+    if top_p is not None:  # the fewest tokens whose probabilities reach top_p
+        p = logits.masked_fill(~keep, -torch.inf).softmax(-1)
+        keep &= p.cumsum(-1) - p < top_p
+    p = logits.masked_fill(~keep, -torch.inf).softmax(-1).cpu()
+    return int(order[torch.multinomial(p, 1, generator=generator)])
+
+
+def stream(
+    model, prompt, max_new_tokens, *, tau=1e-4, alpha=0.0, temperature=1.0, top_k=None, top_p=None,
+    seed=None, read=None,
+):  # fmt: skip
+    """Yield (token, steps) for each generated token. Arguments as `generate`, for one prompt.
+
+    A context that outgrows the model's window starts anew from its last half window.
+    `read`, a list, receives the steps of every token that is read, the prompt's too.
+    """
+    context = [int(token) for token in prompt]
+    V, window = model.config.vocab_size, model.config.block_size
+    if not context:
+        raise ValueError("the prompt has no token: a model needs at least one to go on from")
+    if not all(0 <= token < V for token in context):
+        raise ValueError(f"the prompt has ids outside the vocabulary, 0 to {V - 1}")
+    if max_new_tokens < 0 or temperature < 0:
+        raise ValueError(f"max_new_tokens {max_new_tokens}, temperature {temperature}: below zero")
+    if (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        raise ValueError(f"top_k {top_k} must be 1 or more, top_p {top_p} in (0, 1]")
+    generator = torch.Generator()
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    done = 0  # tokens of the context that are in the cache
+    for _ in range(max_new_tokens):
+        if len(context) > window:
+            context, done = context[-max(window // 2, 1) :], 0
+        if done == 0:
+            cache = [LayerCache() for _ in range(model.config.num_hidden_layers)]
+        while done < len(context):
+            logits, steps = ponder_token(model, context[done], done, cache, tau, alpha)
+            done += 1
+            if read is not None:
+                read.append(steps)
+        token = choose(logits, temperature, top_k, top_p, generator)
+        context.append(token)
+        yield token, steps
+
+
+def generate(model, prompts, max_new_tokens, *, seed=None, **kwargs):
+    """Continue each prompt by early-exit decoding with a cache of executed slots (section 3.3).
+
+    Args:
+        prompts: lists or tensors of token ids, at least one id each.
+        max_new_tokens: tokens to generate for each.
+        tau: stop pondering as soon as w_k < tau; 0 always runs all K steps.
+        alpha: shifts the router to more or fewer steps (reading note 3).
+        temperature: 0 is greedy. top_k, top_p: keep the most probable tokens only; None keeps all.
+        seed: of the random choices; prompt i uses seed + i. None: different at every call.
+
+    Returns:
+        One Sample a prompt.
+
+    Raises:
+        ValueError: an empty prompt, an id outside the vocabulary, or a setting out of its range.
+    """
+    samples = []
+    for i, prompt in enumerate(prompts):
+        one = None if seed is None else seed + i
+        pairs = list(stream(model, prompt, max_new_tokens, seed=one, **kwargs))
+        samples.append(Sample([token for token, _ in pairs], [steps for _, steps in pairs]))
+    return samples
+
+
+# -- The command line ----------------------------------------------------------------------------
+
+
+def paint(text, steps, K, color):
+    """Text in the colour of its steps, from pale (0) to dark (K); without colours, subscripts."""
+    if not color:
+        return text + "".join(chr(0x2080 + int(digit)) for digit in str(steps))
+    shade = (231, 225, 153, 117, 75, 33, 26, 19)[round(7 * steps / max(K, 1))]
+    return f"\x1b[48;5;{shade};38;5;{16 if shade > 60 else 231}m{text}\x1b[0m"
+
+
+def main(
+    run: str | None = None,
+    prompt: str = "",
+    max_new_tokens: int = 200,
+    num_samples: int = 1,
+    tau: float = 1e-4,
+    alpha: float = 0.0,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    show_steps: bool = False,
+    device: str = "auto",
+    precision: Literal["auto", "float32", "bfloat16"] = "float32",
+):
+    """Continue a prompt, with early exit.
+
+    Args:
+        run: directory of a trained model; by default the newest in out/
+        prompt: text to go on from; - reads it from standard input
+        max_new_tokens: tokens to generate
+        num_samples: how many continuations
+        tau: stop pondering when the mask score falls below it; 0 always runs all K steps
+        alpha: shift the router towards more (> 0) or fewer (< 0) steps
+        temperature: 0 is greedy
+        top_k: choose among the k most probable tokens
+        top_p: choose among the fewest tokens that hold this probability
+        seed: makes the choices repeatable
+        show_steps: colour each token by the pondering steps taken before it was chosen
+        device: auto, cpu, cuda or mps
+        precision: of the computation; one query at a time gains little from bfloat16
+    """
+    directory = find_run(run)
+    device = pick_device(device)
+    dtype = pick_precision(precision, device)
+    model = PonderLM.from_pretrained(directory).to(device)
+    tokenizer = load_tokenizer(directory / "tokenizer.json")
+    K, window = model.config.ponder_steps, model.config.block_size
+    text = sys.stdin.read() if prompt == "-" else prompt
+    ids = tokenizer.encode(text)
+    if not ids:  # an empty prompt: where a document begins
+        ids = [tokenizer.end_of_text or 0]
+    color = sys.stdout.isatty()
+    print(f"{directory}: K = {K}, tau = {tau:g}, device {device.type}, precision {str(dtype)[6:]}")
+    if len(ids) > window:
+        print(
+            f"note: of {len(ids)} prompt tokens the last {window // 2} are read (window {window})"
+        )
+    if show_steps:
+        print("steps: " + " ".join(paint(f" {k} ", k, K, color) for k in range(K + 1)))
+
+    read, total, start = [], 0, time.perf_counter()
+    for i in range(num_samples):
+        print(f"\n--- sample {i + 1} of {num_samples}" if num_samples > 1 else "")
+        print(text, end="", flush=True)
+        decoder = codecs.getincrementaldecoder("utf-8")(
+            "replace"
+        )  # a token may end inside a character
+        one = None if seed is None else seed + i
+        with autocast(device, dtype):
+            pairs = stream(
+                model, ids, max_new_tokens, tau=tau, alpha=alpha, temperature=temperature,
+                top_k=top_k, top_p=top_p, seed=one, read=read,
+            )  # fmt: skip
+            for token, steps in pairs:
+                piece = decoder.decode(tokenizer.decode([token]))
+                print(paint(piece, steps, K, color) if show_steps and piece else piece, end="")
+                sys.stdout.flush()
+                total += 1
+        print(decoder.decode(b"", final=True))
+    seconds = time.perf_counter() - start
+    if total:
+        slots, most = len(read) + sum(read), len(read) * (K + 1)
+        print(
+            f"\n{sum(read) / len(read):.2f} of {K} pondering steps per token, prompt included; "
+            f"{1 - slots / most:.0%} of the slots saved against always running {K}; "
+            f"{total / seconds:.1f} tokens/s"
+        )
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(main)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("\ninterrupted")

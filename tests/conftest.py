@@ -1,0 +1,64 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from model import PonderConfig, PonderLM
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def small_model(seed=0, **kwargs):
+    """A float64 model in evaluation mode whose router has random weights, so that tokens differ.
+
+    Random weights alone spread s too evenly for any w to fall below a tau; router_scale makes the
+    router decided.
+    """
+    torch.manual_seed(seed)
+    scale = kwargs.pop("router_scale", 5.0)
+    defaults = dict(
+        vocab_size=31,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        block_size=32,
+        ponder_steps=3,
+        router_offset=None,
+    )
+    config = PonderConfig(**{**defaults, **kwargs})
+    if config.router_offset is None:
+        config.router_offset = (0.0,) * (config.ponder_steps + 1)
+    model = PonderLM(config)
+    if model.masks:
+        torch.nn.init.normal_(model.router.proj.weight, std=scale / config.hidden_size**0.5)
+    return model.double().eval()
+
+
+@pytest.fixture
+def golden():
+    """Read one golden file: its tensors, and a PonderLM with its weights."""
+
+    def read(name):
+        with safe_open(GOLDEN / name, "pt") as file:
+            official = json.loads(file.metadata()["config"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        config = PonderConfig(
+            vocab_size=official["vocab_size"],
+            hidden_size=official["hidden_size"],
+            intermediate_size=official["intermediate_size"],
+            num_hidden_layers=official["num_hidden_layers"],
+            num_attention_heads=official["num_attention_heads"],
+            rms_norm_eps=official["rms_norm_eps"],
+            rope_theta=official["rope_theta"],
+            ponder_steps=official["num_latent_thoughts"],
+            router="always",
+        )
+        model = PonderLM(config).eval()
+        model.load_state_dict({k: tensors.pop(k) for k in list(tensors) if k.endswith(".weight")})
+        return model, tensors, official
+
+    return read

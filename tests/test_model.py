@@ -1,0 +1,304 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import small_model
+
+from model import LayerCache, PonderConfig, PonderLM, pick_device, pick_precision
+from router import bottom_mass_penalty
+from sample import ponder_token
+
+
+@torch.no_grad()
+def sequential(model, idx, tau=None):
+    """Section 3.3 without a cache: for every slot the whole prefix anew. (T,) -> logits, steps.
+
+    tau None runs all K steps with soft masks.
+    """
+    inputs, positions, bias, logits, steps = [], [], [], [], []
+    printed = model.config.printed_mask_index
+    for t, token in enumerate(idx):
+        x, h_hat, k, stop = model.embed(token), 0, 0, 0
+        while k <= stop:
+            inputs.append(x)
+            positions.append(t)
+            bias.append(0.0 if k == 0 else float(log_w[k - 1 if printed else k]))
+            rows = torch.stack(inputs)[None], torch.tensor(positions)
+            x = model.model(*rows, torch.tensor([bias], dtype=x.dtype), "eager")[0, -1]
+            if k == 0:
+                s, log_w = model.router(x)
+                w = log_w.exp()
+                stop = max(j for j in range(len(w)) if not tau or w[j] >= tau)
+            h_hat = h_hat + s[k] * x
+            k += 1
+        logits.append(model.lm_head(h_hat))
+        steps.append(stop)
+    return torch.stack(logits), steps
+
+
+def tokens(T=10, B=1, V=31, seed=0):
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("router", ["learned", "always"])
+@pytest.mark.parametrize("K", [0, 1, 3])
+@pytest.mark.parametrize("printed", [False, True])
+def test_jacobi_equals_sequential(router, K, printed):
+    """Catches a wrong slot order, position, mask or router timing: after R = K(T-1) refinements the
+    parallel form is the sequential one, to 1e-9 in float64; and more passes come closer."""
+    model = small_model(router=router, ponder_steps=K, printed_mask_index=printed)
+    idx = tokens()
+    expected, _ = sequential(model, idx[0])
+    with torch.no_grad():
+        errors = [
+            (model(idx, iters=R).logits[0] - expected).abs().max() for R in (0, 2, 4, 8, K * 9)
+        ]
+    assert errors[-1] < 1e-9
+    if K:
+        assert errors[0] > 1e-6  # otherwise the test could not tell
+        assert all(a > 2 * b for a, b in zip(errors, errors[1:], strict=False) if a > 1e-10)
+
+
+def test_automatic_passes_reach_the_fixed_point():
+    """Catches a stopping rule of the evaluation that stops too early or not at all."""
+    model, idx = small_model(), tokens(B=3)
+    with torch.no_grad():
+        exact = model.jacobi(idx, iters=27)[0]
+        loose, tight = (model.jacobi(idx, tolerance=tol)[0] for tol in (1e-4, 1e-9))
+    assert (loose - exact).norm() / exact.norm() < 2e-4
+    assert (tight - exact).norm() / exact.norm() < 2e-9
+    assert not torch.equal(loose, tight)
+
+
+@pytest.mark.parametrize("tau", [0, 1e-4, 0.3])
+@pytest.mark.parametrize(
+    "router,K", [("learned", 3), ("learned", 1), ("always", 2), ("learned", 0)]
+)
+def test_hard_stopping_parallel_sequential_and_cached_agree(tau, router, K):
+    """Catches a key that hard stopping should hide, an integration that runs on, a cache that
+    keeps or drops a slot: logits to 1e-9 and the same steps in all three forms."""
+    model = small_model(router=router, ponder_steps=K, router_scale=12.0)
+    idx = tokens(T=12)
+    expected, steps = sequential(model, idx[0], tau)
+    with torch.no_grad():
+        out = model(idx, tau=tau, iters=K * 11)
+    cache = [LayerCache() for _ in model.model.layers]
+    pairs = [ponder_token(model, int(token), t, cache, tau) for t, token in enumerate(idx[0])]
+    assert (out.logits[0] - expected).abs().max() < 1e-9
+    assert (torch.stack([logits for logits, _ in pairs]) - expected).abs().max() < 1e-9
+    assert out.steps[0].tolist() == [k for _, k in pairs] == steps
+    assert cache[0].keys.size(2) == len(steps) + sum(steps)  # executed slots only
+    if router == "learned" and K == 3 and tau == 0.3:
+        assert 0 in steps and 3 in steps and len(set(steps)) > 2
+
+
+@pytest.mark.parametrize("printed,low,high", [(False, 0, 1e-7), (True, 1e-3, math.inf)])
+def test_mask_index(printed, low, high):
+    """Reading note 1, with a router that is always sure: masking slot k by w_k, the soft model and
+    the hard-stopped one agree to 1e-7. By the printed index, w_(k-1), the slot after the last
+    executed one stays visible, and the logits move by more than 1e-3."""
+    model = small_model(printed_mask_index=printed, router_scale=2000.0)
+    idx = tokens(T=12)
+    with torch.no_grad():
+        soft, hard = model(idx, iters=33), model(idx, iters=33, tau=1e-4)
+    w = soft.log_w.exp()
+    assert (w < 1e-9).any() and ((w < 1e-9) | (w > 0.9)).all()
+    assert low <= (soft.logits - hard.logits).abs().max() < high
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("kwargs", [{}, {"tau": 0.3}, {"alpha": 1.0}])
+@pytest.mark.parametrize("router", ["learned", "always"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_causality_to_the_bit(backend, kwargs, router, dtype):
+    """Catches any path from a token to an earlier output."""
+    model = small_model(router=router).to(dtype)
+    model.backend = backend
+    idx = tokens(T=16, B=2)
+    changed = idx.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 31
+    with torch.no_grad():
+        a, b = (model(x, iters=3, **kwargs) for x in (idx, changed))
+    for name in ("logits", "s", "log_w", "steps"):
+        assert torch.equal(getattr(a, name)[:, :9], getattr(b, name)[:, :9]), name
+    assert not torch.equal(a.logits[:, 9], b.logits[:, 9])
+
+
+def test_k0_is_llama():
+    """Catches a backbone that is not Llama's: logits of transformers' LlamaForCausalLM, float64."""
+    transformers = pytest.importorskip("transformers")
+    model = small_model(ponder_steps=0, head_dim=10, rms_norm_eps=1e-3, rope_theta=500.0)
+    c = model.config
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_hidden_layers,
+        num_attention_heads=c.num_attention_heads,
+        num_key_value_heads=c.num_key_value_heads,
+        head_dim=10,
+        rms_norm_eps=c.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+    )
+    llama = transformers.LlamaForCausalLM(config).double().eval()
+    weights = model.state_dict()
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * c.scale
+    llama.load_state_dict(weights)
+    idx = tokens(T=20, B=2)
+    with torch.no_grad():
+        # transformers computes RMSNorm and RoPE in float32
+        torch.testing.assert_close(model(idx).logits, llama(idx).logits, atol=2e-6, rtol=0)
+
+
+def test_training_loss_and_its_gradient():
+    """Catches a detach in the Jacobi iteration and a wrong loss: the loss is CE + lambda * penalty,
+    and its gradient that of finite differences through all passes (penalty off: it has steps)."""
+    model, idx = small_model(penalty_weight=0.0).train(), tokens(T=6, B=2)
+    y = tokens(T=6, B=2, seed=1)
+    model(idx, y, iters=2).loss.backward()
+    torch.manual_seed(1)
+    parameters = list(model.parameters())
+    directions = [torch.randn_like(p) for p in parameters]
+    slope = sum((p.grad * d).sum() for p, d in zip(parameters, directions, strict=True))
+    losses = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, d in zip(parameters, directions, strict=True):
+                p.add_(d, alpha=sign * 1e-6)
+            losses.append(model(idx, y, iters=2).loss)
+            for p, d in zip(parameters, directions, strict=True):
+                p.sub_(d, alpha=sign * 1e-6)
+    assert slope.item() == pytest.approx(((losses[0] - losses[1]) / 2e-6).item(), rel=1e-5)
+
+
+def test_parts_of_the_loss():
+    """Catches partial states that are renormalised, a wrong depth, lambda applied twice, and
+    targets that should be ignored."""
+    model, idx, y = small_model(penalty_weight=0.7).train(), tokens(T=9, B=2), tokens(9, 2, seed=1)
+    model.lm_head.weight.data *= 20  # some tokens below 0.5 nats, so that the penalty acts
+    y = model(idx, iters=2).logits.argmax(-1).where(y % 3 > 0, y)
+    y[0, 3] = -100
+    out = model(idx, y, iters=2)
+    h, s, log_w = model.jacobi(idx, iters=2)
+    ce = torch.zeros(2, 9, 4, dtype=torch.float64)
+    for b in range(2):
+        for t in range(9):
+            for i in range(4):
+                partial = sum(s[b, t, j] * h[b, t, j] for j in range(i + 1))
+                ce[b, t, i] = (
+                    F.cross_entropy(model.lm_head(partial), y[b, t], ignore_index=-1)
+                    if y[b, t] >= 0
+                    else 0
+                )
+    valid = y != -100
+    penalty, rho = bottom_mass_penalty(log_w[valid], ce[valid])
+    assert penalty > 0
+    torch.testing.assert_close(out.ce, ce[..., 3][valid].mean(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.penalty, penalty, atol=1e-9, rtol=0)
+    torch.testing.assert_close(out.rho.double(), rho, atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.loss, out.ce + 0.7 * out.penalty)
+    assert model.eval()(idx, y, iters=2).penalty is None
+
+
+def test_refinements_in_training_come_from_the_range():
+    """Catches a fixed R, a bound left out, and R drawn in evaluation."""
+    model, idx = small_model(iters=(1, 3)).train(), tokens()
+    fixed = {R: model(idx, iters=R).logits for R in range(5)}
+    torch.manual_seed(0)
+    drawn = [model(idx).logits for _ in range(30)]
+    counts = {R: sum(torch.equal(d, logits) for d in drawn) for R, logits in fixed.items()}
+    assert counts[0] == counts[4] == 0 and min(counts[1], counts[2], counts[3]) > 0
+    assert sum(counts.values()) == 30
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_save_and_load(tmp_path, tied):
+    """Catches a field or tensor that is lost between save_pretrained and from_pretrained."""
+    model = small_model(tie_word_embeddings=tied, router_offset=(0.0, 1.0, 2.0, 3.0)).float()
+    model.save_pretrained(tmp_path)
+    loaded = PonderLM.from_pretrained(tmp_path)
+    assert {**vars(loaded.config)} == {
+        **vars(model.config),
+        "router_offset": [0, 1, 2, 3],
+        "iters": [2, 2],
+    }
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens(), iters=2).logits, model(tokens(), iters=2).logits)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "damage,message",
+    [
+        (lambda d: (d / "config.json").unlink(), "config.json does not exist"),
+        (lambda d: (d / "config.json").write_text("{"), "not a JSON object"),
+        (lambda d: (d / "config.json").write_text("[1]"), "not a JSON object"),
+        (lambda d: (d / "config.json").write_text('{"format": "x"}'), "format 'x'"),
+        (lambda d: edit(d, '"hidden_size": 32', '"hidden_size": 64'), "do not fit"),
+        (lambda d: edit(d, '"rms_norm_eps"', '"rms_eps"'), "unknown fields.*rms_eps"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"pickle"), "no safetensors file"),
+        (lambda d: (d / "model.safetensors").write_bytes(b""), "no safetensors file"),
+    ],
+)
+def test_damaged_directories(tmp_path, damage, message):
+    """Catches a stack trace, or worse a model, from a directory that is not whole."""
+    small_model().save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        PonderLM.from_pretrained(tmp_path)
+
+
+def edit(directory, old, new):
+    file = directory / "config.json"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "kwargs,message",
+    [
+        (dict(ponder_steps=-1), "-1"),
+        (dict(router="soft"), "'soft'"),
+        (dict(num_attention_heads=4, num_key_value_heads=3), "4 heads cannot share 3"),
+        (dict(hidden_size=30, num_attention_heads=4), "30 is not divisible by 4"),
+        (dict(head_dim=7), "7 is odd"),
+        (dict(router_offset=(0.0, 1.0)), "needs K\\+1 = 4"),
+        (dict(iters=(3, 2)), "no range"),
+    ],
+)
+def test_config_refuses(kwargs, message):
+    """Catches a config that would fail later, far from its cause."""
+    with pytest.raises(ValueError, match=message):
+        PonderConfig(**kwargs)
+
+
+def test_input_refused():
+    """Catches sequences beyond the window, empty ones, and a negative R."""
+    model = small_model()
+    for idx, kwargs in ((tokens(T=33), {}), (tokens(T=0), {}), (tokens(), {"iters": -1})):
+        with pytest.raises(ValueError, match=r"window|R must be"):
+            model(idx, **kwargs)
+
+
+def test_initialisation():
+    """Catches a wrong init: unit RMS of scaled embeddings, 1/sqrt(2L) into the residual stream."""
+    torch.manual_seed(0)
+    config = PonderConfig(hidden_size=256, num_hidden_layers=8)
+    model = PonderLM(config)
+    layer = model.model.layers[3]
+    # a normal of this std cut at 3 std has 0.986 of it
+    std = 0.986 * math.sqrt(2 / (5 * 256))
+    assert layer.mlp.up_proj.weight.std().item() == pytest.approx(std, rel=0.02)
+    assert layer.mlp.down_proj.weight.std().item() == pytest.approx(std / 4, rel=0.02)
+    assert layer.self_attn.o_proj.weight.std().item() == pytest.approx(std / 4, rel=0.02)
+    assert model.embed(torch.arange(257)).square().mean().sqrt() == pytest.approx(0.986, rel=0.02)
+    assert not model.router.proj.weight.any()
+
+
+def test_pickers():
+    """Catches a device or precision that is taken without being asked for."""
+    assert pick_device("cpu").type == "cpu"
+    assert pick_precision("float32", pick_device("cpu")) == torch.float32
+    assert pick_precision("auto", torch.device("cpu")) in (torch.float32, torch.bfloat16)
+    assert pick_precision("auto", torch.device("mps")) == torch.float32
