@@ -185,9 +185,7 @@ def print_comparison(N=1024):
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, N, 56), torch.randn(1, 2, N, 56), torch.randn(1, 2, N, 56)
     inputs = [q, k, v, -5 * torch.rand(1, N)]
-    print(
-        f"\nMaximum difference from eager, N={N}, 4 heads in 2 groups, d=56, and memory for backward"
-    )
+    print(f"\nMaximum difference from eager (N={N}, H=4, G=2, d=56), and memory kept for backward")
     print(f"{'':8}{'out':>10}{'dq':>10}{'dk':>10}{'dv':>10}{'dlog_w':>10}{'MiB':>8}")
     reference = None
     for backend in ("eager", "sdpa", "fa2"):

@@ -1,6 +1,6 @@
 """Text -> tokens -> train.bin and val.bin -> batches.
 
-    python data.py                          the default corpus: docstrings of Python and its packages
+    python data.py                          the default corpus: docstrings of Python packages
     python data.py FILE_OR_FOLDER           any text; a folder with train.bin and val.bin is ready
 
 A prepared corpus is a folder with train.bin and val.bin (uint16 token ids, nanoGPT's format),
@@ -88,7 +88,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts, vocab_size):
-        """Byte-pair encoding learned from `texts`: `vocab_size` tokens, the end of text included."""
+        """Byte-pair encoding of `texts`, with `vocab_size` tokens, the end of text included."""
         import rustbpe
 
         if vocab_size < 257:

@@ -25,7 +25,7 @@ from torch import nn
 
 import weights
 from attention import MASKED, attend_to_cache, augment, slot_bias, soft_mask_attention
-from router import AlwaysRouter, Router, bottom_mass_penalty, stop_step
+from router import AlwaysRouter, Router, bottom_mass_penalty, stop_step, upcast
 
 
 @dataclass
@@ -317,7 +317,7 @@ class PonderLM(nn.Module):
                 states.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True
             )
             losses = [
-                F.cross_entropy(self.lm_head(x).float(), y, reduction="none") for x, y in pairs
+                F.cross_entropy(upcast(self.lm_head(x)), y, reduction="none") for x, y in pairs
             ]
             return torch.cat(losses).view(targets.shape)
 
@@ -341,7 +341,7 @@ class PonderLM(nn.Module):
         out = PonderOutput(logits, steps, s, log_w)
         if targets is None:
             return out
-        ce = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        ce = F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten(), reduction="none")
         out.ce = ce.sum() / (targets != -100).sum()
         out.loss = out.ce
         if self.training and self.masks and self.config.penalty_weight:
@@ -407,7 +407,7 @@ def pick_device(name="auto"):
 
 
 def pick_precision(name, device):
-    """'auto' -> bfloat16 where matrix products in it are fast (measured, on a CPU), else float32."""
+    """'auto' -> bfloat16 where its matrix products are fast (on a CPU: measured), else float32."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
     if device.type == "cuda":

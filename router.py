@@ -18,6 +18,11 @@ from torch import nn
 from attention import MASKED
 
 
+def upcast(x):
+    """At least float32, whatever the precision of the matrix products."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def mask_score(log_s):
     """log s -> log w, the tail sums of s (section 3.2.1). (..., K+1) -> (..., K+1).
 
@@ -52,10 +57,9 @@ class Router(nn.Module):
         Eight bits of mantissa would move log w by 0.03 near tau = 1e-4: not under autocast.
         """
         with torch.autocast(h0.device.type, enabled=False):
-            dtype = torch.promote_types(h0.dtype, torch.float32)
-            logits = nn.functional.linear(h0.to(dtype), self.proj.weight.to(dtype))
+            logits = nn.functional.linear(upcast(h0), upcast(self.proj.weight))
             steps = torch.arange(logits.size(-1), device=h0.device)
-            log_s = (logits + self.offset.to(dtype) + alpha * steps).log_softmax(-1)
+            log_s = (logits + self.offset + alpha * steps).log_softmax(-1)
             return log_s.exp(), mask_score(log_s)
 
 
@@ -68,8 +72,7 @@ class AlwaysRouter(nn.Module):
 
     def forward(self, h0, alpha=0.0):
         """As Router.forward. No finite alpha moves a one-hot distribution."""
-        dtype = torch.promote_types(h0.dtype, torch.float32)
-        s = h0.new_zeros(*h0.shape[:-1], self.K + 1, dtype=dtype)
+        s = torch.zeros_like(upcast(h0[..., :1])).repeat_interleave(self.K + 1, dim=-1)
         s[..., -1] = 1
         return s, torch.zeros_like(s)
 

@@ -31,7 +31,7 @@ def read_directory(directory):
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
         found = config.pop("format", None)
-    except (ValueError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{config_file} is not a JSON object: {error}") from None
     if found != FORMAT:
         raise ValueError(f"{config_file} has format {found!r}; only {FORMAT!r} can be read")

@@ -81,7 +81,7 @@ def test_extreme_masks(backend, value):
 
 
 def test_cache_equals_parallel():
-    """Catches a bias that does not travel with its cached key, and a wrong order of grouped heads."""
+    """Catches a bias that does not travel with its cached key, and mixed-up head groups."""
     q, k, v, log_w = inputs(H=6, G=2, N=9, d=6)
     expected = attention.eager(q, k, v, log_w)
     qa, ka, va = augment(q, k, v, log_w)

@@ -8,7 +8,7 @@ from sample import generate, ponder_token
 
 def test_every_pass(golden):
     """Catches a ladder that adds slots in another order, or refreshes too few latents."""
-    model, expected, config = golden("fwd_K2_J1.safetensors")
+    model, expected, _ = golden("fwd_K2_J1.safetensors")
     idx = expected["input_ids"]
     with torch.no_grad():
         for n, (h, _, _) in zip(range(4), model.passes(idx), strict=False):
@@ -36,7 +36,7 @@ def test_logits_and_loss(golden):
 
 def test_cached_decoding(golden):
     """Catches wrong positions or keys in the cache: greedy ids, and the logits of every step."""
-    model, expected, config = golden("decode_K2_J12.safetensors")
+    model, expected, _ = golden("decode_K2_J12.safetensors")
     prompt, sequences = expected["prompt"], expected["sequences"]
     n = sequences.size(1) - prompt.size(1)
     samples = generate(model, prompt, n, temperature=0)
