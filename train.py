@@ -151,7 +151,9 @@ def evaluate(model, windows, count, device, iters=None, tau=None, tau_steps=1e-4
         losses = [model.token_losses(h_hat, y).sum()]
         for i in range(S):
             partial = (s[..., : i + 1, None] * h[:, :, : i + 1]).sum(2)
-            partial = partial / s[..., : i + 1].sum(-1, keepdim=True).clamp(min=1e-9)
+            partial = partial / s[..., : i + 1].sum(-1, keepdim=True).clamp(
+                min=torch.finfo(s.dtype).tiny
+            )
             losses.append(model.token_losses(partial.to(h.dtype), y).sum())
         losses += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
         losses += [(steps == i).sum() for i in range(S)]
@@ -177,11 +179,9 @@ def final_report(model, windows, config, device):
     print(f"  hard-stopped at tau = {config.tau:g}  {hard['loss']:.4f}")
     print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}")
     print("depth i                      " + "".join(f"{i:8d}" for i in range(len(hard["alone"]))))
-    for title, row in (
-        ("loss, integrated up to i", fixed["truncated"]),
-        ("loss of h^(i) alone", fixed["alone"]),
-        ("tokens that stop here", hard["stopped"]),
-    ):
+    rows = {"loss, integrated up to i": fixed["truncated"]} if model.masks else {}
+    rows |= {"loss of h^(i) alone": fixed["alone"], "tokens that stop here": hard["stopped"]}
+    for title, row in rows.items():
         print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
     return dict(trained=trained, fixed=fixed, hard=hard, iters=R)
 

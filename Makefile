@@ -1,0 +1,21 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test
+
+demo: .venv/installed
+	$(BIN)/python train.py
+	$(BIN)/python sample.py --tau 1e-4
+
+test: .venv/installed-test
+	$(BIN)/python -m pytest
+
+.venv/installed: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -r requirements.txt
+	touch $@
+
+.venv/installed-test: requirements.txt requirements-test.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -r requirements-test.txt
+	touch .venv/installed $@

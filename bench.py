@@ -1,0 +1,197 @@
+"""Speed and memory, as ratios of two things measured in one run.
+
+    python bench.py attention                 forward and backward of each backend, against plain
+    python bench.py attention --lengths 1024 --repeats 9
+
+Writes <out>/attention-<device>.json and .png, and prints the table.
+"""
+
+import json
+import platform
+import statistics
+import sys
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import tyro
+from tqdm import tqdm
+
+from attention import pick_backend, soft_mask_attention
+from model import pick_device
+
+EAGER_LIMIT = 4096  # beyond, its N x N matrices take gigabytes
+
+
+def attention_case(backend, N, d, heads, device, dtype):
+    """A function that runs forward and backward once. 'plain' is causal attention without bias."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, N, d, device=device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    log_w = (-9 * torch.rand(1, N, device=device)).requires_grad_()
+    gradient = torch.randn(1, heads, N, d, device=device, dtype=dtype)
+
+    def run():
+        if backend == "plain":
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            out = soft_mask_attention(q, k, v, log_w, backend)
+        out.backward(gradient)
+        q.grad = k.grad = v.grad = log_w.grad = None
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def peak_memory(arguments):
+    """MiB that one run needs beyond its inputs, in a process of its own."""
+    backend, N, d, heads, device, dtype = arguments
+    attention_case(backend, 64, d, heads, device, dtype)()  # loads the libraries
+    run = attention_case(backend, N, d, heads, device, dtype)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
+    before = resident("VmRSS")
+    run()
+    return resident("VmHWM") - before
+
+
+def resident(field):
+    """MiB in memory now (VmRSS) or at the peak (VmHWM), from Linux's account of this process."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(field + ":")[1].split()[0]) / 2**10
+
+
+def machine(device):
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    return {
+        "device": f"{device.type} {name}".strip(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "time": time.strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def attention(
+    lengths: tuple[int, ...] = (1024, 4096, 8192, 16384),
+    widths: tuple[int, ...] = (56, 64, 128),
+    heads: int = 4,
+    repeats: int = 5,
+    device: str = "auto",
+    out: Path = Path("out/bench"),
+):
+    """Soft-mask attention against plain causal attention: time and peak memory as ratios.
+
+    Rounds alternate between the backends, so that a machine that slows down slows all of them;
+    each ratio is one of medians. bfloat16 on CUDA, float32 elsewhere.
+
+    Args:
+        lengths: N, in slots
+        widths: d of a head
+        heads: number of heads, batch 1
+        repeats: rounds
+        device: auto, cpu, cuda
+        out: folder for the results
+    """
+    device = pick_device(device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    backends = ["plain", "sdpa", "eager"]
+    if pick_backend("auto", device, dtype) == "fa2":
+        backends.insert(2, "fa2")
+    cells = [(N, d) for d in widths for N in lengths]
+    rows = []
+    for N, d in tqdm(cells, "attention", unit=" sizes", leave=False):
+        cases = {b: (b, N, d, heads, device, dtype) for b in backends}
+        if N > EAGER_LIMIT:
+            del cases["eager"]
+        runs = {b: attention_case(*case) for b, case in cases.items()}
+        seconds = {b: [] for b in runs}
+        for i in range(repeats + 1):
+            for b, run in runs.items():
+                start = time.perf_counter()
+                run()
+                if i:  # the first round warms up
+                    seconds[b].append(time.perf_counter() - start)
+        memory = dict.fromkeys(cases, float("nan"))  # on a CPU, only Linux tells
+        if device.type == "cuda" or sys.platform == "linux":
+            with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+                memory = dict(zip(cases, pool.map(peak_memory, cases.values(), 1), strict=True))
+        time_of = {b: statistics.median(times) for b, times in seconds.items()}
+        rows += [
+            {
+                "backend": b,
+                "N": N,
+                "d": d,
+                "milliseconds": 1e3 * time_of[b],
+                "MiB": memory[b],
+                "time_ratio": time_of[b] / time_of["plain"],
+                "memory_ratio": memory[b] / (memory["plain"] or float("nan")),
+            }
+            for b in runs
+        ]
+    results = {"machine": machine(device), "heads": heads, "dtype": str(dtype), "rows": rows}
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / f"attention-{device.type}.json"
+    file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print(results["machine"], results["dtype"], f"{heads} heads, median of {repeats}")
+    print(f"{'':40}ratio to plain")
+    print(f"{'d':>4}{'N':>7}  {'backend':8}{'ms':>9}{'MiB':>9}{'time':>8}{'memory':>8}")
+    for r in rows:
+        print(
+            f"{r['d']:4}{r['N']:7}  {r['backend']:8}{r['milliseconds']:9.1f}{r['MiB']:9.1f}"
+            f"{r['time_ratio']:8.2f}{r['memory_ratio']:8.2f}"
+        )
+    draw_attention(results, file.with_suffix(".png"))
+    print(f"written: {file} and {file.with_suffix('.png').name}")
+
+
+def draw_attention(results, file):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colors = {"plain": "#555555", "sdpa": "#0072B2", "fa2": "#009E73", "eager": "#D55E00"}
+    styles = ["-", "--", ":"]
+    widths = list(dict.fromkeys(r["d"] for r in results["rows"]))
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    titles = ("time_ratio", "time / plain causal attention"), ("MiB", "peak memory, MiB")
+    for axis, (key, title) in zip(axes, titles, strict=True):
+        for b, color in colors.items():
+            for d, style in zip(widths, styles * len(widths), strict=False):
+                points = [
+                    (r["N"], r[key]) for r in results["rows"] if (r["backend"], r["d"]) == (b, d)
+                ]
+                if points:
+                    axis.plot(
+                        *zip(*points, strict=True),
+                        style,
+                        color=color,
+                        marker="o",
+                        label=f"{b}, d={d}",
+                    )
+        axis.set(xscale="log", yscale="log", xlabel="N, slots", title=title)
+        lengths = sorted({r["N"] for r in results["rows"]})
+        axis.set_xticks(lengths, [str(n) for n in lengths])
+        axis.minorticks_off() if key == "time_ratio" else None
+        axis.grid(alpha=0.3, which="both")
+    ticks = (1, 1.15, 2, 4, 8)
+    axes[0].set_yticks(ticks, [str(t) for t in ticks])
+    axes[1].legend(fontsize=8)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    try:
+        tyro.extras.subcommand_cli_from_dict({"attention": attention}, description=__doc__)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,75 @@
+import pytest
+import torch
+from conftest import small_model
+
+from sample import choose, generate, paint
+
+
+def test_generate_is_greedy_argmax_of_the_parallel_form():
+    """Catches a decoder that continues from other logits than the model's, and wrong steps."""
+    model = small_model(seed=2)
+    prompt = [3, 1, 4]
+    (sample,) = generate(model, [prompt], 8, tau=0.3, temperature=0)
+    with torch.no_grad():
+        out = model(torch.tensor([prompt + sample.tokens]), tau=0.3, iters=33)
+    assert sample.tokens == out.logits[0, 2:-1].argmax(-1).tolist()
+    assert sample.steps == out.steps[0, 2:-1].tolist() and len(set(sample.steps)) > 1
+
+
+def test_seeds_and_independence():
+    """Catches prompts that share random numbers, and a seed that does not repeat."""
+    model, prompts = small_model(), [[1, 2], torch.tensor([5, 6, 7])]
+    a, b = generate(model, prompts, 12, seed=5), generate(model, prompts, 12, seed=5)
+    assert a == b
+    assert generate(model, prompts[1:], 12, seed=6) == a[1:]
+    assert generate(model, prompts, 12, seed=7) != a
+
+
+def test_longer_than_the_window():
+    """Catches a crash at the window's end, and a context other than the documented last half."""
+    model = small_model(block_size=8)
+    (sample,) = generate(model, [[1, 2, 3]], 30, temperature=0)
+    assert len(sample.tokens) == 30
+    context = [1, 2, 3, *sample.tokens]
+    # 9 tokens do not fit: the last 4 of them begin a new context.
+    assert generate(model, [context[5:9]], 4, temperature=0)[0].tokens == context[9:13]
+    (long,) = generate(model, [list(range(20))], 1, temperature=0)
+    assert long == generate(model, [list(range(16, 20))], 1, temperature=0)[0]
+
+
+def test_choices():
+    """Catches top-k or top-p that keeps one too many or few, and an unused temperature."""
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *args: {choose(logits, *args, g) for _ in range(300)}  # noqa: E731
+    assert draw(0, None, None) == {1}
+    assert draw(1, None, None) == {0, 1, 2, 3}
+    assert draw(1, 2, None) == {1, 3}
+    assert draw(1, None, 0.39) == {1}
+    assert draw(1, None, 0.41) == {1, 3}
+    assert draw(1, 3, 0.99) == {1, 2, 3}
+    assert draw(0.02, None, None) == {1}
+
+
+@pytest.mark.parametrize(
+    "prompt,kwargs,message",
+    [
+        ([], {}, "no token"),
+        ([99], {}, "outside the vocabulary, 0 to 30"),
+        ([-1], {}, "outside the vocabulary"),
+        ([1], {"tau": 2}, "tau = 2"),
+        ([1], {"temperature": -1}, "below zero"),
+        ([1], {"top_k": 0}, "top_k 0"),
+        ([1], {"top_p": 0}, "top_p 0"),
+    ],
+)
+def test_refusals(prompt, kwargs, message):
+    """Catches settings out of range that would sample something anyway."""
+    with pytest.raises(ValueError, match=message):
+        generate(small_model(), [prompt], 2, **kwargs)
+
+
+def test_paint():
+    """Catches steps that cannot be told apart without colours."""
+    assert paint("a", 3, 3, color=False) == "a₃" and paint("a", 12, 12, color=False) == "a₁₂"
+    assert len({paint("a", k, 3, color=True) for k in range(4)}) == 4

@@ -1,0 +1,131 @@
+import json
+import math
+
+import pytest
+import torch
+from conftest import small_model
+
+from checkpoint import find_run, new_run
+from data import Windows
+from model import PonderConfig, PonderLM
+from train import TrainConfig, evaluate, learning_rate, parse, train
+
+
+@pytest.fixture
+def config(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
+    model = PonderConfig(257, 32, 64, 1, 2, head_dim=16, block_size=16, ponder_steps=2)
+    return TrainConfig(
+        preset="tiny",
+        data=str(text),
+        out=str(tmp_path / "out"),
+        model=model,
+        steps=30,
+        batch_size=8,
+        learning_rate=1e-2,
+        log_every=5,
+        eval_every=10,
+        eval_windows=8,
+        device="cpu",
+        precision="float32",
+    )
+
+
+def test_training_learns_and_leaves_a_run(config, monkeypatch, tmp_path, capsys):
+    """Catches a loop that does not learn, is not deterministic, or leaves out a promised file."""
+    monkeypatch.chdir(tmp_path)
+    run, results = train(config)
+    entropy = json.loads((run / "results.json").read_text())["unigram_entropy"]
+    assert results["fixed"]["loss"] < entropy
+    names = {"config.json", "model.safetensors", "tokenizer.json", "train.json", "log.jsonl"}
+    assert names | {"loss.png", "results.json"} == {p.name for p in run.iterdir()}
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [5, 10, 15, 20, 25, 30]
+    assert [("val" in row) for row in rows] == [False, True] * 3
+    config.name = "again"
+    again, _ = train(config)
+    a, b = (PonderLM.from_pretrained(r).state_dict() for r in (run, again))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    with pytest.raises(FileExistsError, match="another --name"):
+        train(config)
+    assert "hard-stopped" in capsys.readouterr().out
+    assert find_run(out=config.out) == again
+
+
+def test_micro_batches(config, monkeypatch, tmp_path):
+    """Catches gradients of micro-batches that are summed, not averaged (penalty off: it counts)."""
+    monkeypatch.chdir(tmp_path)
+    config.model.penalty_weight, config.steps = 0.0, 3
+    whole, _ = train(config)
+    config.micro_batch_size, config.name = 2, "micro"
+    parts, _ = train(config)
+    a, b = (PonderLM.from_pretrained(r).state_dict() for r in (whole, parts))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3)
+    config.micro_batch_size = 3
+    with pytest.raises(ValueError, match="8 is no multiple of micro_batch_size 3"):
+        train(config)
+
+
+def test_evaluation_against_the_definitions():
+    """Catches a wrong truncation, a wrong mean, and steps counted at another tau."""
+    model = small_model(router_scale=12.0)
+    windows = Windows(torch.randint(31, (100,)).numpy().astype("uint16"), 8, seed=0)
+    result = evaluate(model, windows, 5, torch.device("cpu"), iters=21, tau_steps=0.3, batch_size=2)
+    rows = torch.stack([torch.from_numpy(windows.window(i)) for i in range(5)])
+    with torch.no_grad():
+        h, s, log_w = model.jacobi(rows[:, :-1], iters=21)
+    nll = lambda x: -model.lm_head(x).log_softmax(-1).gather(-1, rows[:, 1:, None]).mean().item()  # noqa: E731
+    assert result["loss"] == pytest.approx(nll((s[..., None] * h).sum(2)), abs=1e-6)
+    for i in range(4):
+        partial = (s[..., : i + 1, None] * h[:, :, : i + 1]).sum(2) / s[..., : i + 1].sum(-1)[
+            ..., None
+        ]
+        assert result["truncated"][i] == pytest.approx(nll(partial), abs=1e-6)
+        assert result["alone"][i] == pytest.approx(nll(h[:, :, i]), abs=1e-6)
+    steps = (log_w.exp() >= 0.3).sum(-1) - 1
+    assert result["steps"] == pytest.approx(steps.double().mean().item())
+    assert sum(result["stopped"]) == pytest.approx(1)
+    hard = evaluate(model, windows, 5, torch.device("cpu"), iters=21, tau=0.3, tau_steps=0.3)
+    out = model(rows[:, :-1], rows[:, 1:], iters=21, tau=0.3)
+    assert hard["loss"] == pytest.approx(out.ce.item(), abs=1e-6)
+
+
+def test_learning_rate():
+    """Catches a schedule that starts at zero, overshoots, or does not end at a tenth."""
+    config = TrainConfig(steps=100, warmup=0.1, learning_rate=1.0)
+    rates = [learning_rate(step, config) for step in range(101)]
+    assert rates[0] == 0.1 and max(rates) == rates[9] == 1.0
+    assert rates[100] == pytest.approx(0.1) and rates == [
+        *sorted(rates[:10]),
+        *sorted(rates[10:])[::-1],
+    ]
+    assert math.isclose(rates[55], 0.55)
+
+
+def test_command_line():
+    """Catches a preset whose values a flag does not change, and unknown flags that pass."""
+    config = parse(["--preset", "70m", "--steps", "7", "--ponder-steps", "5"])
+    assert config.steps == 7 and config.model.ponder_steps == 5 and config.model.hidden_size == 512
+    assert len(config.model.offset) == 6
+    for argv in (["--ponder-step", "5"], ["--preset", "huge"], ["--steps", "many"]):
+        with pytest.raises(SystemExit):
+            parse(argv)
+
+
+@pytest.mark.parametrize("preset,millions", [("70m", 70.5), ("410m", 406.6)])
+def test_paper_sizes(preset, millions):
+    """Catches a shape that is not the paper's: parameters without the router."""
+    with torch.device("meta"):
+        model = PonderLM(parse(["--preset", preset, "--ponder-steps", "0"]).model)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
+
+
+def test_runs(tmp_path):
+    """Catches a run that is overwritten, and a missing one without a word of what to do."""
+    with pytest.raises(FileNotFoundError, match=r"python train\.py"):
+        find_run(out=tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors"):
+        find_run(tmp_path / "x")
+    assert new_run(tmp_path, None, "tiny").name.startswith("tiny-")
