@@ -248,22 +248,18 @@ class PonderLM(nn.Module):
         """
         B, T = idx.shape
         e = self.embed(idx)[:, :, None]  # (B, T, 1, D)
-        positions = torch.arange(T, device=idx.device)
+        tokens = torch.arange(T, device=idx.device)
         slots, inputs, bias = 1, e, None
         while True:
-            h = self.model(
-                inputs.flatten(
-                    1, 2
-                ),  # (B, T*slots, D), interleaved: slot k of token t at t*slots + k
-                positions.repeat_interleave(slots),  # all slots of a token share its position
-                None if bias is None else bias[..., :slots].flatten(1),  # (B, T*slots)
-                self.backend,
-            ).view(B, T, slots, -1)
+            x = inputs.flatten(1, 2)  # (B, T*slots, D), slot k of token t at t*slots + k
+            positions = tokens.repeat_interleave(slots)  # all slots of a token share its position
+            h = self.model(x, positions, bias, self.backend).view(B, T, slots, -1)
             s, log_w = self.router(h[:, :, 0], alpha)  # again after every pass
             yield h, s, log_w
             slots = min(slots + 1, self.config.ponder_steps + 1)
             inputs = torch.cat([e, h[:, :, : slots - 1]], dim=2)  # (B, T, slots, D)
-            bias = self.key_bias(log_w, tau) if self.masks else None
+            if self.masks:
+                bias = self.key_bias(log_w, tau)[..., :slots].flatten(1)  # (B, T*slots)
 
     def jacobi(self, idx, iters=None, tau=None, alpha=0.0, tolerance=1e-4):
         """All states of all tokens in parallel: K ladder passes, R refinements, one final pass.
@@ -287,16 +283,15 @@ class PonderLM(nn.Module):
             low, high = self.config.iters
             iters = int(torch.randint(low, high + 1, ()))
         last = K * T if iters is None else iters
-        before = None
-        for n, (h, s, log_w) in enumerate(
-            self.passes(idx, tau, alpha), start=-K
-        ):  # n = R: the last
-            if n >= last or K == 0:
+        before = None  # the latents that went into pass n; n = -K .. -1 is the ladder
+        for n, (h, s, log_w) in enumerate(self.passes(idx, tau, alpha), start=-K):
+            if n == last:
                 return h, s, log_w
-            latents = h[:, :, :K].detach().float()
-            if iters is None and n >= 0 and (latents - before).norm() < tolerance * latents.norm():
-                return h, s, log_w
-            before = latents
+            if iters is None:
+                latents = h[:, :, :K].detach().float()
+                if n >= 0 and (latents - before).norm() < tolerance * latents.norm():
+                    return h, s, log_w
+                before = latents
 
     def integrate(self, h, s, steps=None):
         """h_hat = sum over k <= K-hat of s_k h^(k) (section 3.2.3), never renormalised.
@@ -312,14 +307,13 @@ class PonderLM(nn.Module):
 
         The head is applied to `rows` tokens at a time, to keep few logits in memory.
         """
+        losses = []
         with torch.no_grad():
-            pairs = zip(
-                states.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True
-            )
-            losses = [
-                F.cross_entropy(upcast(self.lm_head(x)), y, reduction="none") for x, y in pairs
-            ]
-            return torch.cat(losses).view(targets.shape)
+            for i in range(0, targets.numel(), rows):
+                logits = upcast(self.lm_head(states.flatten(0, 1)[i : i + rows]))
+                y = targets.flatten()[i : i + rows]
+                losses.append(F.cross_entropy(logits, y, reduction="none"))
+        return torch.cat(losses).view(targets.shape)
 
     def forward(self, idx, targets=None, *, iters=None, tau=None, alpha=0.0):
         """Score a batch of sequences in parallel.
@@ -348,9 +342,8 @@ class PonderLM(nn.Module):
             depths = self.truncated_losses(h, s, targets)  # (B, T, K): depths 0 .. K-1
             depths = torch.cat([depths, ce.detach().view(*targets.shape, 1)], dim=-1)
             valid = targets != -100
-            out.penalty, out.rho = bottom_mass_penalty(
-                log_w[valid], depths[valid], self.config.penalty
-            )
+            penalty = bottom_mass_penalty(log_w[valid], depths[valid], self.config.penalty)
+            out.penalty, out.rho = penalty
             out.loss = out.ce + self.config.penalty_weight * out.penalty
         return out
 
@@ -398,12 +391,15 @@ class PonderLM(nn.Module):
 
 
 def pick_device(name="auto"):
-    """'auto' -> CUDA, else MPS, else CPU; a name that torch knows is taken as it is."""
-    if name != "auto":
-        return torch.device(name)
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    """'auto' -> CUDA, else MPS, else CPU. A name is taken if there is such a device here."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    available["cpu"] = True
+    if name == "auto":
+        name = next(kind for kind, there in available.items() if there)
+    if not available.get(name.split(":")[0]):
+        there = [kind for kind, found in available.items() if found]
+        raise ValueError(f"device {name!r} is not here; there is {', '.join(there)}")
+    return torch.device(name)
 
 
 def pick_precision(name, device):

@@ -127,11 +127,35 @@ def make_optimizer(model, config, device):
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
 
+class PermutedRouter(torch.nn.Module):
+    """The step distributions of a batch, handed out to other tokens of the batch."""
+
+    def __init__(self, s, log_w):
+        super().__init__()
+        order = torch.randperm(s[..., 0].numel(), generator=torch.Generator().manual_seed(0))
+        order = order.to(s.device)
+        self.s, self.log_w = (x.flatten(0, 1)[order].view_as(x) for x in (s, log_w))
+
+    def forward(self, h0, alpha=0.0):
+        return self.s, self.log_w
+
+
 @torch.no_grad()
-def evaluate(model, windows, count, device, iters=None, tau=None, tau_steps=1e-4, batch_size=32):
+def evaluate(
+    model,
+    windows,
+    count,
+    device,
+    iters=None,
+    tau=None,
+    tau_steps=1e-4,
+    permute=False,
+    batch_size=32,
+):
     """Mean losses over the first `count` windows, in float32.
 
     iters and tau as in PonderLM.jacobi; iters None is the fixed point, which decoding computes.
+    permute gives each token another one's s and w: as many steps, but not where the router wants.
 
     Returns:
         dict: loss; steps, the mean executed at `tau_steps`; and per depth 0..K `truncated` (the
@@ -146,6 +170,10 @@ def evaluate(model, windows, count, device, iters=None, tau=None, tau_steps=1e-4
         rows = torch.from_numpy(np.stack(rows)).to(device)
         x, y = rows[:, :-1], rows[:, 1:]
         h, s, log_w = model.jacobi(x, iters, tau)
+        if permute:
+            router, model.router = model.router, PermutedRouter(s, log_w)
+            h, s, log_w = model.jacobi(x, iters, tau)
+            model.router = router
         steps = stop_step(log_w, tau_steps)
         h_hat = model.integrate(h, s, steps if tau else None)
         losses = [model.token_losses(h_hat, y).sum()]
@@ -172,18 +200,19 @@ def final_report(model, windows, config, device):
     count = min(config.eval_windows, windows.count)
     measure = lambda **kw: evaluate(model, windows, count, device, tau_steps=config.tau, **kw)  # noqa: E731
     trained, fixed = measure(iters=R), measure()
-    hard = measure(tau=config.tau)
+    hard, permuted = measure(tau=config.tau), measure(tau=config.tau, permute=True)
     print(f"\nvalidation loss in nats per token, {count} windows of {windows.block_size} tokens")
     print(f"  as trained, {R} refinements      {trained['loss']:.4f}")
     print(f"  at the fixed point            {fixed['loss']:.4f}")
     print(f"  hard-stopped at tau = {config.tau:g}  {hard['loss']:.4f}")
+    print(f"  the same, s permuted          {permuted['loss']:.4f}  (as many steps, other tokens)")
     print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}")
     print("depth i                      " + "".join(f"{i:8d}" for i in range(len(hard["alone"]))))
     rows = {"loss, integrated up to i": fixed["truncated"]} if model.masks else {}
     rows |= {"loss of h^(i) alone": fixed["alone"], "tokens that stop here": hard["stopped"]}
     for title, row in rows.items():
         print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
-    return dict(trained=trained, fixed=fixed, hard=hard, iters=R)
+    return dict(trained=trained, fixed=fixed, hard=hard, permuted=permuted, iters=R)
 
 
 def draw_losses(run):

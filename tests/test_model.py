@@ -304,6 +304,8 @@ def test_initialisation():
 def test_pickers():
     """Catches a device or precision that is taken without being asked for."""
     assert pick_device("cpu").type == "cpu"
+    with pytest.raises(ValueError, match=r"'tpu' is not here; there is .*cpu"):
+        pick_device("tpu")
     assert pick_precision("float32", pick_device("cpu")) == torch.float32
     assert pick_precision("auto", torch.device("cpu")) in (torch.float32, torch.bfloat16)
     assert pick_precision("auto", torch.device("mps")) == torch.float32

@@ -1,0 +1,58 @@
+"""The README's commands run, shortened, in a throw-away directory."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SHORT = {  # appended to a command, so that it takes seconds
+    "train.py": "--steps 2 --batch-size 2 --eval-windows 2 --log-every 1",
+    "sample.py": "--max-new-tokens 3",
+    "bench.py": "--lengths 256 --widths 56 --repeats 1",
+}
+
+
+def readme_commands():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+
+
+COMMANDS = [line for line in readme_commands() if line.startswith("python ")]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Where the commands run: with the repository's prepared corpora, if there are any yet."""
+    directory = tmp_path_factory.mktemp("readme")
+    (ROOT / "data").mkdir(exist_ok=True)
+    (directory / "data").symlink_to(ROOT / "data")
+    (directory / "my_texts").mkdir()
+    (directory / "my_texts" / "a.txt").write_text("Once upon a time. " * 500, encoding="utf-8")
+    return directory
+
+
+def test_readme_has_the_main_commands():
+    """Catches a README from which this test reads nothing."""
+    scripts = {line.split()[1] for line in COMMANDS}
+    assert {"train.py", "sample.py", "bench.py", "attention.py", "router.py", "model.py"} <= scripts
+    assert "make test" in readme_commands() and "make demo" in readme_commands()
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_readme_command(line, directory):
+    """Catches a README whose commands have drifted from the scripts; in its order, since sampling
+    takes the newest run."""
+    _, script, *arguments = shlex.split(line)
+    command = [sys.executable, str(ROOT / script), *arguments, *SHORT.get(script, "").split()]
+    environment = os.environ | {"PYTHONUTF8": "1"}
+    done = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() and "Traceback" not in done.stderr
