@@ -18,9 +18,9 @@ import torch
 import tyro
 
 from checkpoint import find_run
-from data import load_tokenizer
 from model import LayerCache, PonderLM, autocast, pick_device, pick_precision
 from router import stop_step
+from tokenizer import load_tokenizer
 
 
 @dataclass

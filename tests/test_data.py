@@ -7,21 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-from data import (
-    CharTokenizer,
-    DataError,
-    Tokenizer,
-    Windows,
-    load_tokenizer,
-    load_tokens,
-    prepare,
-    unigram_entropy,
-)
+from data import Windows, load_tokens, prepare, unigram_entropy
+from tokenizer import CharTokenizer, DataError, Tokenizer, load_tokenizer
 
 TEXT = "def f(x):\n    return x + 1  # naïve café 😀👩‍👩‍👧\n" * 40
 
@@ -154,7 +147,7 @@ def test_no_network(monkeypatch):
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
     with pytest.raises(DataError, match=r"cannot download .*--data FILE"):
         data.shakespeare()
-    monkeypatch.setattr(data.tiktoken, "get_encoding", refuse)
+    monkeypatch.setattr(tiktoken, "get_encoding", refuse)
     with pytest.raises(DataError, match=r"--tokenizer bytes"):
         Tokenizer.gpt2()
 
@@ -178,7 +171,7 @@ def test_nanogpt_folders(tmp_path, monkeypatch, capsys):
     def refuse(name):
         raise ConnectionError
 
-    monkeypatch.setattr(data.tiktoken, "get_encoding", refuse)
+    monkeypatch.setattr(tiktoken, "get_encoding", refuse)
     folder, tokenizer = prepare(str(tmp_path), None)
     assert folder == tmp_path and tokenizer.vocab_size == 50_257
     assert "shown as token ids" in capsys.readouterr().out
