@@ -299,7 +299,7 @@ def train(config):
             parts["steps"] = stop_step(out.log_w, config.tau).float().mean()
             for name, value in parts.items():
                 totals[name] += share * value.detach() if value is not None else 0.0
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -308,6 +308,7 @@ def train(config):
         if done % config.log_every == 0 or last:
             row = {"step": done} | {name: float(value) for name, value in totals.items()}
             elapsed = time.time() - start
+            row["grad_norm"] = float(norm)
             row["tokens_per_second"] = done * x.numel() / elapsed
             print(
                 f"step {done}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "

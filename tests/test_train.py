@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import small_model
 
-from checkpoint import find_run, new_run
+from checkpoint import find_run, new_run, read_lines
 from data import Windows
 from model import PonderConfig, PonderLM
 from train import TrainConfig, evaluate, learning_rate, parse, train
@@ -54,15 +54,19 @@ def test_training_learns_and_leaves_a_run(config, monkeypatch, tmp_path, capsys)
 
 
 def test_micro_batches(config, monkeypatch, tmp_path):
-    """Catches gradients of micro-batches that are summed, not averaged (penalty off: it counts)."""
+    """Catches gradients of micro-batches that are summed, not averaged; Adam alone would hide it.
+    Without the penalty, which counts the tokens of each micro-batch."""
     monkeypatch.chdir(tmp_path)
-    config.model.penalty_weight, config.steps = 0.0, 3
+    config.model.penalty_weight, config.steps, config.log_every = 0.0, 3, 1
     whole, _ = train(config)
     config.micro_batch_size, config.name = 2, "micro"
     parts, _ = train(config)
     a, b = (PonderLM.from_pretrained(r).state_dict() for r in (whole, parts))
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3)
+    a, b = (read_lines(r / "log.jsonl")[0] for r in (whole, parts))
+    for name in ("grad_norm", "loss", "steps"):
+        assert a[name] == pytest.approx(b[name], rel=1e-4)
     config.micro_batch_size = 3
     with pytest.raises(ValueError, match="8 is no multiple of micro_batch_size 3"):
         train(config)
