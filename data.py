@@ -156,13 +156,19 @@ def write_tokens(texts, tokenizer, file, label):
             np.array([tokenizer.end_of_text], dtype=np.uint16).tofile(out)
 
 
+def is_prepared(folder):
+    """Whether a folder holds token ids already."""
+    return any((Path(folder) / name).exists() for name in ("train.bin", "val.bin"))
+
+
 def prepare(data="pydocs", tokenizer="bytes", vocab_size=4096, cache=CACHE):
     """Make a corpus ready for training, once; later calls find it in the cache.
 
     Args:
         data: 'pydocs', 'pysource', 'shakespeare', a text file, a folder of text files, or a folder
             with train.bin and val.bin.
-        tokenizer: 'bytes', 'bpe' (trained on the corpus) or 'gpt2'; None for a .bin folder's own.
+        tokenizer: 'bytes', 'bpe' (trained on the corpus) or 'gpt2'. None: a .bin folder's own, and
+            bytes for text.
         vocab_size: of 'bpe'.
 
     Returns:
@@ -172,7 +178,7 @@ def prepare(data="pydocs", tokenizer="bytes", vocab_size=4096, cache=CACHE):
         DataError: text that is missing, unreadable, empty, or ids that do not fit.
     """
     path = Path(data)
-    if (path / "train.bin").exists() or (path / "val.bin").exists():
+    if is_prepared(path):
         return path, bin_tokenizer(path, tokenizer)
     corpora = {"pydocs": pydocs, "pysource": pysource, "shakespeare": shakespeare}
     if data in corpora:

@@ -58,8 +58,11 @@ class Tokenizer:
         """Byte-pair encoding of `texts`, with `vocab_size` tokens, the end of text included."""
         import rustbpe
 
-        if vocab_size < 257:
-            raise DataError(f"vocab_size = {vocab_size}; 256 bytes and the end of text need 257")
+        if vocab_size <= 257:
+            raise DataError(
+                f"a BPE of {vocab_size} tokens has no merge: 256 bytes and the end of text take "
+                "257; give more, for instance --vocab-size 1024"
+            )
         bpe = rustbpe.Tokenizer()
         bpe.train_from_iterator(iter(texts), vocab_size - 1, pattern=WORDS)
         ranks = sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])

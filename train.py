@@ -20,7 +20,7 @@ import tyro
 
 from attention import BACKENDS, pick_backend
 from checkpoint import append_line, new_run, read_lines, write_json
-from data import Windows, load_tokens, prepare, unigram_entropy
+from data import Windows, is_prepared, load_tokens, prepare, unigram_entropy
 from model import PonderConfig, PonderLM, autocast, pick_device, pick_precision
 from router import stop_step
 
@@ -31,7 +31,8 @@ class TrainConfig:
     name: str | None = None  # of the run, in --out; by default preset and time
     out: str = "out"  # where runs are kept
     data: str = "pydocs"  # pydocs, pysource, shakespeare, a file, or a folder of texts or .bin
-    tokenizer: Literal["bytes", "bpe", "gpt2"] | None = "bytes"  # None: a .bin folder's own
+    # auto: a .bin folder's own; for text, bytes with tiny, bpe with small, gpt2 with 70m and 410m
+    tokenizer: Literal["auto", "bytes", "bpe", "gpt2"] = "auto"
     model: Annotated[PonderConfig, tyro.conf.arg(name="")] = field(default_factory=PonderConfig)
 
     steps: int = 500  # optimizer steps
@@ -63,7 +64,6 @@ PRESETS = {
     # One GPU, minutes. d = 56 leaves room for the bias channel in a kernel of width 64.
     "small": TrainConfig(
         preset="small",
-        tokenizer="bpe",
         model=PonderConfig(4096, 384, 1032, 6, 6, head_dim=56, block_size=256, iters=(2, 3)),
         steps=2000,
         batch_size=64,
@@ -73,7 +73,6 @@ PRESETS = {
     # The paper's two sizes, with the recipe of the released PonderLM-2 and Pythia scripts.
     "70m": TrainConfig(
         preset="70m",
-        tokenizer="gpt2",
         model=PonderConfig(50_304, 512, 1376, 6, 8, block_size=2048, iters=(2, 3)),
         steps=28_610,  # 15 B tokens
         batch_size=256,
@@ -85,7 +84,6 @@ PRESETS = {
     ),
     "410m": TrainConfig(
         preset="410m",
-        tokenizer="gpt2",
         model=PonderConfig(50_304, 1024, 2752, 24, 16, block_size=2048, iters=(2, 3)),
         steps=19_073,  # 10 B tokens
         batch_size=256,
@@ -104,7 +102,8 @@ def parse(argv=None):
     preset = first.parse_known_args(argv)[0].preset
     if preset not in PRESETS:  # 'auto', or a wrong one, which tyro refuses below
         preset = "small" if pick_device().type == "cuda" else "tiny"
-    return tyro.cli(TrainConfig, description=__doc__, default=PRESETS[preset], args=argv)
+    config = tyro.cli(TrainConfig, description=__doc__, default=PRESETS[preset], args=argv)
+    return replace(config, preset=preset)
 
 
 def learning_rate(step, config):
@@ -257,7 +256,11 @@ def train(config):
             f"batch_size {config.batch_size} is no multiple of micro_batch_size {micro}"
         )
 
-    folder, tokenizer = prepare(config.data, config.tokenizer, config.model.vocab_size)
+    name = config.tokenizer
+    if name == "auto":
+        of_preset = {"tiny": "bytes", "small": "bpe"}.get(config.preset, "gpt2")
+        name = None if is_prepared(config.data) else of_preset
+    folder, tokenizer = prepare(config.data, name, config.model.vocab_size)
     V = tokenizer.vocab_size if tokenizer.vocab_size < 1024 else -(-tokenizer.vocab_size // 64) * 64
     config = replace(config, model=replace(config.model, vocab_size=V))
     T = config.model.block_size

@@ -50,7 +50,7 @@ def test_bpe_merges(bpe):
     """Catches a BPE that learned nothing, or whose table has not the size asked for."""
     assert bpe.vocab_size == 300
     assert len(bpe.encode(TEXT)) < len(TEXT.encode()) * 2 / 3
-    with pytest.raises(DataError, match="vocab_size = 100"):
+    with pytest.raises(DataError, match="a BPE of 100 tokens"):
         Tokenizer.train([TEXT], 100)
 
 

@@ -1,6 +1,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import small_model
@@ -51,6 +52,22 @@ def test_training_learns_and_leaves_a_run(config, monkeypatch, tmp_path, capsys)
         train(config)
     assert "hard-stopped" in capsys.readouterr().out
     assert find_run(out=config.out) == again
+
+
+def test_nanogpt_folder_trains_as_it_is(config, monkeypatch, tmp_path):
+    """Catches a preset's tokenizer that is forced upon a folder of ids."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    folder = tmp_path / "ids"
+    folder.mkdir()
+    for name in ("train.bin", "val.bin"):
+        np.arange(500, dtype=np.uint16).tofile(folder / name)
+    config.data, config.steps = str(folder), 2
+    run, _ = train(config)
+    assert PonderLM.from_pretrained(run).config.vocab_size == 50_304
+    config.tokenizer, config.name = "bytes", "other"
+    with pytest.raises(ValueError, match="token id 499, beyond the vocabulary of 257"):
+        train(config)
 
 
 def test_micro_batches(config, monkeypatch, tmp_path):
