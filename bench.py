@@ -162,30 +162,23 @@ def draw_attention(results, file):
     colors = {"plain": "#555555", "sdpa": "#0072B2", "fa2": "#009E73", "eager": "#D55E00"}
     styles = ["-", "--", ":"]
     widths = list(dict.fromkeys(r["d"] for r in results["rows"]))
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     titles = ("time_ratio", "time / plain causal attention"), ("MiB", "peak memory, MiB")
     for axis, (key, title) in zip(axes, titles, strict=True):
         for b, color in colors.items():
             for d, style in zip(widths, styles * len(widths), strict=False):
-                points = [
-                    (r["N"], r[key]) for r in results["rows"] if (r["backend"], r["d"]) == (b, d)
-                ]
-                if points:
-                    axis.plot(
-                        *zip(*points, strict=True),
-                        style,
-                        color=color,
-                        marker="o",
-                        label=f"{b}, d={d}",
-                    )
+                rows = [r for r in results["rows"] if (r["backend"], r["d"]) == (b, d)]
+                x, y = [r["N"] for r in rows], [r[key] for r in rows]
+                if rows:
+                    axis.plot(x, y, style, color=color, marker="o", label=f"{b}, d={d}")
         axis.set(xscale="log", yscale="log", xlabel="N, slots", title=title)
         lengths = sorted({r["N"] for r in results["rows"]})
         axis.set_xticks(lengths, [str(n) for n in lengths])
-        axis.minorticks_off() if key == "time_ratio" else None
-        axis.grid(alpha=0.3, which="both")
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
     ticks = (1, 1.15, 2, 4, 8)
     axes[0].set_yticks(ticks, [str(t) for t in ticks])
-    axes[1].legend(fontsize=8)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", handlelength=3)
     figure.savefig(file, dpi=150)
     plt.close(figure)
 

@@ -49,7 +49,7 @@ class PonderConfig:
     router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6
     iters: tuple[int, int] = (2, 2)  # training draws R from this range, both ends included
     penalty: Literal["token", "batch"] = "token"  # batch: the printed form (reading note 2)
-    penalty_weight: float = 1.0  # lambda
+    penalty_weight: float = 0.5  # lambda
     printed_mask_index: bool = False  # True: the printed index (reading note 1)
 
     def __post_init__(self):

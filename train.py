@@ -35,8 +35,8 @@ class TrainConfig:
     tokenizer: Literal["auto", "bytes", "bpe", "gpt2"] = "auto"
     model: Annotated[PonderConfig, tyro.conf.arg(name="")] = field(default_factory=PonderConfig)
 
-    steps: int = 500  # optimizer steps
-    batch_size: int = 16  # windows a step
+    steps: int = 1000  # optimizer steps
+    batch_size: int = 8  # windows a step
     micro_batch_size: int | None = None  # windows at a time, to save memory; None: the whole batch
     learning_rate: float = 4e-3  # peak; cosine down to a tenth of it
     warmup: float = 0.05  # share of the steps in which the learning rate rises
@@ -45,8 +45,8 @@ class TrainConfig:
     clip: float = 1.0  # gradient norm
     seed: int = 0
 
-    log_every: int = 10  # steps between log lines
-    eval_every: int = 200  # steps between evaluations, after each of which the model is saved
+    log_every: int = 20  # steps between log lines
+    eval_every: int = 250  # steps between evaluations, after each of which the model is saved
     eval_windows: int = 512  # validation windows of the final evaluation
     tau: float = 1e-4  # where executed steps are counted and hard stopping is scored
 
@@ -231,7 +231,7 @@ def draw_losses(run):
             points = [(row["step"], row[name]) for row in log if name in row]
             marker = "o" if name == "val" else None
             axis.plot(
-                *zip(*points, strict=True), label={"ce": "train"}.get(name, name), marker=marker
+                *zip(*points, strict=True), label={"ce": "train", "val": "validation"}.get(name), marker=marker
             )
         axis.set(xlabel="optimizer step", ylabel=unit)
         axis.grid(alpha=0.3)
