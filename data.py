@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import pickle
-import re
 import sys
 import sysconfig
 import tempfile
@@ -77,11 +76,9 @@ def pydocs():
     with ProcessPoolExecutor(min(os.cpu_count(), 8), get_context("spawn")) as pool:
         found = pool.map(docstrings, files, chunksize=16)
         found = list(tqdm(found, "reading docstrings", len(files), unit=" files", leave=False))
+    sources = [*zip(names, found, strict=True), *((f"topics/{k}", [topics[k]]) for k in topics)]
     documents, seen = [], set()
-    for name, texts in [
-        *zip(names, found, strict=True),
-        *((f"topics/{k}", [topics[k]]) for k in topics),
-    ]:
+    for name, texts in sources:
         new = [text for text in dict.fromkeys(texts) if text not in seen]
         seen.update(new)
         if new:
@@ -114,8 +111,10 @@ def shakespeare():
 
 
 def read_texts(path):
-    """A file, or all files of a folder: (name, bytes), sorted by name."""
-    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
+    """A file, or all files of a folder but hidden ones: (name, bytes), sorted by name."""
+    hidden = lambda f: any(part.startswith(".") for part in f.relative_to(path).parts)  # noqa: E731
+    files = [f for f in sorted(path.rglob("*")) if f.is_file() and not hidden(f)]
+    files = [path] if path.is_file() else files
     try:
         return [(str(file.relative_to(path.parent)), file.read_bytes()) for file in files]
     except OSError as error:
@@ -125,15 +124,16 @@ def read_texts(path):
 def split(documents):
     """Documents -> train, validation: one file in 20 by the hash of its name, so that no docstring
     has its neighbours on the other side; of few documents the last tenth of each."""
-    if len(documents) >= 100:
-        held_out = [int(hashlib.sha1(n.encode()).hexdigest(), 16) % 20 == 0 for n, _ in documents]
-        pairs = list(zip(documents, held_out, strict=True))
-        return [text for (_, text), out in pairs if not out], [
-            text for (_, text), out in pairs if out
-        ]
-    cuts = [len(text) - len(text) // 10 for _, text in documents]
-    pairs = list(zip(documents, cuts, strict=True))
-    return [text[:cut] for (_, text), cut in pairs], [text[cut:] for (_, text), cut in pairs]
+    train, val = [], []
+    for name, text in documents:
+        if len(documents) >= 100:
+            held_out = int(hashlib.sha1(name.encode()).hexdigest(), 16) % 20 == 0
+            (val if held_out else train).append(text)
+        else:
+            cut = len(text) - len(text) // 10
+            train.append(text[:cut])
+            val.append(text[cut:])
+    return train, val
 
 
 # -- Corpus --------------------------------------------------------------------------------------
@@ -147,10 +147,8 @@ def write_tokens(texts, tokenizer, file, label):
     bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False)
     with open(file, "wb") as out, bar:
         for text in texts:
-            pieces = (
-                [text] if tokenizer.name == "bytes" else re.findall(rb"[\s\S]{1,1000000}\n?", text)
-            )
-            for piece in pieces:
+            for i in range(0, len(text), 10**6):
+                piece = text[i : i + 10**6]
                 np.array(tokenizer.encode(piece), dtype=np.uint16).tofile(out)
                 bar.update(len(piece))
             np.array([tokenizer.end_of_text], dtype=np.uint16).tofile(out)
@@ -219,6 +217,14 @@ def prepare(data="pydocs", tokenizer="bytes", vocab_size=4096, cache=CACHE):
         (half / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
         half.rename(folder)
     return folder, tokenizer
+
+
+def describe(folder):
+    """One line on where a corpus came from: its losses compare only with those on the same text."""
+    if not (folder / "meta.json").exists():
+        return str(folder)
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    return f"{folder}: {meta['bytes']:,} bytes, sha256 {meta['sha256'][:16]}, {meta['source']}"
 
 
 def bin_tokenizer(folder, name):
@@ -324,9 +330,7 @@ def main(
         vocab_size: number of tokens of a bpe tokenizer
     """
     folder, tokenizer = prepare(data, tokenizer, vocab_size)
-    print(folder)
-    if (folder / "meta.json").exists():
-        print((folder / "meta.json").read_text(encoding="utf-8"))
+    print(describe(folder))
     for name in ("train.bin", "val.bin"):
         tokens = load_tokens(folder / name, tokenizer.vocab_size, block_size=1)
         entropy = unigram_entropy(tokens, tokenizer.vocab_size)

@@ -20,7 +20,7 @@ import tyro
 
 from attention import BACKENDS, pick_backend
 from checkpoint import append_line, new_run, read_lines, write_json
-from data import Windows, is_prepared, load_tokens, prepare, unigram_entropy
+from data import Windows, describe, is_prepared, load_tokens, prepare, unigram_entropy
 from model import PonderConfig, PonderLM, autocast, pick_device, pick_precision
 from router import stop_step
 
@@ -231,7 +231,9 @@ def draw_losses(run):
             points = [(row["step"], row[name]) for row in log if name in row]
             marker = "o" if name == "val" else None
             axis.plot(
-                *zip(*points, strict=True), label={"ce": "train", "val": "validation"}.get(name), marker=marker
+                *zip(*points, strict=True),
+                label={"ce": "train", "val": "validation"}.get(name),
+                marker=marker,
             )
         axis.set(xlabel="optimizer step", ylabel=unit)
         axis.grid(alpha=0.3)
@@ -280,7 +282,8 @@ def train(config):
     )
     print(f"precision {str(dtype)[6:]}, attention {backend}, torch {torch.__version__}")
     entropy = unigram_entropy(val_tokens, V)
-    print(f"{folder}: {len(train_tokens):,} tokens, {windows.count:,} windows of {T}; ", end="")
+    print(describe(folder))
+    print(f"{len(train_tokens):,} tokens, {windows.count:,} windows of {T}; ", end="")
     print(f"unigram entropy of validation {entropy:.3f} nats", flush=True)
     write_json(run / "train.json", {**asdict(config), "dtype": str(dtype), "corpus": folder.name})
 

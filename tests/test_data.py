@@ -49,6 +49,8 @@ def test_round_trip_of_any_bytes(bpe, raw):
 def test_bpe_merges(bpe):
     """Catches a BPE that learned nothing, or whose table has not the size asked for."""
     assert bpe.vocab_size == 300
+    again = Tokenizer.train([TEXT, Path(data.__file__).read_text(encoding="utf-8")], 300)
+    assert again.tokens == bpe.tokens  # deterministic
     assert len(bpe.encode(TEXT)) < len(TEXT.encode()) * 2 / 3
     with pytest.raises(DataError, match="a BPE of 100 tokens"):
         Tokenizer.train([TEXT], 100)
