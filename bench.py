@@ -20,7 +20,7 @@ import tyro
 from tqdm import tqdm
 
 from attention import pick_backend, soft_mask_attention
-from model import pick_device
+from device import pick_device
 
 EAGER_LIMIT = 4096  # beyond, its N x N matrices take gigabytes
 

@@ -18,7 +18,8 @@ import torch
 import tyro
 
 from checkpoint import find_run
-from model import LayerCache, PonderLM, autocast, pick_device, pick_precision
+from device import autocast, pick_device, pick_precision
+from model import LayerCache, PonderLM
 from router import stop_step
 from tokenizer import load_tokenizer
 

@@ -21,7 +21,8 @@ import tyro
 from attention import BACKENDS, pick_backend
 from checkpoint import append_line, new_run, read_lines, write_json
 from data import Windows, describe, is_prepared, load_tokens, prepare, unigram_entropy
-from model import PonderConfig, PonderLM, autocast, pick_device, pick_precision
+from device import autocast, pick_device, pick_precision
+from model import PonderConfig, PonderLM
 from router import stop_step
 
 

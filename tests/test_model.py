@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from conftest import small_model
 
-from model import LayerCache, PonderConfig, PonderLM, pick_device, pick_precision
+from device import pick_device, pick_precision
+from model import LayerCache, PonderConfig, PonderLM
 from router import bottom_mass_penalty
 from sample import ponder_token
 
