@@ -46,7 +46,7 @@ class PonderConfig:
     ponder_steps: int = 3  # K; 0 is a plain Llama
     router: Literal["learned", "always"] = "learned"  # always: PonderLM-2
     router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6
-    iters: tuple[int, int] = (2, 2)  # training draws R from this range, both ends included
+    iters: tuple[int, int] = (2, 3)  # training draws R from this range, both ends included
     penalty: Literal["token", "batch"] = "token"  # batch: the printed form (reading note 2)
     penalty_weight: float = 0.5  # lambda
     printed_mask_index: bool = False  # True: the printed index (reading note 1)

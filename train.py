@@ -60,12 +60,12 @@ PRESETS = {
     # A 2-core CPU, minutes.
     "tiny": TrainConfig(
         preset="tiny",
-        model=PonderConfig(257, 96, 256, 3, 2, head_dim=24, block_size=64),
+        model=PonderConfig(257, 96, 256, 3, 2, head_dim=24, block_size=64, iters=(1, 1)),
     ),
     # One GPU, minutes. d = 56 leaves room for the bias channel in a kernel of width 64.
     "small": TrainConfig(
         preset="small",
-        model=PonderConfig(4096, 384, 1032, 6, 6, head_dim=56, block_size=256, iters=(2, 3)),
+        model=PonderConfig(4096, 384, 1032, 6, 6, head_dim=56, block_size=256),
         steps=2000,
         batch_size=64,
         learning_rate=1e-3,
@@ -74,7 +74,7 @@ PRESETS = {
     # The paper's two sizes, with the recipe of the released PonderLM-2 and Pythia scripts.
     "70m": TrainConfig(
         preset="70m",
-        model=PonderConfig(50_304, 512, 1376, 6, 8, block_size=2048, iters=(2, 3)),
+        model=PonderConfig(50_304, 512, 1376, 6, 8, block_size=2048),
         steps=28_610,  # 15 B tokens
         batch_size=256,
         micro_batch_size=4,
@@ -85,7 +85,7 @@ PRESETS = {
     ),
     "410m": TrainConfig(
         preset="410m",
-        model=PonderConfig(50_304, 1024, 2752, 24, 16, block_size=2048, iters=(2, 3)),
+        model=PonderConfig(50_304, 1024, 2752, 24, 16, block_size=2048),
         steps=19_073,  # 10 B tokens
         batch_size=256,
         micro_batch_size=1,
@@ -185,7 +185,7 @@ def evaluate(
             losses.append(model.token_losses(partial.to(h.dtype), y).sum())
         losses += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
         losses += [(steps == i).sum() for i in range(S)]
-        sums = sums + torch.stack([loss.double().cpu() for loss in losses])
+        sums = sums + torch.stack([loss.cpu().double() for loss in losses])
         total += y.numel()
     model.train(was_training)
     loss, *per_depth = (sums / total).tolist()
