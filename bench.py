@@ -20,7 +20,7 @@ import tyro
 from tqdm import tqdm
 
 from attention import pick_backend, soft_mask_attention
-from device import pick_device
+from device import command_line, pick_device
 
 EAGER_LIMIT = 4096  # beyond, its N x N matrices take gigabytes
 
@@ -184,7 +184,5 @@ def draw_attention(results, file):
 
 
 if __name__ == "__main__":
-    try:
-        tyro.extras.subcommand_cli_from_dict({"attention": attention}, description=__doc__)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    commands = {"attention": attention}
+    command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, description=__doc__))

@@ -1,7 +1,7 @@
 """A run on disk: out/<name>/ with the model, its tokenizer, the training config and the log.
 
 config.json, model.safetensors   the model (weights.py)
-tokenizer.json                   its vocabulary (data.py)
+tokenizer.json                   its vocabulary (tokenizer.py)
 train.json                       every setting of the training, and what it ran on
 log.jsonl, loss.png              one line a logged step; the same drawn
 results.json                     the final evaluation
@@ -15,14 +15,16 @@ from pathlib import Path
 def new_run(out, name, prefix):
     """Create out/<name>, or out/<prefix>-<date and time> without a name.
 
+    What a run that saved no model left behind is removed.
+
     Raises:
         FileExistsError: there is such a run already.
     """
-    name = name or f"{prefix}-{time.strftime('%m%d-%H%M%S')}"
-    run = Path(out) / name
-    if run.exists():
+    run = Path(out) / (name or f"{prefix}-{time.strftime('%m%d-%H%M%S')}")
+    if (run / "model.safetensors").exists():
         raise FileExistsError(f"{run} exists: delete it, or choose another --name")
-    run.mkdir(parents=True)
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "log.jsonl").unlink(missing_ok=True)
     return run
 
 

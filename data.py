@@ -29,7 +29,15 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from tokenizer import CharTokenizer, DataError, IdTokenizer, Tokenizer, load_tokenizer
+from device import command_line
+from tokenizer import (
+    CharTokenizer,
+    DataError,
+    IdTokenizer,
+    Tokenizer,
+    check_bpe_size,
+    load_tokenizer,
+)
 
 CACHE = Path("data")
 PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # torch brings the last two
@@ -111,14 +119,16 @@ def shakespeare():
 
 
 def read_texts(path):
-    """A file, or all files of a folder but hidden ones: (name, bytes), sorted by name."""
+    """A file, or the text files of a folder, none that is hidden or has a NUL byte: (name, bytes),
+    sorted by name."""
     hidden = lambda f: any(part.startswith(".") for part in f.relative_to(path).parts)  # noqa: E731
     files = [f for f in sorted(path.rglob("*")) if f.is_file() and not hidden(f)]
     files = [path] if path.is_file() else files
     try:
-        return [(str(file.relative_to(path.parent)), file.read_bytes()) for file in files]
+        texts = [(str(file.relative_to(path.parent)), file.read_bytes()) for file in files]
     except OSError as error:
         raise DataError(f"cannot read {error.filename}: {error.strerror}") from None
+    return [(name, text) for name, text in texts if path.is_file() or b"\0" not in text]
 
 
 def split(documents):
@@ -175,6 +185,8 @@ def prepare(data="pydocs", tokenizer="bytes", vocab_size=4096, cache=CACHE):
     Raises:
         DataError: text that is missing, unreadable, empty, or ids that do not fit.
     """
+    if not data:
+        raise DataError("--data is empty; name a corpus, a file or a folder")
     path = Path(data)
     if is_prepared(path):
         return path, bin_tokenizer(path, tokenizer)
@@ -186,10 +198,13 @@ def prepare(data="pydocs", tokenizer="bytes", vocab_size=4096, cache=CACHE):
         documents = [(name, text) for name, text in read_texts(path) if text.strip()]
         if not documents:
             raise DataError(f"{data} holds no text; give a file or folder with some")
-        source = f"{path.name} {hashlib.sha256(b''.join(t for _, t in documents)).hexdigest()}"
+        texts = [(name, hashlib.sha256(text).hexdigest()) for name, text in documents]
+        source = f"{path.name} {hashlib.sha256(repr(texts).encode()).hexdigest()}"
     else:
         raise DataError(f"--data {data}: no such file or folder, nor one of {', '.join(corpora)}")
     tokenizer = tokenizer or "bytes"
+    if tokenizer == "bpe":
+        check_bpe_size(vocab_size)
     kind = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
     digest = hashlib.sha256(f"{source} {kind}".encode()).hexdigest()[:8]
     folder = Path(cache) / f"{path.stem}-{kind}-{digest}"
@@ -224,6 +239,8 @@ def describe(folder):
     if not (folder / "meta.json").exists():
         return str(folder)
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    if "source" not in meta:  # somebody else's file
+        return str(folder)
     return f"{folder}: {meta['bytes']:,} bytes, sha256 {meta['sha256'][:16]}, {meta['source']}"
 
 
@@ -240,7 +257,8 @@ def bin_tokenizer(folder, name):
     try:
         return Tokenizer.gpt2()
     except DataError as error:
-        print(f"note: {error}. Training goes on; text is shown as token ids.")
+        print(f"note: {folder} is taken for GPT-2 tokens; text is shown as token ids, because")
+        print(f"      {str(error).split(':')[0]}")
         return IdTokenizer(50_257)
 
 
@@ -254,7 +272,10 @@ def read_nanogpt_characters(file):
     try:
         with open(file, "rb") as stream:
             itos = PlainData(stream).load()["itos"]
-        return [itos[i] for i in range(len(itos))]
+        characters = [itos[i] for i in range(len(itos))]
+        if not all(isinstance(c, str) and len(c) == 1 for c in characters):
+            raise TypeError("itos does not map ids to characters")
+        return characters
     except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{file} is not nanoGPT's character table: {error}") from None
 
@@ -319,14 +340,14 @@ def unigram_entropy(tokens, vocab_size):
 
 def main(
     data: tyro.conf.Positional[str] = "pydocs",
-    tokenizer: Literal["bytes", "bpe", "gpt2"] = "bytes",
+    tokenizer: Literal["bytes", "bpe", "gpt2"] | None = None,
     vocab_size: int = 4096,
 ):
     """Prepare a corpus and show what is in it.
 
     Args:
         data: pydocs, pysource, shakespeare, a text file, a folder of them, or of .bin files
-        tokenizer: how text becomes tokens
+        tokenizer: how text becomes tokens; by default bytes, or a prepared folder's own
         vocab_size: number of tokens of a bpe tokenizer
     """
     folder, tokenizer = prepare(data, tokenizer, vocab_size)
@@ -339,7 +360,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except (DataError, OSError) as error:
-        sys.exit(f"error: {error}")
+    command_line(lambda: tyro.cli(main))

@@ -1,5 +1,7 @@
-"""Where a model runs and how precisely: picked automatically, or as asked for."""
+"""Where a script runs and how precisely, picked automatically or as asked for; how it ends."""
 
+import os
+import sys
 import time
 
 import torch
@@ -14,7 +16,10 @@ def pick_device(name="auto"):
     if not available.get(name.split(":")[0]):
         there = [kind for kind, found in available.items() if found]
         raise ValueError(f"device {name!r} is not here; there is {', '.join(there)}")
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"{name!r} is no device; write cpu, cuda, cuda:1 or mps") from None
 
 
 def pick_precision(name, device):
@@ -42,3 +47,17 @@ def pick_precision(name, device):
 def autocast(device, dtype):
     """The context in which a model computes in `dtype`; its weights stay in float32."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def command_line(main):
+    """Run a script: an error that the user can mend is one line, not a stack trace."""
+    try:
+        main()
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)

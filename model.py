@@ -53,6 +53,12 @@ class PonderConfig:
 
     def __post_init__(self):
         D, H, K = self.hidden_size, self.num_attention_heads, self.ponder_steps
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        for name in (*sizes, "num_attention_heads", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: it must be at least 1")
+        if self.penalty not in ("token", "batch"):
+            raise ValueError(f"penalty = {self.penalty!r} is neither 'token' nor 'batch'")
         if K < 0:
             raise ValueError(f"ponder_steps = {K}: the number of steps K must be 0 or more")
         if self.router not in ("learned", "always"):
@@ -366,10 +372,17 @@ class PonderLM(nn.Module):
                 fields, or tensors that do not fit it.
         """
         config, tensors = weights.read_directory(directory)
-        unknown = set(config) - {field.name for field in fields(PonderConfig)}
-        if unknown:
-            raise ValueError(f"{directory}: config.json has unknown fields {sorted(unknown)}")
-        model = cls(PonderConfig(**config))
+        odd = set(config) ^ {field.name for field in fields(PonderConfig)}
+        if odd:
+            raise ValueError(
+                f"{directory}: config.json has unknown or missing fields {sorted(odd)}"
+            )
+        try:
+            model = cls(PonderConfig(**config))
+        except TypeError as error:
+            raise ValueError(
+                f"{directory}: config.json has a field of a wrong type: {error}"
+            ) from None
         if config["tie_word_embeddings"]:
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         try:

@@ -9,6 +9,7 @@ value a layer in the cache; a slot that is skipped leaves nothing and costs noth
 """
 
 import codecs
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 import tyro
 
 from checkpoint import find_run
-from device import autocast, pick_device, pick_precision
+from device import autocast, command_line, pick_device, pick_precision
 from model import LayerCache, PonderLM
 from router import stop_step
 from tokenizer import load_tokenizer
@@ -66,6 +67,27 @@ def choose(logits, temperature, top_k, top_p, generator):
     return int(order[torch.multinomial(p, 1, generator=generator)])
 
 
+def check(model, prompt, max_new_tokens, tau, alpha, temperature, top_k, top_p):
+    """Refuse what cannot be sampled from; the errors of `generate`."""
+    V = model.config.vocab_size
+    if len(prompt) == 0:
+        raise ValueError("the prompt has no token: a model needs at least one to go on from")
+    if not all(0 <= int(token) < V for token in prompt):
+        raise ValueError(f"the prompt has ids outside the vocabulary, 0 to {V - 1}")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens = {max_new_tokens}: it must be 0 or more")
+    if not 0 <= tau <= 1:
+        raise ValueError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
+    if not math.isfinite(alpha):
+        raise ValueError(f"alpha = {alpha} must be finite")
+    if temperature != 0 and not 1e-6 <= temperature < math.inf:
+        raise ValueError(f"temperature = {temperature} must be 0 (greedy), or 1e-6 or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k = {top_k}: it must be 1 or more")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p = {top_p}: it must lie in (0, 1]")
+
+
 def stream(
     model, prompt, max_new_tokens, *, tau=1e-4, alpha=0.0, temperature=1.0, top_k=None, top_p=None,
     seed=None, read=None,
@@ -76,15 +98,8 @@ def stream(
     `read`, a list, receives the steps of every token that is read, the prompt's too.
     """
     context = [int(token) for token in prompt]
-    V, window = model.config.vocab_size, model.config.block_size
-    if not context:
-        raise ValueError("the prompt has no token: a model needs at least one to go on from")
-    if not all(0 <= token < V for token in context):
-        raise ValueError(f"the prompt has ids outside the vocabulary, 0 to {V - 1}")
-    if max_new_tokens < 0 or temperature < 0:
-        raise ValueError(f"max_new_tokens {max_new_tokens}, temperature {temperature}: below zero")
-    if (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
-        raise ValueError(f"top_k {top_k} must be 1 or more, top_p {top_p} in (0, 1]")
+    window = model.config.block_size
+    check(model, context, max_new_tokens, tau, alpha, temperature, top_k, top_p)
     generator = torch.Generator()
     generator.seed() if seed is None else generator.manual_seed(seed)
     done = 0  # tokens of the context that are in the cache
@@ -177,10 +192,15 @@ def main(
     model = PonderLM.from_pretrained(directory).to(device)
     tokenizer = load_tokenizer(directory / "tokenizer.json")
     K, window = model.config.ponder_steps, model.config.block_size
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(f"{directory}: the tokenizer has more tokens than the model; not its own?")
     text = sys.stdin.read() if prompt == "-" else prompt
     ids = tokenizer.encode(text)
     if not ids:  # an empty prompt: where a document begins
         ids = [tokenizer.end_of_text or 0]
+    check(model, ids, max_new_tokens, tau, alpha, temperature, top_k, top_p)
+    if num_samples < 1:
+        raise ValueError(f"num_samples = {num_samples}: it must be at least 1")
     color = sys.stdout.isatty()
     print(f"{directory}: K = {K}, tau = {tau:g}, device {device.type}, precision {str(dtype)[6:]}")
     if len(ids) > window:
@@ -220,9 +240,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("\ninterrupted")
+    command_line(lambda: tyro.cli(main))

@@ -58,11 +58,7 @@ class Tokenizer:
         """Byte-pair encoding of `texts`, with `vocab_size` tokens, the end of text included."""
         import rustbpe
 
-        if vocab_size <= 257:
-            raise DataError(
-                f"a BPE of {vocab_size} tokens has no merge: 256 bytes and the end of text take "
-                "257; give more, for instance --vocab-size 1024"
-            )
+        check_bpe_size(vocab_size)
         bpe = rustbpe.Tokenizer()
         bpe.train_from_iterator(iter(texts), vocab_size - 1, pattern=WORDS)
         ranks = sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])
@@ -92,6 +88,14 @@ class Tokenizer:
         tokens = [base64.b64encode(token).decode() for token in self.tokens]
         fields = {"name": self.name, "pattern": self.pattern, "tokens": tokens}
         Path(file).write_text(json.dumps(fields), encoding="utf-8")
+
+
+def check_bpe_size(vocab_size):
+    if vocab_size <= 257:
+        raise DataError(
+            f"a BPE of {vocab_size} tokens has no merge: 256 bytes and the end of text take 257; "
+            "give more, for instance --vocab-size 1024"
+        )
 
 
 class CharTokenizer(Tokenizer):
@@ -127,7 +131,7 @@ class IdTokenizer:
             ) from None
 
     def decode(self, ids):
-        return "".join(f"{int(i)} " for i in ids).encode()
+        return "".join(f" {int(i)}" for i in ids).encode()
 
     def save(self, file):
         fields = {"name": self.name, "vocab_size": self.vocab_size}
@@ -148,5 +152,7 @@ def load_tokenizer(file):
         if fields["name"] == "chars":
             return CharTokenizer([token.decode() for token in tokens])
         return Tokenizer(fields["name"], fields["pattern"], tokens)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file} is not a tokenizer of this program: {error!r}") from None

@@ -9,9 +9,9 @@ Every flag and its default: python train.py --help
 
 import argparse
 import math
-import sys
 import time
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ import tyro
 from attention import BACKENDS, pick_backend
 from checkpoint import append_line, new_run, read_lines, write_json
 from data import Windows, describe, is_prepared, load_tokens, prepare, unigram_entropy
-from device import autocast, pick_device, pick_precision
+from device import autocast, command_line, pick_device, pick_precision
 from model import PonderConfig, PonderLM
 from router import stop_step
 
@@ -43,7 +43,7 @@ class TrainConfig:
     warmup: float = 0.05  # share of the steps in which the learning rate rises
     weight_decay: float = 0.1  # on matrices only
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
-    clip: float = 1.0  # gradient norm
+    clip: float = 1.0  # gradient norm; 0: off
     seed: int = 0
 
     log_every: int = 20  # steps between log lines
@@ -100,9 +100,11 @@ def parse(argv=None):
     """The command line: --preset chooses the defaults that --help shows and other flags change."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="auto")
-    preset = first.parse_known_args(argv)[0].preset
+    first.add_argument("--device", default="auto")
+    known = first.parse_known_args(argv)[0]
+    preset = known.preset
     if preset not in PRESETS:  # 'auto', or a wrong one, which tyro refuses below
-        preset = "small" if pick_device().type == "cuda" else "tiny"
+        preset = "small" if pick_device(known.device).type == "cuda" else "tiny"
     config = tyro.cli(TrainConfig, description=__doc__, default=PRESETS[preset], args=argv)
     return replace(config, preset=preset)
 
@@ -162,8 +164,9 @@ def evaluate(
         loss of the integration truncated after step i and renormalised), `alone` (of h^(i)
         alone), `stopped` (share of the tokens that stop there).
     """
-    was_training = model.training
+    was_training, backend = model.training, model.backend
     model.eval()
+    model.backend = "auto"  # one that can do float32
     S, total, sums = model.config.ponder_steps + 1, 0, 0
     for first in range(0, count, batch_size):
         rows = [windows.window(i) for i in range(first, min(first + batch_size, count))]
@@ -188,6 +191,7 @@ def evaluate(
         sums = sums + torch.stack([loss.cpu().double() for loss in losses])
         total += y.numel()
     model.train(was_training)
+    model.backend = backend
     loss, *per_depth = (sums / total).tolist()
     truncated, alone, stopped = per_depth[:S], per_depth[S : 2 * S], per_depth[2 * S :]
     steps = sum(i * share for i, share in enumerate(stopped))
@@ -198,14 +202,20 @@ def final_report(model, windows, config, device):
     """The losses that count, printed and returned: as trained, at the fixed point, hard-stopped."""
     R = max(config.model.iters)
     count = min(config.eval_windows, windows.count)
-    measure = lambda **kw: evaluate(model, windows, count, device, tau_steps=config.tau, **kw)  # noqa: E731
+
+    def measure(**kwargs):
+        return evaluate(model, windows, count, device, tau_steps=config.tau, **kwargs)
+
     trained, fixed = measure(iters=R), measure()
-    hard, permuted = measure(tau=config.tau), measure(tau=config.tau, permute=True)
+    hard = permuted = fixed
+    if model.masks:  # otherwise nothing is masked and all tokens take as many steps
+        hard, permuted = measure(tau=config.tau), measure(tau=config.tau, permute=True)
     print(f"\nvalidation loss in nats per token, {count} windows of {windows.block_size} tokens")
     print(f"  as trained, {R} refinements      {trained['loss']:.4f}")
     print(f"  at the fixed point            {fixed['loss']:.4f}")
-    print(f"  hard-stopped at tau = {config.tau:g}  {hard['loss']:.4f}")
-    print(f"  the same, s permuted          {permuted['loss']:.4f}  (as many steps, other tokens)")
+    if model.masks:
+        print(f"  hard-stopped at tau = {config.tau:<7g} {hard['loss']:.4f}")
+        print(f"  the same, s permuted          {permuted['loss']:.4f}  (as many steps elsewhere)")
     print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}")
     print("depth i                      " + "".join(f"{i:8d}" for i in range(len(hard["alone"]))))
     rows = {"loss, integrated up to i": fixed["truncated"]} if model.masks else {}
@@ -248,28 +258,69 @@ def clock(seconds):
     return f"{minutes}:{seconds:02d}"
 
 
-def train(config):
-    """Train as `config` says. Returns the run's directory and the final evaluation."""
-    device = pick_device(config.device)
-    dtype = pick_precision(config.precision, device)
-    backend = pick_backend(config.backend, device, dtype)
-    micro = config.micro_batch_size or config.batch_size
-    if config.batch_size % micro:
-        raise ValueError(
-            f"batch_size {config.batch_size} is no multiple of micro_batch_size {micro}"
-        )
+def check(config):
+    """Refuse settings that would fail hours later, or train nothing."""
+    for name in ("steps", "batch_size", "log_every", "eval_every", "eval_windows"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} = {getattr(config, name)}: it must be at least 1")
+    if config.seed < 0 or not 0 <= config.tau <= 1:
+        raise ValueError(f"seed = {config.seed}, tau = {config.tau}: seed >= 0 and 0 <= tau <= 1")
+    micro = config.batch_size if config.micro_batch_size is None else config.micro_batch_size
+    if micro < 1 or config.batch_size % micro:
+        raise ValueError(f"micro_batch_size {micro} does not divide batch_size {config.batch_size}")
+    if config.name and (Path(config.out) / config.name / "model.safetensors").exists():
+        raise FileExistsError(f"{config.out}/{config.name} exists: choose another --name")
 
-    name = config.tokenizer
+
+def open_corpus(config):
+    """The corpus of a config -> folder, tokenizer, train and validation tokens."""
+    name, V = config.tokenizer, config.model.vocab_size
     if name == "auto":
         of_preset = {"tiny": "bytes", "small": "bpe"}.get(config.preset, "gpt2")
         name = None if is_prepared(config.data) else of_preset
-    folder, tokenizer = prepare(config.data, name, config.model.vocab_size)
-    V = tokenizer.vocab_size if tokenizer.vocab_size < 1024 else -(-tokenizer.vocab_size // 64) * 64
+    folder, tokenizer = prepare(config.data, name, V)
+    tokens = [
+        load_tokens(folder / file, tokenizer.vocab_size, config.model.block_size)
+        for file in ("train.bin", "val.bin")
+    ]
+    return folder, tokenizer, *tokens
+
+
+def optimize(model, optimizer, x, y, R, config, precision):
+    """One optimizer step on the batch x, y (batch, T). Returns what is logged of it."""
+    micro = config.micro_batch_size or config.batch_size
+    share = micro / config.batch_size
+    logged = dict(loss=0.0, ce=0.0, penalty=0.0, steps=0.0)
+    for xs, ys in zip(x.split(micro), y.split(micro), strict=True):
+        with precision:
+            out = model(xs, ys, iters=R)
+        (share * out.loss).backward()
+        parts = dict(
+            loss=out.loss, ce=out.ce, steps=stop_step(out.log_w, config.tau).float().mean()
+        )
+        if out.penalty is not None:
+            parts["penalty"] = out.penalty
+        for name, value in parts.items():
+            logged[name] += share * value.detach()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return logged | {"grad_norm": norm}
+
+
+def train(config):
+    """Train as `config` says. Returns the run's directory and the final evaluation."""
+    check(config)
+    device = pick_device(config.device)
+    dtype = pick_precision(config.precision, device)
+    backend = pick_backend(config.backend, device, dtype)
+    folder, tokenizer, train_tokens, val_tokens = open_corpus(config)
+    V = tokenizer.vocab_size
+    V = V if V < 1024 else -(-V // 64) * 64  # large tables padded, for the GPU's matrix products
     config = replace(config, model=replace(config.model, vocab_size=V))
-    T = config.model.block_size
-    train_tokens = load_tokens(folder / "train.bin", tokenizer.vocab_size, T)
-    val_tokens = load_tokens(folder / "val.bin", tokenizer.vocab_size, T)
+    T, (low, high) = config.model.block_size, config.model.iters
     windows, val = Windows(train_tokens, T, config.seed), Windows(val_tokens, T, seed=0)
+    entropy = unigram_entropy(val_tokens, V)
 
     torch.manual_seed(config.seed)
     model = PonderLM(config.model).to(device).train()
@@ -277,71 +328,54 @@ def train(config):
     optimizer = make_optimizer(model, config, device)
     run = new_run(config.out, config.name, config.preset)
     tokenizer.save(run / "tokenizer.json")
-    print(
-        f"{run}: {sum(p.numel() for p in model.parameters()):,} parameters, device {device.type}, ",
-        end="",
-    )
-    print(f"precision {str(dtype)[6:]}, attention {backend}, torch {torch.__version__}")
-    entropy = unigram_entropy(val_tokens, V)
-    print(describe(folder))
+    write_json(run / "train.json", {**asdict(config), "dtype": str(dtype), "corpus": folder.name})
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{run}: {size:,} parameters, device {device.type}, precision {str(dtype)[6:]}, ", end="")
+    print(f"attention {backend}, torch {torch.__version__}\n{describe(folder)}")
     print(f"{len(train_tokens):,} tokens, {windows.count:,} windows of {T}; ", end="")
     print(f"unigram entropy of validation {entropy:.3f} nats", flush=True)
-    write_json(run / "train.json", {**asdict(config), "dtype": str(dtype), "corpus": folder.name})
 
-    start = time.time()
+    seconds = 0.0  # of training, without evaluations
     for step in range(config.steps):
+        start = time.time()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config)
-        # One number of refinements a step, a function of (seed, step).
-        low, high = config.model.iters
+        # R is drawn as a function of (seed, step), not from the model's own random numbers.
         R = int(np.random.default_rng((config.seed, step)).integers(low, high + 1))
-        totals = dict(loss=0.0, ce=0.0, penalty=0.0, steps=0.0)
         x, y = (t.to(device) for t in windows.batch(step, config.batch_size))  # (batch, T)
-        for xs, ys in zip(x.split(micro), y.split(micro), strict=True):
-            with autocast(device, dtype):
-                out = model(xs, ys, iters=R)
-            share = micro / config.batch_size
-            (share * out.loss).backward()
-            parts = dict(loss=out.loss, ce=out.ce, penalty=out.penalty)
-            parts["steps"] = stop_step(out.log_w, config.tau).float().mean()
-            for name, value in parts.items():
-                totals[name] += share * value.detach() if value is not None else 0.0
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        logged = optimize(model, optimizer, x, y, R, config, autocast(device, dtype))
 
-        done, last = step + 1, step + 1 == config.steps
-        row = {}
+        done, last, row = step + 1, step + 1 == config.steps, {}
         if done % config.log_every == 0 or last:
-            row = {"step": done} | {name: float(value) for name, value in totals.items()}
-            elapsed = time.time() - start
-            row["grad_norm"] = float(norm)
-            row["tokens_per_second"] = done * x.numel() / elapsed
+            row = {"step": done} | {name: float(value) for name, value in logged.items()}
+            if not math.isfinite(row["loss"]):
+                raise ValueError(f"the loss is {row['loss']} at step {done}; lower --learning-rate")
+        seconds += time.time() - start
+        if row:
+            row["tokens_per_second"] = done * x.numel() / seconds
             print(
                 f"step {done}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
                 f"penalty {row['penalty']:.4f}  steps {row['steps']:.2f}  "
                 f"{row['tokens_per_second']:,.0f} tok/s  "
-                f"left {clock(elapsed / done * (config.steps - done))}",
+                f"left {clock(seconds / done * (config.steps - done))}",
                 flush=True,
             )
         if done % config.eval_every == 0 or last:
             model.save_pretrained(run)
-            count = min(64, val.count)
-            row |= {"step": done, "val": evaluate(model, val, count, device, iters=R)["loss"]}
-            print(f"step {done}/{config.steps}  validation {row['val']:.3f}", flush=True)
+            loss = evaluate(model, val, min(64, val.count), device, iters=high)["loss"]
+            row |= {"step": done, "val": loss}
+            print(f"step {done}/{config.steps}  validation {loss:.3f}", flush=True)
         if row:
             append_line(run / "log.jsonl", row)
 
+    print(f"trained in {clock(seconds)} minutes; evaluating")
     results = final_report(model, val, config, device)
     write_json(run / "results.json", {**results, "unigram_entropy": entropy})
     draw_losses(run)
-    print(f"unigram entropy {entropy:.3f}; trained in {clock(time.time() - start)} minutes")
+    print(f"unigram entropy {entropy:.3f}")
     print(f"next: python sample.py --run {run} --tau {config.tau:g} --show-steps")
     return run, results
 
 
 if __name__ == "__main__":
-    try:
-        train(parse())
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    command_line(lambda: train(parse()))

@@ -9,12 +9,12 @@ train() { # name, flags
   for seed in 0 1 2; do
     [ -f "out/tiny/$1-$seed/results.json" ] && continue
     rm -rf "out/tiny/$1-$seed" # an interrupted one
-    "$PYTHON" train.py --preset tiny --out out/tiny --name "$1-$seed" --seed "$seed" "${@:2}"
+    "$PYTHON" train.py --preset tiny --precision bfloat16 --out out/tiny --name "$1-$seed" --seed "$seed" "${@:2}"
   done
 }
 
 train no-pondering --ponder-steps 0
-train ponderlm2 --router always --iters 3 3
+train ponderlm2 --router always --iters 2 2
 train ponderlm3-no-penalty --penalty-weight 0
 train ponderlm3
 

@@ -77,9 +77,7 @@ def test_automatic_passes_reach_the_fixed_point():
 
 
 @pytest.mark.parametrize("tau", [0, 1e-4, 0.3])
-@pytest.mark.parametrize(
-    "router,K", [("learned", 3), ("learned", 1), ("always", 2), ("learned", 0)]
-)
+@pytest.mark.parametrize("router,K", PAIRS)
 def test_hard_stopping_parallel_sequential_and_cached_agree(tau, router, K):
     """Catches a key that hard stopping should hide, an integration that runs on, a cache that
     keeps or drops a slot: logits to 1e-9 and the same steps in all three forms."""
@@ -96,6 +94,20 @@ def test_hard_stopping_parallel_sequential_and_cached_agree(tau, router, K):
     assert cache[0].keys.size(2) == len(steps) + sum(steps)  # executed slots only
     if router == "learned" and K == 3 and tau == 0.3:
         assert 0 in steps and 3 in steps and len(set(steps)) > 2
+
+
+def test_alpha_in_decoding():
+    """Catches an alpha that decoding ignores: cached against parallel, logits to 1e-9."""
+    model, idx = small_model(router_scale=12.0), tokens(T=12)
+    means = []
+    for alpha in (-3.0, 0.0, 3.0):
+        cache = [LayerCache() for _ in model.model.layers]
+        pairs = [ponder_token(model, int(x), t, cache, 0.1, alpha) for t, x in enumerate(idx[0])]
+        with torch.no_grad():
+            out = model(idx, tau=0.1, alpha=alpha, iters=33)
+        assert (torch.stack([logits for logits, _ in pairs]) - out.logits[0]).abs().max() < 1e-9
+        means.append(out.steps.double().mean().item())
+    assert means[0] < means[1] < means[2]
 
 
 @pytest.mark.parametrize("printed,low,high", [(False, 0, 1e-7), (True, 1e-3, math.inf)])
@@ -241,7 +253,8 @@ def test_save_and_load(tmp_path, tied):
         (lambda d: (d / "config.json").write_text("[1]"), "not a JSON object"),
         (lambda d: (d / "config.json").write_text('{"format": "x"}'), "format 'x'"),
         (lambda d: edit(d, '"hidden_size": 32', '"hidden_size": 64'), "do not fit"),
-        (lambda d: edit(d, '"rms_norm_eps"', '"rms_eps"'), "unknown fields.*rms_eps"),
+        (lambda d: edit(d, '"hidden_size": 32', '"hidden_size": "32"'), "wrong type"),
+        (lambda d: edit(d, '"rms_norm_eps"', '"rms_eps"'), "unknown or missing fields.*rms_eps"),
         (lambda d: (d / "model.safetensors").write_bytes(b"pickle"), "no safetensors file"),
         (lambda d: (d / "model.safetensors").write_bytes(b""), "no safetensors file"),
     ],
@@ -265,6 +278,8 @@ def edit(directory, old, new):
     [
         (dict(ponder_steps=-1), "-1"),
         (dict(router="soft"), "'soft'"),
+        (dict(penalty="sum"), "'sum'"),
+        (dict(hidden_size=0), "hidden_size = 0"),
         (dict(num_attention_heads=4, num_key_value_heads=3), "4 heads cannot share 3"),
         (dict(hidden_size=30, num_attention_heads=4), "30 is not divisible by 4"),
         (dict(head_dim=7), "7 is odd"),

@@ -2,7 +2,7 @@ import pytest
 import torch
 from conftest import small_model
 
-from sample import choose, generate, paint
+from sample import choose, generate, paint, stream
 
 
 def test_generate_is_greedy_argmax_of_the_parallel_form():
@@ -23,6 +23,15 @@ def test_seeds_and_independence():
     assert a == b
     assert generate(model, prompts[1:], 12, seed=6) == a[1:]
     assert generate(model, prompts, 12, seed=7) != a
+
+
+def test_steps_of_every_token_read():
+    """Catches a count of executed steps, from which the saving is printed, that misses tokens."""
+    model, prompt, read = small_model(seed=2), [3, 1, 4], []
+    pairs = list(stream(model, prompt, 8, tau=0.3, temperature=0, read=read))
+    idx = torch.tensor([prompt + [token for token, _ in pairs]])
+    with torch.no_grad():
+        assert read == model(idx, tau=0.3, iters=33).steps[0, :-1].tolist()
 
 
 def test_longer_than_the_window():
@@ -58,9 +67,11 @@ def test_choices():
         ([99], {}, "outside the vocabulary, 0 to 30"),
         ([-1], {}, "outside the vocabulary"),
         ([1], {"tau": 2}, "tau = 2"),
-        ([1], {"temperature": -1}, "below zero"),
-        ([1], {"top_k": 0}, "top_k 0"),
-        ([1], {"top_p": 0}, "top_p 0"),
+        ([1], {"temperature": -1}, "temperature = -1"),
+        ([1], {"temperature": float("nan")}, "temperature = nan"),
+        ([1], {"alpha": float("inf")}, "alpha = inf"),
+        ([1], {"top_k": 0}, "top_k = 0"),
+        ([1], {"top_p": 0}, "top_p = 0"),
     ],
 )
 def test_refusals(prompt, kwargs, message):

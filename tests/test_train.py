@@ -1,5 +1,6 @@
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def test_micro_batches(config, monkeypatch, tmp_path):
     for name in ("grad_norm", "loss", "steps"):
         assert a[name] == pytest.approx(b[name], rel=1e-4)
     config.micro_batch_size = 3
-    with pytest.raises(ValueError, match="8 is no multiple of micro_batch_size 3"):
+    with pytest.raises(ValueError, match="micro_batch_size 3 does not divide batch_size 8"):
         train(config)
 
 
@@ -111,6 +112,67 @@ def test_evaluation_against_the_definitions():
     hard = evaluate(model, windows, 5, torch.device("cpu"), iters=21, tau=0.3, tau_steps=0.3)
     out = model(rows[:, :-1], rows[:, 1:], iters=21, tau=0.3)
     assert hard["loss"] == pytest.approx(out.ce.item(), abs=1e-6)
+
+
+def test_permuted_steps():
+    """Catches a control that permutes nothing, or takes other steps: as many steps in all, other
+    losses, and the model's own router back in its place."""
+    model = small_model(router_scale=12.0)
+    router, model.backend = model.router, "fa2"  # which no evaluation in float32 could use
+    windows = Windows(torch.arange(200).remainder(31).numpy().astype("uint16"), 8, seed=0)
+    kwargs = dict(tau=0.3, tau_steps=0.3, batch_size=32)
+    a = evaluate(model, windows, 20, torch.device("cpu"), **kwargs)
+    b = evaluate(model, windows, 20, torch.device("cpu"), permute=True, **kwargs)
+    assert a["stopped"] == b["stopped"] and abs(a["loss"] - b["loss"]) > 1e-3
+    assert model.router is router and model.backend == "fa2"
+
+
+def test_schedule_and_validation_file(config, monkeypatch, tmp_path):
+    """Catches a schedule that is never applied, and validation on the training text."""
+    monkeypatch.chdir(tmp_path)
+    rates, files = [], []
+    monkeypatch.setattr("train.learning_rate", lambda step, c: rates.append(step) or 0.0)
+    load = train.__globals__["load_tokens"]
+    monkeypatch.setattr("train.load_tokens", lambda f, *a: files.append(f.name) or load(f, *a))
+    config.steps = 3
+    run, _ = train(config)
+    assert sorted(set(rates)) == [0, 1, 2] and files == ["train.bin", "val.bin"]
+    torch.manual_seed(config.seed)
+    start = PonderLM(config.model).state_dict()
+    assert all(
+        torch.equal(start[k], v) for k, v in PonderLM.from_pretrained(run).state_dict().items()
+    )
+
+
+@pytest.mark.parametrize(
+    "field,value",
+    [
+        ("steps", 0),
+        ("batch_size", 0),
+        ("micro_batch_size", 0),
+        ("log_every", 0),
+        ("eval_every", 0),
+        ("eval_windows", 0),
+        ("seed", -1),
+        ("tau", 2.0),
+    ],
+)
+def test_settings_refused(config, field, value):
+    """Catches a setting that fails after hours of training, and a run directory left behind."""
+    setattr(config, field, value)
+    with pytest.raises(ValueError, match=f"{field}.*{value}"):
+        train(config)
+    assert not Path(config.out).exists()
+
+
+def test_divergence_stops(config, monkeypatch, tmp_path):
+    """Catches a training that goes on with nan, and a name that it then blocks."""
+    monkeypatch.chdir(tmp_path)
+    config.learning_rate, config.name = 1e12, "x"
+    with pytest.raises(ValueError, match="lower --learning-rate"):
+        train(config)
+    config.learning_rate, config.steps = 1e-2, 2
+    train(config)
 
 
 def test_learning_rate():
