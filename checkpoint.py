@@ -56,3 +56,31 @@ def append_line(file, fields):
 
 def read_lines(file):
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def draw_losses(run):
+    """log.jsonl -> loss.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    log = read_lines(run / "log.jsonl")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, names, unit in (
+        (left, ("ce", "val"), "cross-entropy, nats per token"),
+        (right, ("steps",), "executed steps per token"),
+    ):
+        for name in names:
+            points = [(row["step"], row[name]) for row in log if name in row]
+            marker = "o" if name == "val" else None
+            axis.plot(
+                *zip(*points, strict=True),
+                label={"ce": "train", "val": "validation"}.get(name),
+                marker=marker,
+            )
+        axis.set(xlabel="optimizer step", ylabel=unit)
+        axis.grid(alpha=0.3)
+    left.legend()
+    figure.savefig(run / "loss.png", dpi=150)
+    plt.close(figure)

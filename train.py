@@ -19,7 +19,7 @@ import torch
 import tyro
 
 from attention import BACKENDS, pick_backend
-from checkpoint import append_line, new_run, read_lines, write_json
+from checkpoint import append_line, draw_losses, new_run, write_json
 from data import Windows, describe, is_prepared, load_tokens, prepare, unigram_entropy
 from device import autocast, command_line, pick_device, pick_precision
 from model import PonderConfig, PonderLM
@@ -223,34 +223,6 @@ def final_report(model, windows, config, device):
     for title, row in rows.items():
         print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
     return dict(trained=trained, fixed=fixed, hard=hard, permuted=permuted, iters=R)
-
-
-def draw_losses(run):
-    """log.jsonl -> loss.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    log = read_lines(run / "log.jsonl")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, names, unit in (
-        (left, ("ce", "val"), "cross-entropy, nats per token"),
-        (right, ("steps",), "executed steps per token"),
-    ):
-        for name in names:
-            points = [(row["step"], row[name]) for row in log if name in row]
-            marker = "o" if name == "val" else None
-            axis.plot(
-                *zip(*points, strict=True),
-                label={"ce": "train", "val": "validation"}.get(name),
-                marker=marker,
-            )
-        axis.set(xlabel="optimizer step", ylabel=unit)
-        axis.grid(alpha=0.3)
-    left.legend()
-    figure.savefig(run / "loss.png", dpi=150)
-    plt.close(figure)
 
 
 def clock(seconds):
