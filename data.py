@@ -169,7 +169,7 @@ def is_prepared(folder):
     return any((Path(folder) / name).exists() for name in ("train.bin", "val.bin"))
 
 
-def prepare(data="pydocs", tokenizer="bytes", vocab_size=4096, cache=CACHE):
+def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
     """Make a corpus ready for training, once; later calls find it in the cache.
 
     Args:

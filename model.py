@@ -275,6 +275,7 @@ class PonderLM(nn.Module):
                 for the relative change of the latents to fall below `tolerance`. K*T passes are
                 always enough: each one settles one more slot of the chain.
             tau: None for the soft mask; else the keys of slots k > K-hat are hidden from everyone.
+            alpha: shifts the step distribution, see router.py.
 
         Returns:
             h (B, T, S, D), s (B, T, S), log_w (B, T, S) of the final pass.

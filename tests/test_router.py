@@ -87,8 +87,8 @@ def test_alpha_shifts_and_a_scalar_would_not():
 def test_router_start_and_always():
     """Catches an offset that is not added to the logits, and a one-hot at the wrong end."""
     h0 = torch.randn(2, 3, 16)
-    s, log_w = Router(16, 3, (0.0, 2.0, 4.0, 6.0))(h0)
-    torch.nn.init.zeros_((router := Router(16, 3, (0.0, 2.0, 4.0, 6.0))).proj.weight)
+    router = Router(16, 3, (0.0, 2.0, 4.0, 6.0))
+    torch.nn.init.zeros_(router.proj.weight)
     s, log_w = router(h0)
     torch.testing.assert_close(s[0, 0], torch.tensor([0.0, 2.0, 4.0, 6.0]).softmax(-1))
     s, log_w = AlwaysRouter(3)(h0)
