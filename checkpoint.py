@@ -1,15 +1,74 @@
-"""A run on disk: out/<name>/ with the model, its tokenizer, the training config and the log.
+"""A run on disk, out/<name>/, that survives whatever stops the training.
 
-config.json, model.safetensors   the model (weights.py)
-tokenizer.json                   its vocabulary (tokenizer.py)
-train.json                       every setting of the training, and what it ran on
+train.json                       every setting of the training, and its corpus
+tokenizer.json                   the vocabulary (tokenizer.py)
 log.jsonl, loss.png              one line a logged step; the same drawn
+step-00000250/                   a checkpoint: config.json, model.safetensors (weights.py),
+                                 tokenizer.json, trainer.pt (optimizer, random state, step)
+config.json, model.safetensors   those of the newest checkpoint, which is what other scripts read
 results.json                     the final evaluation
+
+A checkpoint is written under another name, brought to the disk and then renamed: it is complete or
+not there. Batches are a function of the step, so that the step is all there is to know of the data.
+Only JSON, safetensors and weights_only pickles are read: no file of a run can run code.
 """
 
 import json
+import os
+import shlex
+import shutil
+import signal
 import time
 from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+# -- Files -----------------------------------------------------------------------------------------
+
+
+def sync(path):
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(file, text):
+    """Replace a file by a new text, or leave it as it was."""
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
+    os.replace(temporary, file)
+
+
+def write_json(file, fields):
+    write_text(file, json.dumps(fields, indent=2) + "\n")
+
+
+def append_line(file, fields):
+    """One JSON object as one more line of a run's log."""
+    try:
+        with open(file, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(fields) + "\n")
+    except OSError as error:
+        raise cannot_write(file.parent, error) from None
+
+
+def read_lines(file):
+    """What append_line wrote; [] without a file, and without a last line that was cut short."""
+    if not file.exists():
+        return []
+    *lines, _ = file.read_text(encoding="utf-8").split("\n")
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(f"{file} has a line that is no JSON: {error}; remove that line") from None
+
+
+# -- Runs ------------------------------------------------------------------------------------------
 
 
 def new_run(out, name, prefix):
@@ -21,41 +80,195 @@ def new_run(out, name, prefix):
         FileExistsError: there is such a run already.
     """
     run = Path(out) / (name or f"{prefix}-{time.strftime('%m%d-%H%M%S')}")
-    if (run / "model.safetensors").exists():
-        raise FileExistsError(f"{run} exists: delete it, or choose another --name")
+    if checkpoints(run) or (run / "model.safetensors").exists():
+        raise FileExistsError(f"{run} exists: go on with --resume, or choose another --name")
     run.mkdir(parents=True, exist_ok=True)
     (run / "log.jsonl").unlink(missing_ok=True)
     return run
 
 
 def find_run(run=None, out="out"):
-    """The directory of a run: as given, or the newest in `out` that has a model.
+    """The directory of a run, or of one of its checkpoints: as given, or the newest in `out`.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is none that has a model.
     """
     if run is not None:
         if not (Path(run) / "model.safetensors").is_file():
             raise FileNotFoundError(f"{run} holds no model.safetensors; train one: python train.py")
         return Path(run)
-    runs = sorted(Path(out).glob("*/model.safetensors"), key=lambda file: file.stat().st_mtime)
+    return newest(out, "model.safetensors")
+
+
+def find_training(out, name=None):
+    """The run to go on with: out/<name>, or the newest in `out` -> its directory and settings.
+
+    Raises:
+        FileNotFoundError, ValueError: no such run, or its train.json is damaged.
+    """
+    run = Path(out) / name if name else newest(out, "train.json")
+    file = run / "train.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist: nothing to resume; train without --resume")
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        return run, settings["config"], settings["corpus"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} does not hold the settings of a run: {error!r}") from None
+
+
+def newest(out, file):
+    runs = sorted(Path(out).glob(f"*/{file}"), key=lambda f: f.stat().st_mtime)
     if not runs:
         raise FileNotFoundError(f"no trained model in {out}/; train one first: python train.py")
     return runs[-1].parent
 
 
-def write_json(file, fields):
-    file.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+def resume_command(run):
+    out = [] if str(run.parent) == "out" else ["--out", str(run.parent)]
+    return shlex.join(["python", "train.py", "--resume", *out, "--name", run.name])
 
 
-def append_line(file, fields):
-    """One JSON object as one line, on disk as soon as this returns."""
-    with open(file, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(fields) + "\n")
+# -- Checkpoints -----------------------------------------------------------------------------------
 
 
-def read_lines(file):
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+def checkpoints(run):
+    """The complete checkpoints of a run, oldest first."""
+    return sorted(path for path in Path(run).glob("step-*") if path.suffix != ".tmp")
+
+
+def step_of(checkpoint):
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def best_checkpoint(run):
+    """The one with the lowest validation loss of those that are left, or None."""
+    losses = {row["step"]: row["val"] for row in read_lines(run / "log.jsonl") if "val" in row}
+    scored = [path for path in checkpoints(run) if step_of(path) in losses]
+    return min(scored, key=lambda path: losses[step_of(path)], default=None)
+
+
+def save_checkpoint(run, model, optimizer, step, seconds):
+    """Write run/step-<step>/, let the run's own files be its, keep the newest two and the best.
+
+    Raises:
+        OSError: the disk is full or gone. What was there before still is.
+    """
+    half, final = run / f"step-{step:08d}.tmp", run / f"step-{step:08d}"
+    trainer = {
+        "step": step,
+        "seconds": seconds,  # of training so far
+        "optimizer": optimizer.state_dict(),
+        "random": torch.get_rng_state(),
+        "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    try:
+        for old in run.glob("step-*.tmp"):
+            shutil.rmtree(old)
+        half.mkdir()
+        model.save_pretrained(half)
+        shutil.copyfile(run / "tokenizer.json", half / "tokenizer.json")
+        torch.save(trainer, half / "trainer.pt")
+        for path in (*half.iterdir(), half):
+            sync(path)
+        os.replace(half, final)
+        publish(final)
+        for path in checkpoints(run)[:-2]:
+            if path != best_checkpoint(run):
+                shutil.rmtree(path.rename(path.with_suffix(".tmp")))  # never half a checkpoint
+    except (OSError, RuntimeError, SafetensorError) as error:  # what torch and safetensors raise
+        shutil.rmtree(half, ignore_errors=True)
+        raise cannot_write(run, error) from None
+
+
+def publish(checkpoint):
+    """Let the run's own model be that of a checkpoint, without a copy where links are possible."""
+    run = checkpoint.parent
+    for name in ("config.json", "model.safetensors"):
+        temporary = run / f"{name}.tmp"
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(checkpoint / name, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(checkpoint / name, temporary)
+        os.replace(temporary, run / name)
+    sync(run)
+
+
+def cannot_write(run, error):
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    saved = checkpoints(run)
+    return OSError(
+        f"cannot write to {run}: {reason}. Saved there is "
+        + (f"step {step_of(saved[-1])}" if saved else "no checkpoint yet")
+        + f"; make room, or bring the folder back, then: {resume_command(run)}"
+    )
+
+
+def read_trainer(checkpoint, optimizer):
+    """Restore the optimizer and the random state -> steps done, seconds of training.
+
+    Raises:
+        ValueError: trainer.pt is missing, damaged, from another model, or has code in it, which is
+            not run.
+    """
+    file = checkpoint / "trainer.pt"
+    way_out = f"delete {checkpoint} to go on from the checkpoint before"
+    try:
+        trainer = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a foreign file fails in any way
+        reason = str(error).splitlines()[0] if str(error) else "it is empty"
+        raise ValueError(f"{file} cannot be read as data: {reason} {way_out}") from None
+    try:
+        optimizer.load_state_dict(trainer["optimizer"])
+        for p, state in optimizer.state.items():  # whose shapes torch does not compare
+            if state["exp_avg"].shape != p.shape:
+                raise ValueError(f"shape {tuple(state['exp_avg'].shape)}, not {tuple(p.shape)}")
+        torch.set_rng_state(trainer["random"])
+        if len(trainer["random_cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(trainer["random_cuda"])
+        return trainer["step"], trainer["seconds"]
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"{file} does not belong to this model: {error!r}; {way_out}") from None
+
+
+def trim_log(run, step):
+    """Take back what was logged after the checkpoint of `step`, and a line that was cut short."""
+    rows = [row for row in read_lines(run / "log.jsonl") if row["step"] <= step]
+    write_text(run / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+# -- Stopping --------------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    """The training was asked to stop, and all of it is saved."""
+
+
+class StopSignal:
+    """Within `with StopSignal() as stop`, SIGINT and SIGTERM only set `stop.received`.
+
+    With `stop.saved`, when there is nothing left to lose, they raise Stopped at once. The same
+    signal a second time ends the process. (torchrun passes on SIGTERM after the terminal's SIGINT:
+    two signals, but no second one.)
+    """
+
+    def __enter__(self):
+        self.received = self.saved = False
+        self.before = {s: signal.signal(s, self.handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def handle(self, number, frame):
+        self.received = True
+        signal.signal(number, signal.SIG_DFL)
+        if self.saved:
+            raise Stopped
+        os.write(2, b"\nstopping after this step; once more to exit at once\n")
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 def draw_losses(run):

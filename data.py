@@ -307,7 +307,8 @@ def load_tokens(file, vocab_size, block_size):
 
 
 class Windows:
-    """Batches as a function of (seed, step): every epoch visits each window once, in a new order.
+    """Batches as a function of (seed, step, rank). An epoch visits each window once, in an order
+    of its own.
 
     Windows do not overlap: window w is tokens w*T .. w*T + T, the last one only as a target.
     """
@@ -326,9 +327,10 @@ class Windows:
         start = self.order[i] * self.block_size
         return self.tokens[start : start + self.block_size + 1].astype(np.int64)
 
-    def batch(self, step, size):
-        """The batch of a step: inputs and targets, (size, T) each."""
-        rows = np.stack([self.window(i) for i in range(step * size, (step + 1) * size)])
+    def batch(self, step, size, rank=0, processes=1):
+        """Inputs and targets of a step, (size, T) each: this process's share of the whole batch."""
+        first = (step * processes + rank) * size
+        rows = np.stack([self.window(i) for i in range(first, first + size)])
         return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
 
 

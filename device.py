@@ -1,10 +1,11 @@
-"""Where a script runs and how precisely, picked automatically or as asked for; how it ends."""
+"""Where a script runs, in how many processes and how precisely; how it ends."""
 
 import os
 import sys
 import time
 
 import torch
+import torch.distributed as dist
 
 
 def pick_device(name="auto"):
@@ -47,6 +48,56 @@ def pick_precision(name, device):
 def autocast(device, dtype):
     """The context in which a model computes in `dtype`; its weights stay in float32."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def join_processes(device):
+    """Meet the other processes that torchrun started -> rank, number of processes, own device.
+
+    Without torchrun 0, 1 and `device`. Of several processes only the first prints.
+
+    Raises:
+        ValueError: more processes on this machine than GPUs.
+    """
+    if "RANK" not in os.environ:
+        return 0, 1, device
+    if device.type == "cuda":
+        index, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if index >= count:
+            raise ValueError(f"--nproc_per_node is more than the {count} GPUs of this machine")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def rank_and_size():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def reduce(tensor):
+    """The sum of a tensor over all processes, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def any_process(flag):
+    """Whether a flag is set in any of the processes."""
+    flags = [flag]
+    if dist.is_initialized():
+        flags = [None] * dist.get_world_size()
+        dist.all_gather_object(flags, flag)
+    return any(flags)
+
+
+def from_first(value):
+    """What the first process has, in all of them."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
 
 
 def command_line(main):

@@ -21,6 +21,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import weights
 from attention import MASKED, attend_to_cache, augment, slot_bias, soft_mask_attention
@@ -210,7 +211,8 @@ class PonderLM(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.backend = "auto"  # attention backend; where it runs is no property of the weights
+        self.backend = "auto"  # attention backend; how it runs is no property of the weights
+        self.recompute = False  # keep no activations of a pass, compute them again in backward
         D, K = config.hidden_size, config.ponder_steps
         self.model = Llama(config)
         self.lm_head = nn.Linear(D, config.vocab_size, bias=False)
@@ -258,7 +260,11 @@ class PonderLM(nn.Module):
         while True:
             x = inputs.flatten(1, 2)  # (B, T*slots, D), slot k of token t at t*slots + k
             positions = tokens.repeat_interleave(slots)  # all slots of a token share its position
-            h = self.model(x, positions, bias, self.backend).view(B, T, slots, -1)
+            if self.recompute and torch.is_grad_enabled():
+                h = checkpoint(self.model, x, positions, bias, self.backend, use_reentrant=False)
+            else:
+                h = self.model(x, positions, bias, self.backend)
+            h = h.view(B, T, slots, -1)
             s, log_w = self.router(h[:, :, 0], alpha)  # again after every pass
             yield h, s, log_w
             slots = min(slots + 1, self.config.ponder_steps + 1)

@@ -3,6 +3,8 @@
     python train.py                                  'tiny' on a CPU, 'small' on a GPU
     python train.py --preset tiny --ponder-steps 0   the same transformer without pondering
     python train.py --data my_texts/ --steps 2000
+    python train.py --resume                         go on with the newest run, exactly
+    torchrun --nproc_per_node=4 train.py             the same training by 4 processes
 
 Every flag and its default: python train.py --help
 """
@@ -10,18 +12,46 @@ Every flag and its default: python train.py --help
 import argparse
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import tyro
+from torch.nn.parallel import DistributedDataParallel
 
 from attention import BACKENDS, pick_backend
-from checkpoint import append_line, draw_losses, new_run, write_json
+from checkpoint import (
+    Stopped,
+    StopSignal,
+    append_line,
+    best_checkpoint,
+    checkpoints,
+    draw_losses,
+    find_training,
+    new_run,
+    publish,
+    read_lines,
+    read_trainer,
+    resume_command,
+    save_checkpoint,
+    trim_log,
+    write_json,
+)
 from data import Windows, describe, is_prepared, load_tokens, prepare, unigram_entropy
-from device import autocast, command_line, pick_device, pick_precision
+from device import (
+    any_process,
+    autocast,
+    command_line,
+    from_first,
+    join_processes,
+    pick_device,
+    pick_precision,
+    rank_and_size,
+    reduce,
+)
 from model import PonderConfig, PonderLM
 from router import stop_step
 
@@ -31,6 +61,7 @@ class TrainConfig:
     preset: Literal["auto", "tiny", "small", "70m", "410m"] = "auto"  # auto: small on a GPU
     name: str | None = None  # of the run, in --out; by default preset and time
     out: str = "out"  # where runs are kept
+    resume: bool = False  # go on with the run --name, or the newest, with its settings
     data: str = "pydocs"  # pydocs, pysource, shakespeare, a file, or a folder of texts or .bin
     # auto: a .bin folder's own; for text, bytes with tiny, bpe with small, gpt2 with 70m and 410m
     tokenizer: Literal["auto", "bytes", "bpe", "gpt2"] = "auto"
@@ -47,13 +78,20 @@ class TrainConfig:
     seed: int = 0
 
     log_every: int = 20  # steps between log lines
-    eval_every: int = 250  # steps between evaluations, after each of which the model is saved
+    eval_every: int = 250  # steps between checkpoints, each of which is evaluated
     eval_windows: int = 512  # validation windows of the final evaluation
     tau: float = 1e-4  # where executed steps are counted and hard stopping is scored
 
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is fast
     backend: Literal[BACKENDS] = "auto"  # attention
+    recompute: bool = False  # compute each pass again in the backward pass, to save memory
+
+
+# What a resumed training may change: anything else would make it another training. The corpus may
+# have moved, but must be the same.
+MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
+MAY_CHANGE |= {"data", "device", "precision", "backend", "recompute"}
 
 
 PRESETS = {
@@ -101,12 +139,44 @@ def parse(argv=None):
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="auto")
     first.add_argument("--device", default="auto")
+    first.add_argument("--out", default="out")
+    first.add_argument("--name")
+    first.add_argument("--resume", action="store_true")
     known = first.parse_known_args(argv)[0]
-    preset = known.preset
-    if preset not in PRESETS:  # 'auto', or a wrong one, which tyro refuses below
-        preset = "small" if pick_device(known.device).type == "cuda" else "tiny"
-    config = tyro.cli(TrainConfig, description=__doc__, default=PRESETS[preset], args=argv)
-    return replace(config, preset=preset)
+    if known.resume:
+        run, config = resumed_settings(known.out, known.name)[:2]
+        defaults = replace(config, out=known.out, name=run.name, resume=True)
+    else:
+        preset = known.preset
+        if preset not in PRESETS:  # 'auto', or a wrong one, which tyro refuses below
+            preset = "small" if pick_device(known.device).type == "cuda" else "tiny"
+        defaults = PRESETS[preset]
+    config = tyro.cli(TrainConfig, description=__doc__, default=defaults, args=argv)
+    return replace(config, preset=defaults.preset) if config.preset == "auto" else config
+
+
+def resumed_settings(out, name):
+    """The run to go on with -> its directory, TrainConfig and corpus."""
+    run, saved, corpus = find_training(out, name)
+    try:
+        config = from_json(TrainConfig, {**saved, "model": from_json(PonderConfig, saved["model"])})
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{run}/train.json is not of this version: {error}") from None
+    return run, config, corpus
+
+
+def from_json(kind, settings):
+    """A dataclass from what JSON kept of it, which has no tuples."""
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+
+
+def changes(before, now):
+    """The settings that differ: {name: (before, now)}."""
+    found = {}
+    for name in asdict(before).keys() - {"name", "out", "resume"}:  # these tell where the run is
+        a, b = getattr(before, name), getattr(now, name)
+        found |= changes(a, b) if name == "model" else {name: (a, b)} if a != b else {}
+    return dict(sorted(found.items()))
 
 
 def learning_rate(step, config):
@@ -167,8 +237,10 @@ def evaluate(
     was_training, backend = model.training, model.backend
     model.eval()
     model.backend = "auto"  # one that can do float32
-    S, total, sums = model.config.ponder_steps + 1, 0, 0
-    for first in range(0, count, batch_size):
+    S, total = model.config.ponder_steps + 1, 0
+    sums = torch.zeros(1 + 3 * S, dtype=torch.float64)
+    rank, processes = rank_and_size()
+    for first in range(rank * batch_size, count, processes * batch_size):
         rows = [windows.window(i) for i in range(first, min(first + batch_size, count))]
         rows = torch.from_numpy(np.stack(rows)).to(device)
         x, y = rows[:, :-1], rows[:, 1:]
@@ -188,10 +260,11 @@ def evaluate(
             losses.append(model.token_losses(partial.to(h.dtype), y).sum())
         losses += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
         losses += [(steps == i).sum() for i in range(S)]
-        sums = sums + torch.stack([loss.cpu().double() for loss in losses])
+        sums += torch.stack([loss.cpu().double() for loss in losses])
         total += y.numel()
     model.train(was_training)
     model.backend = backend
+    sums, total = reduce(sums.to(device)), reduce(torch.tensor(total, device=device))
     loss, *per_depth = (sums / total).tolist()
     truncated, alone, stopped = per_depth[:S], per_depth[S : 2 * S], per_depth[2 * S :]
     steps = sum(i * share for i, share in enumerate(stopped))
@@ -230,18 +303,23 @@ def clock(seconds):
     return f"{minutes}:{seconds:02d}"
 
 
-def check(config):
+def check(config, processes=1):
     """Refuse settings that would fail hours later, or train nothing."""
     for name in ("steps", "batch_size", "log_every", "eval_every", "eval_windows"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} = {getattr(config, name)}: it must be at least 1")
     if config.seed < 0 or not 0 <= config.tau <= 1:
         raise ValueError(f"seed = {config.seed}, tau = {config.tau}: seed >= 0 and 0 <= tau <= 1")
-    micro = config.batch_size if config.micro_batch_size is None else config.micro_batch_size
-    if micro < 1 or config.batch_size % micro:
-        raise ValueError(f"micro_batch_size {micro} does not divide batch_size {config.batch_size}")
-    if config.name and (Path(config.out) / config.name / "model.safetensors").exists():
-        raise FileExistsError(f"{config.out}/{config.name} exists: choose another --name")
+    batch, micro = config.batch_size, config.micro_batch_size
+    if micro is not None and (micro < 1 or batch % micro):
+        raise ValueError(f"micro_batch_size {micro} does not divide batch_size {batch}")
+    if batch % ((micro or batch) * processes):
+        fits = [m for m in range(1, batch + 1) if batch % (m * processes) == 0]
+        raise ValueError(
+            f"{processes} processes cannot share {batch} windows a step in micro-batches of "
+            f"{micro or batch}; "
+            + (f"--micro-batch-size {fits[-1]} would do" if fits else "change --batch-size")
+        )
 
 
 def open_corpus(config):
@@ -258,96 +336,192 @@ def open_corpus(config):
     return folder, tokenizer, *tokens
 
 
-def optimize(model, optimizer, x, y, R, config, precision):
-    """One optimizer step on the batch x, y (batch, T). Returns what is logged of it."""
-    micro = config.micro_batch_size or config.batch_size
-    share = micro / config.batch_size
-    logged = dict(loss=0.0, ce=0.0, penalty=0.0, steps=0.0)
-    for xs, ys in zip(x.split(micro), y.split(micro), strict=True):
-        with precision:
-            out = model(xs, ys, iters=R)
-        (share * out.loss).backward()
-        parts = dict(
-            loss=out.loss, ce=out.ce, steps=stop_step(out.log_w, config.tau).float().mean()
+def open_run(config, corpus):
+    """The run's directory, the checkpoint to go on from (or None), and what changed since."""
+    if not config.resume:
+        run = new_run(config.out, config.name, config.preset)
+        write_json(run / "train.json", {"config": asdict(config), "corpus": corpus})
+        return run, None, {}
+    run, before, corpus_before = resumed_settings(config.out, config.name)
+    changed = changes(before, config)
+    if corpus != corpus_before:
+        changed["corpus"] = corpus_before, corpus
+    refused = [
+        f"{name}: {old} -> {new}" for name, (old, new) in changed.items() if name not in MAY_CHANGE
+    ]
+    if refused:
+        raise ValueError(
+            f"{run} was trained with other settings; leave them as they were, or train anew "
+            f"without --resume. Changed: {'; '.join(refused)}"
         )
-        if out.penalty is not None:
-            parts["penalty"] = out.penalty
+    return run, next(iter(checkpoints(run)[::-1]), None), changed
+
+
+def optimize(model, optimizer, x, y, R, config, precision):
+    """One optimizer step on this process's share x, y (batch, T). Returns what is logged of it.
+
+    `model` is a PonderLM, or one in DistributedDataParallel, which averages the gradients over the
+    processes in the backward pass of the last micro-batch.
+    """
+    micro = config.micro_batch_size or config.batch_size
+    share, logged = micro / len(x), dict(loss=0.0, ce=0.0, penalty=0.0, steps=0.0)
+    for i, (xs, ys) in enumerate(zip(x.split(micro), y.split(micro), strict=True), start=1):
+        wait = dist.is_initialized() and i * micro < len(x)
+        with model.no_sync() if wait else nullcontext():
+            with precision:
+                out = model(xs, ys, iters=R)
+            (share * out.loss).backward()
+        steps = stop_step(out.log_w, config.tau).float().mean()
+        parts = dict(loss=out.loss, ce=out.ce, penalty=out.penalty, steps=steps)
         for name, value in parts.items():
-            logged[name] += share * value.detach()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+            logged[name] += 0.0 if value is None else share * value.detach()
+    logged["grad_norm"] = torch.nn.utils.clip_grad_norm_(
+        model.parameters(), config.clip or math.inf
+    )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return logged | {"grad_norm": norm}
+    return logged
 
 
 def train(config):
-    """Train as `config` says. Returns the run's directory and the final evaluation."""
-    check(config)
-    device = pick_device(config.device)
-    dtype = pick_precision(config.precision, device)
+    """Train as `config` says.
+
+    Returns:
+        The run's directory and the final evaluation, or None if the training was stopped before.
+    """
+    rank, processes, device = join_processes(pick_device(config.device))
+    check(config, processes)
+    dtype = from_first(pick_precision(config.precision, device))  # it may have been measured
     backend = pick_backend(config.backend, device, dtype)
+    if rank:
+        from_first(None)  # waits until the first process has prepared the corpus
     folder, tokenizer, train_tokens, val_tokens = open_corpus(config)
-    V = tokenizer.vocab_size
+    if not rank:
+        from_first(None)
+    V, T = tokenizer.vocab_size, config.model.block_size
     V = V if V < 1024 else -(-V // 64) * 64  # large tables padded, for the GPU's matrix products
-    config = replace(config, model=replace(config.model, vocab_size=V))
-    T, (low, high) = config.model.block_size, config.model.iters
     windows, val = Windows(train_tokens, T, config.seed), Windows(val_tokens, T, seed=0)
     entropy = unigram_entropy(val_tokens, V)
 
+    config = replace(config, precision=str(dtype)[6:])
+    corpus = {"name": folder.name, "train_tokens": len(train_tokens), "val_tokens": len(val_tokens)}
+    run, latest, changed = from_first(open_run(config, corpus) if not rank else None)
     torch.manual_seed(config.seed)
-    model = PonderLM(config.model).to(device).train()
-    model.backend = backend
+    if latest is None:
+        model = PonderLM(replace(config.model, vocab_size=V))
+    else:
+        model = PonderLM.from_pretrained(latest)
+    model.to(device).train()
+    model.backend, model.recompute = backend, config.recompute
     optimizer = make_optimizer(model, config, device)
-    run = new_run(config.out, config.name, config.preset)
-    tokenizer.save(run / "tokenizer.json")
-    write_json(run / "train.json", {**asdict(config), "dtype": str(dtype), "corpus": folder.name})
+    start, seconds = read_trainer(latest, optimizer) if latest else (0, 0.0)
+    if start > config.steps:
+        raise ValueError(f"{run} has trained for {start} steps; go on with a larger --steps")
+    machine = {"torch": torch.__version__, "device": device.type, "processes": processes}
+    if not rank:
+        tokenizer.save(run / "tokenizer.json")
+        write_json(run / "train.json", {"config": asdict(config), "corpus": corpus})
+        trim_log(run, start)
+        append_line(run / "log.jsonl", {"step": start, "changed": changed, **machine})
+        if latest:
+            publish(latest)
     size = sum(p.numel() for p in model.parameters())
-    print(f"{run}: {size:,} parameters, device {device.type}, precision {str(dtype)[6:]}, ", end="")
-    print(f"attention {backend}, torch {torch.__version__}\n{describe(folder)}")
-    print(f"{len(train_tokens):,} tokens, {windows.count:,} windows of {T}; ", end="")
-    print(f"unigram entropy of validation {entropy:.3f} nats", flush=True)
-
-    seconds = 0.0  # of training, without evaluations
-    for step in range(config.steps):
-        start = time.time()
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        # R is drawn as a function of (seed, step), not from the model's own random numbers.
-        R = int(np.random.default_rng((config.seed, step)).integers(low, high + 1))
-        x, y = (t.to(device) for t in windows.batch(step, config.batch_size))  # (batch, T)
-        logged = optimize(model, optimizer, x, y, R, config, autocast(device, dtype))
-
-        done, last, row = step + 1, step + 1 == config.steps, {}
-        if done % config.log_every == 0 or last:
-            row = {"step": done} | {name: float(value) for name, value in logged.items()}
-            if not math.isfinite(row["loss"]):
-                raise ValueError(f"the loss is {row['loss']} at step {done}; lower --learning-rate")
-        seconds += time.time() - start
-        if row:
-            row["tokens_per_second"] = done * x.numel() / seconds
-            print(
-                f"step {done}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
-                f"penalty {row['penalty']:.4f}  steps {row['steps']:.2f}  "
-                f"{row['tokens_per_second']:,.0f} tok/s  "
-                f"left {clock(seconds / done * (config.steps - done))}",
-                flush=True,
-            )
-        if done % config.eval_every == 0 or last:
-            model.save_pretrained(run)
-            loss = evaluate(model, val, min(64, val.count), device, iters=high)["loss"]
-            row |= {"step": done, "val": loss}
-            print(f"step {done}/{config.steps}  validation {loss:.3f}", flush=True)
-        if row:
-            append_line(run / "log.jsonl", row)
-
-    print(f"trained in {clock(seconds)} minutes; evaluating")
-    results = final_report(model, val, config, device)
-    write_json(run / "results.json", {**results, "unigram_entropy": entropy})
-    draw_losses(run)
+    print(
+        f"{run}: {size:,} parameters, precision {config.precision}, attention {backend}, ", end=""
+    )
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    print(
+        f"{describe(folder)}\n{len(train_tokens):,} tokens, {windows.count:,} windows of {T}; ",
+        end="",
+    )
+    print(f"unigram entropy of validation {entropy:.3f} nats")
+    if latest:
+        old = "".join(f"; {name}: {a} -> {b}" for name, (a, b) in changed.items())
+        print(f"resumed at step {start}{old}", flush=True)
+    try:
+        with StopSignal() as stop:
+            loop(config, run, model, optimizer, windows, val, start, seconds, stop)
+            results = final_report(model, val, config, device)
+            if not rank:
+                write_json(run / "results.json", {**results, "unigram_entropy": entropy})
+                draw_losses(run)
+    except Stopped:
+        print(f"stopped; go on with: {resume_command(run)}")
+        return run, None
     print(f"unigram entropy {entropy:.3f}")
+    best = best_checkpoint(run)
+    if best != checkpoints(run)[-1]:
+        print(f"an earlier checkpoint had a better validation loss: {best}")
     print(f"next: python sample.py --run {run} --tau {config.tau:g} --show-steps")
     return run, results
 
 
+def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
+    """Steps `start` to the last; `seconds` is what earlier ones took. All of a step is a function
+    of its number, the weights and the optimizer, so that a resumed training is the same one."""
+    rank, processes = rank_and_size()
+    device = model.lm_head.weight.device
+    precision = autocast(device, getattr(torch, config.precision))
+    net = DistributedDataParallel(model) if dist.is_initialized() else model
+    (low, high), now = model.config.iters, 0.0  # seconds of training since `start`
+    evaluated = from_first({row["step"] for row in read_lines(run / "log.jsonl") if "val" in row})
+    for done in range(start, config.steps + 1):
+        due = done == config.steps or (done > 0 and done % config.eval_every == 0)
+        stopped = any_process(stop.received)
+        if (due or stopped) and done > start and not rank:
+            save_checkpoint(run, model, optimizer, done, seconds + now)
+        if stopped:
+            raise Stopped
+        stop.saved = due
+        if due and done not in evaluated:
+            loss = evaluate(model, val, min(64, val.count), device, iters=high)["loss"]
+            print(f"step {done}/{config.steps}  validation {loss:.3f}", flush=True)
+            if not rank:
+                append_line(run / "log.jsonl", {"step": done, "val": loss})
+        if done == config.steps:
+            return
+        stop.saved, began, step = False, time.time(), done + 1
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(done, config)
+        # Drawn as a function of (seed, step), R is the same in all processes and after a resume.
+        R = int(np.random.default_rng((config.seed, done)).integers(low, high + 1))
+        x, y = windows.batch(done, config.batch_size // processes, rank, processes)  # (batch, T)
+        logged = optimize(net, optimizer, x.to(device), y.to(device), R, config, precision)
+        if not math.isfinite(logged["loss"] + logged["grad_norm"]):
+            raise ValueError(not_finite(run, step, logged))
+        now += time.time() - began
+        if step % config.log_every == 0 or step == config.steps:
+            row = {k: float(reduce(torch.as_tensor(v))) / processes for k, v in logged.items()}
+            row["tokens_per_second"] = (step - start) * x.numel() * processes / now
+            print(
+                f"step {step}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
+                f"penalty {row['penalty']:.4f}  steps {row['steps']:.2f}  "
+                f"{row['tokens_per_second']:,.0f} tok/s  "
+                f"left {clock(now / (step - start) * (config.steps - step))}",
+                flush=True,
+            )
+            if not rank:
+                append_line(run / "log.jsonl", {"step": step, **row})
+
+
+def not_finite(run, step, logged):
+    values = ", ".join(f"{name} {float(value):.4g}" for name, value in logged.items())
+    message = f"step {step} is not finite ({values}), so nothing of it is kept; "
+    if not checkpoints(run):
+        return message + "there is no checkpoint yet: start again with a lower --learning-rate"
+    rate = "--learning-rate LOWER"
+    return (
+        message
+        + f"the last good checkpoint is {checkpoints(run)[-1]}; to go on from it: "
+        + (f"{resume_command(run)} {rate}")
+    )
+
+
+def main():
+    train(parse())
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    command_line(lambda: train(parse()))
+    command_line(main)
