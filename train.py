@@ -481,8 +481,9 @@ def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
         if done == config.steps:
             return
         stop.saved, began, step = False, time.time(), done + 1
+        rate = learning_rate(done, config)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(done, config)
+            group["lr"] = rate
         # Drawn as a function of (seed, step), R is the same in all processes and after a resume.
         R = int(np.random.default_rng((config.seed, done)).integers(low, high + 1))
         x, y = windows.batch(done, config.batch_size // processes, rank, processes)  # (batch, T)

@@ -6,6 +6,7 @@ import torch
 from safetensors import safe_open
 
 from model import PonderConfig, PonderLM
+from train import TrainConfig
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -62,3 +63,24 @@ def golden():
         return model, tensors, official
 
     return read
+
+
+@pytest.fixture
+def config(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
+    model = PonderConfig(257, 32, 64, 1, 2, head_dim=16, block_size=16, ponder_steps=2)
+    return TrainConfig(
+        preset="tiny",
+        data=str(text),
+        out=str(tmp_path / "out"),
+        model=model,
+        steps=30,
+        batch_size=8,
+        learning_rate=1e-2,
+        log_every=5,
+        eval_every=10,
+        eval_windows=8,
+        device="cpu",
+        precision="float32",
+    )
