@@ -2,9 +2,11 @@
 
     python data.py                          the default corpus: docstrings of Python packages
     python data.py FILE_OR_FOLDER           any text; a folder with train.bin and val.bin is ready
+    python data.py stream NAME --tokens N   a large corpus, through Hugging Face datasets
 
-A prepared corpus is a folder with train.bin and val.bin (uint16 token ids, nanoGPT's format),
-tokenizer.json, and meta.json (where the text came from, its size and its sha256).
+A prepared corpus is a folder with train.bin and val.bin (uint16 token ids, nanoGPT's format; of a
+large one train-00000.bin and so on), tokenizer.json, and meta.json (where the text came from, its
+size and its sha256).
 """
 
 import ast
@@ -166,7 +168,12 @@ def write_tokens(texts, tokenizer, file, label):
 
 def is_prepared(folder):
     """Whether a folder holds token ids already."""
-    return any((Path(folder) / name).exists() for name in ("train.bin", "val.bin"))
+    return any(bin_files(Path(folder), split) for split in ("train", "val"))
+
+
+def bin_files(folder, split):
+    """train.bin, or the shards train-00000.bin, train-00001.bin, .. of a split."""
+    return sorted([*folder.glob(f"{split}.bin"), *folder.glob(f"{split}-[0-9]*.bin")])
 
 
 def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
@@ -189,6 +196,8 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         raise DataError("--data is empty; name a corpus, a file or a folder")
     path = Path(data)
     if is_prepared(path):
+        if read_meta(path).get("complete") is False:
+            raise DataError(f"{data} is not complete; run the command again that began it")
         return path, bin_tokenizer(path, tokenizer)
     corpora = {"pydocs": pydocs, "pysource": pysource, "shakespeare": shakespeare}
     if data in corpora:
@@ -236,12 +245,17 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
 
 def describe(folder):
     """One line on where a corpus came from: its losses compare only with those on the same text."""
-    if not (folder / "meta.json").exists():
-        return str(folder)
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    if "source" not in meta:  # somebody else's file
+    meta = read_meta(folder)
+    if not meta:
         return str(folder)
     return f"{folder}: {meta['bytes']:,} bytes, sha256 {meta['sha256'][:16]}, {meta['source']}"
+
+
+def read_meta(folder):
+    """A corpus's meta.json; {} without one, or with somebody else's."""
+    file = folder / "meta.json"
+    meta = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return meta if "source" in meta else {}
 
 
 def bin_tokenizer(folder, name):
@@ -280,29 +294,52 @@ def read_nanogpt_characters(file):
         raise DataError(f"{file} is not nanoGPT's character table: {error}") from None
 
 
-def load_tokens(file, vocab_size, block_size):
-    """A .bin file, memory-mapped: (M,) uint16.
+class Tokens:
+    """The .bin files of a split as one long array of token ids, memory-mapped."""
+
+    def __init__(self, files):
+        self.parts = [np.memmap(file, dtype=np.uint16, mode="r") for file in files]
+        self.starts = np.cumsum([0, *map(len, self.parts)])
+
+    def __len__(self):
+        return int(self.starts[-1])
+
+    def __getitem__(self, piece):
+        start, stop, _ = piece.indices(len(self))
+        first, last = np.searchsorted(self.starts, (start, stop - 1), side="right") - 1
+        pairs = zip(self.parts[first : last + 1], self.starts[first:], strict=False)
+        pieces = [part[max(start - at, 0) : stop - at] for part, at in pairs]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def load_tokens(folder, split, vocab_size, block_size):
+    """The tokens of a split of a prepared corpus: 'train' or 'val' -> Tokens.
 
     Raises:
-        DataError: no file, an odd length, ids beyond the vocabulary, or less than one window.
+        DataError: no file, an odd length, ids beyond the vocabulary (of the first 10^9 tokens), or
+            less than one window.
     """
-    if not file.is_file():
-        raise DataError(f"{file} is missing; a prepared corpus has train.bin and val.bin")
-    size = file.stat().st_size
-    if size % 2:
-        raise DataError(f"{file} has {size} bytes, an odd number: no file of 16-bit token ids")
-    if size // 2 <= block_size:
+    files = bin_files(folder, split)
+    if not files:
+        raise DataError(f"{folder / split}.bin is missing; a corpus has train.bin and val.bin")
+    for file in files:
+        size = file.stat().st_size
+        if size % 2 or not size:
+            raise DataError(f"{file} has {size} bytes: no file of 16-bit token ids")
+    tokens = Tokens(files)
+    if len(tokens) <= block_size:
         raise DataError(
-            f"{file} has {size // 2} tokens, less than one window of {block_size} and the token "
-            "after it: give more text, or a smaller --block-size"
+            f"{files[0]} has {len(tokens)} tokens, less than one window of {block_size} and the "
+            "token after it: give more text, or a smaller --block-size"
         )
-    tokens = np.memmap(file, dtype=np.uint16, mode="r")
-    largest = max(int(tokens[i : i + 10**7].max()) for i in range(0, len(tokens), 10**7))
-    if largest >= vocab_size:
-        raise DataError(
-            f"{file} has token id {largest}, beyond the vocabulary of {vocab_size}: it was made "
-            "with another tokenizer; name it, for instance --tokenizer gpt2"
-        )
+    for i in range(0, min(len(tokens), 10**9), 10**7):
+        largest = int(tokens[i : i + 10**7].max())
+        if largest >= vocab_size:
+            raise DataError(
+                f"{folder} has token id {largest} in its {split} tokens, beyond the vocabulary of "
+                f"{vocab_size}: it was made with another tokenizer; name it, for instance "
+                "--tokenizer gpt2"
+            )
     return tokens
 
 
@@ -336,7 +373,8 @@ class Windows:
 
 def unigram_entropy(tokens, vocab_size):
     """Entropy of the token frequencies in nats: the loss of knowing them and nothing else."""
-    p = np.bincount(tokens, minlength=vocab_size) / len(tokens)
+    pieces = (tokens[i : i + 10**7] for i in range(0, len(tokens), 10**7))
+    p = sum(np.bincount(piece, minlength=vocab_size) for piece in pieces) / len(tokens)
     return float(-(p[p > 0] * np.log(p[p > 0])).sum())
 
 
@@ -354,12 +392,17 @@ def main(
     """
     folder, tokenizer = prepare(data, tokenizer, vocab_size)
     print(describe(folder))
-    for name in ("train.bin", "val.bin"):
-        tokens = load_tokens(folder / name, tokenizer.vocab_size, block_size=1)
+    for split in ("train", "val"):
+        tokens = load_tokens(folder, split, tokenizer.vocab_size, block_size=1)
         entropy = unigram_entropy(tokens, tokenizer.vocab_size)
-        print(f"{name}: {len(tokens):,} tokens, unigram entropy {entropy:.3f} nats, begins")
+        print(f"{split}: {len(tokens):,} tokens, unigram entropy {entropy:.3f} nats, begins")
         print("    " + repr(tokenizer.decode(tokens[:60]).decode("utf-8", "replace")))
 
 
 if __name__ == "__main__":
-    command_line(lambda: tyro.cli(main))
+    if sys.argv[1:2] == ["stream"]:
+        from stream import stream
+
+        command_line(lambda: tyro.cli(stream, prog="data.py stream", args=sys.argv[2:]))
+    else:
+        command_line(lambda: tyro.cli(main, description=__doc__))

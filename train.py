@@ -330,8 +330,8 @@ def open_corpus(config):
         name = None if is_prepared(config.data) else of_preset
     folder, tokenizer = prepare(config.data, name, V)
     tokens = [
-        load_tokens(folder / file, tokenizer.vocab_size, config.model.block_size)
-        for file in ("train.bin", "val.bin")
+        load_tokens(folder, split, tokenizer.vocab_size, config.model.block_size)
+        for split in ("train", "val")
     ]
     return folder, tokenizer, *tokens
 

@@ -116,19 +116,19 @@ def test_bad_text(tmp_path, name, content, message):
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         folder, tokenizer = prepare(str(tmp_path / name), cache=tmp_path / "cache")
-        load_tokens(folder / "train.bin", tokenizer.vocab_size, 64)
+        load_tokens(folder, "train", tokenizer.vocab_size, 64)
 
 
 @pytest.mark.parametrize(
     "raw,message",
     [
-        (b"\1\0" * 100 + b"\1", "201 bytes, an odd number"),
+        (b"\1\0" * 100 + b"\1", "201 bytes: no file of 16-bit"),
         (
             np.array([1, 300] * 50, dtype=np.uint16).tobytes(),
-            "token id 300, beyond the vocabulary of 257",
+            "token id 300 in its train tokens, beyond the vocabulary of 257",
         ),
         (b"\1\0" * 64, "64 tokens, less than one window of 64"),
-        (b"", "0 tokens"),
+        (b"", "has 0 bytes"),
         (None, "is missing"),
     ],
 )
@@ -137,7 +137,7 @@ def test_bad_bins(tmp_path, raw, message):
     if raw is not None:
         (tmp_path / "train.bin").write_bytes(raw)
     with pytest.raises(DataError, match=message):
-        load_tokens(tmp_path / "train.bin", 257, 64)
+        load_tokens(tmp_path, "train", 257, 64)
 
 
 def test_no_network(monkeypatch):

@@ -1,0 +1,159 @@
+"""A corpus larger than memory, through Hugging Face `datasets`, into memory-mapped shards.
+
+    pip install datasets
+    python data.py stream fineweb-edu --tokens 1e9
+    python train.py --preset 70m --data data/fineweb-edu-gpt2
+
+val.bin, train-00000.bin, ..   uint16 token ids; the first documents are the validation
+tokenizer.json
+meta.json                      what has been read so far, and where in the dataset that was
+
+meta.json follows each shard. After an interruption the same command goes on behind the last shard
+and makes the files that it would have made anyway; a larger --tokens adds shards.
+"""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tyro
+from tqdm import tqdm
+
+from checkpoint import sync, write_json
+from data import CACHE, describe, read_meta
+from tokenizer import DataError, Tokenizer, check_bpe_size, load_tokenizer
+
+NAMES = {  # of Hugging Face's hub: repository, configuration
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "minipile": ("JeanKaddour/minipile", None),
+    "pile": ("monology/pile-uncopyrighted", None),
+}
+DOCUMENTS = 256  # encoded at a time
+BPE_TEXT = 20_000_000  # characters that a BPE is trained on
+
+
+def open_dataset(name, config, split, field):
+    """An iterable of documents that can tell where it is."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise DataError("streaming needs the package datasets: pip install datasets") from None
+    known = NAMES.get(name, (name, None))
+    config = config or known[1]
+    try:
+        dataset = load_dataset(known[0], config, split=split, streaming=True)
+        first = next(iter(dataset), None)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise DataError(
+            f"cannot open {known[0]}: {reason}. Without a network give a local folder of .jsonl, "
+            ".parquet or .txt files"
+        ) from None
+    if first is None:
+        raise DataError(f"{known[0]} has no document in its split {split}")
+    if not isinstance(first.get(field), str):
+        raise DataError(f"{known[0]} has no text in {field!r}; --field is one of {sorted(first)}")
+    return dataset
+
+
+def make_tokenizer(name, vocab_size, documents):
+    """As data.prepare, a BPE from the beginning of the corpus."""
+    if name != "bpe":
+        return Tokenizer.gpt2() if name == "gpt2" else Tokenizer.bytes()
+    check_bpe_size(vocab_size)
+    texts, size = [], 0
+    for text in tqdm(documents, "reading text for a BPE", unit=" documents", leave=False):
+        texts.append(text)
+        size += len(text)
+        if size >= BPE_TEXT:
+            break
+    print(f"training a BPE tokenizer of {vocab_size} tokens", flush=True)
+    return Tokenizer.train(texts, vocab_size)
+
+
+def stream(
+    name: tyro.conf.Positional[str],
+    tokens: float,
+    tokenizer: Literal["bytes", "bpe", "gpt2"] = "gpt2",
+    vocab_size: int = 4096,
+    config: str | None = None,
+    split: str = "train",
+    field: str = "text",
+    val_tokens: float = 1e6,
+    shard_tokens: float = 1e8,
+    folder: Path | None = None,
+):
+    """Stream a corpus into shards of token ids, and go on where an earlier call stopped.
+
+    Args:
+        name: fineweb-edu, minipile, pile, any dataset of the hub, or a local folder of .jsonl,
+            .parquet or .txt files
+        tokens: number of training tokens, for instance 1e9
+        tokenizer: bpe is trained on the first 20 million characters
+        vocab_size: number of tokens of a bpe tokenizer
+        config: configuration of the dataset, where it has several
+        split: split of the dataset
+        field: the column with the text
+        val_tokens: number of validation tokens, from the first documents
+        shard_tokens: tokens a file, and the most that an interruption loses
+        folder: where to; by default data/NAME-TOKENIZER
+    """
+    if min(tokens, val_tokens, shard_tokens) < 1:
+        raise DataError("--tokens, --val-tokens and --shard-tokens must be at least 1")
+    folder = Path(folder or CACHE / f"{Path(name).name}-{tokenizer}")
+    dataset = open_dataset(name, config, split, field)
+    source = f"{name} {config or ''} {split} {field} {tokenizer} {val_tokens:g} {shard_tokens:g}"
+    meta = read_meta(folder)
+    if meta and meta["source"] != source:
+        raise DataError(f"{folder} was made from {meta['source']!r}, not {source!r}: use --folder")
+    if not meta:
+        folder.mkdir(parents=True, exist_ok=True)
+        documents = (row[field] for row in dataset)
+        make_tokenizer(tokenizer, vocab_size, documents).save(folder / "tokenizer.json")
+        meta = dict(source=source, tokens=0, shards=0, documents=0, bytes=0, sha256="", state=None)
+    tokens_of = load_tokenizer(folder / "tokenizer.json")
+    if meta["state"]:
+        dataset.load_state_dict(meta["state"])
+    texts, ended = (row[field] for row in dataset), False
+    bar = tqdm(total=int(tokens), initial=meta["tokens"], unit=" tokens", unit_scale=True)
+    with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+        while not ended and (meta["shards"] == 0 or meta["tokens"] < tokens):
+            is_val = meta["shards"] == 0
+            wanted = val_tokens if is_val else min(shard_tokens, tokens - meta["tokens"])
+            pieces, count = [], 0
+            while count < wanted and (batch := list(islice(texts, DOCUMENTS))):
+                for ids in pool.map(tokens_of.encode, batch):
+                    pieces.append(np.array([*ids, tokens_of.end_of_text], dtype=np.uint16))
+                    count += len(pieces[-1])
+                    bar.update(0 if is_val else len(pieces[-1]))
+                meta["bytes"] += sum(len(text.encode("utf-8", "replace")) for text in batch)
+            ended = count < wanted
+            if not pieces:
+                break
+            shard = np.concatenate(pieces)
+            number = meta["shards"] - 1
+            write_shard(folder / ("val.bin" if is_val else f"train-{number:05}.bin"), shard)
+            meta["sha256"] = hashlib.sha256(meta["sha256"].encode() + shard.tobytes()).hexdigest()
+            meta["documents"] += len(pieces)
+            meta["tokens"] += 0 if is_val else count
+            meta |= dict(shards=meta["shards"] + 1, complete=False, state=dataset.state_dict())
+            write_json(folder / "meta.json", meta)
+    if not meta["tokens"]:
+        raise DataError(f"{name} has less text than the validation takes; lower --val-tokens")
+    write_json(folder / "meta.json", meta | dict(complete=True))
+    if ended:
+        print(f"note: {name} has {meta['tokens']:,} training tokens, not {tokens:,.0f}")
+    print(f"{describe(folder)}, {meta['tokens']:,} training tokens; next:")
+    print(f"python train.py --data {folder}")
+
+
+def write_shard(file, ids):
+    """All of a shard, or none of it."""
+    temporary = file.with_name(file.name + ".tmp")
+    ids.tofile(temporary)
+    sync(temporary)
+    os.replace(temporary, file)

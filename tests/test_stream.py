@@ -1,0 +1,127 @@
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stream as stream_module
+from data import Tokens, load_tokens, prepare
+from stream import stream
+from tokenizer import DataError
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch):
+    """1,000 documents in two local files, and an empty directory to work in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    texts = [f"document {i}: " + "naïve café 😀 " * (i % 7) for i in range(1000)]
+    for part in range(2):
+        lines = [json.dumps({"text": text}) for text in texts[part * 500 : part * 500 + 500]]
+        (tmp_path / "texts" / f"{part}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(stream_module, "DOCUMENTS", 10)
+    return texts
+
+
+FLAGS = dict(tokenizer="bytes", val_tokens=5000, shard_tokens=10_000)
+
+
+def test_stream_is_the_corpus(documents, capsys):
+    """Catches documents that are lost, doubled, out of order, or in training and validation."""
+    stream("texts", 1e9, **FLAGS)
+    assert "training tokens, not 1,000,000,000" in capsys.readouterr().out
+    folder, tokenizer = prepare("data/texts-bytes")
+    assert len(list(folder.glob("train-*.bin"))) > 3
+    train, val = (load_tokens(folder, split, 257, 64) for split in ("train", "val"))
+    ids = np.concatenate([val[:], train[:]])
+    assert tokenizer.decode(ids[ids < 256]).decode() == "".join(documents)
+    assert (ids == 256).sum() == 1000 and 5000 <= len(val) < 7000
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_interrupted_stream(documents, monkeypatch, at):
+    """Catches an interruption that loses or repeats documents: the files are the same, bit for
+    bit, as without it; before it is complete, nothing trains on it."""
+    stream("texts", 4e4, **FLAGS)
+    write, calls = stream_module.write_shard, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stream_module, "write_shard", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream("texts", 4e4, folder="again", **FLAGS)
+    if at > 1:
+        with pytest.raises(DataError, match="again is not complete; run the command again"):
+            prepare("again")
+    stream("texts", 4e4, folder="again", **FLAGS)
+    whole, again = Path("data/texts-bytes"), Path("again")
+    assert {f.name for f in whole.iterdir()} == {f.name for f in again.iterdir()}
+    for file in whole.glob("*.bin"):
+        assert file.read_bytes() == (again / file.name).read_bytes()
+    a, b = (json.loads((folder / "meta.json").read_text()) for folder in (whole, again))
+    assert a | {"state": None} == b | {"state": None}  # one place has several descriptions
+
+
+def test_more_tokens(documents):
+    """Catches a corpus that cannot grow, or that grows by what it has already."""
+    stream("texts", 15_000, **FLAGS)
+    before = load_tokens(prepare("data/texts-bytes")[0], "train", 257, 64)[:]
+    stream("texts", 30_000, **FLAGS)
+    tokens = load_tokens(prepare("data/texts-bytes")[0], "train", 257, 64)
+    assert len(tokens) >= 30_000 > len(before) >= 15_000
+    assert (tokens[: len(before)] == before).all()
+    text = prepare("data/texts-bytes")[1].decode(tokens[len(before) : len(before) + 9])
+    last = prepare("data/texts-bytes")[1].decode(before[before < 256]).decode()
+    assert text.startswith(b"document") and last.count("document") > 100
+
+
+def test_bpe(documents):
+    """Catches a tokenizer that an interrupted stream trains again, and one that takes the text."""
+    stream("texts", 5000, tokenizer="bpe", vocab_size=300, val_tokens=1000)
+    folder, tokenizer = prepare("data/texts-bpe")
+    assert tokenizer.vocab_size == 300
+    val = load_tokens(folder, "val", 300, 64)[:]
+    assert tokenizer.decode(val[val < 299]).decode().startswith(documents[0] + documents[1])
+
+
+def test_refused(documents, monkeypatch, tmp_path):
+    """Catches a wrong column, another source in the same folder, and a missing package, without a
+    word of the way out."""
+    with pytest.raises(DataError, match=r"no text in 'body'; --field is one of \['text'\]"):
+        stream("texts", 100, field="body", **FLAGS)
+    with pytest.raises(DataError, match="must be at least 1"):
+        stream("texts", 0, **FLAGS)
+    with pytest.raises(DataError, match="less text than the validation takes"):
+        stream("texts", 100, **{**FLAGS, "val_tokens": 1e9}, folder="x")
+    stream("texts", 100, **FLAGS)
+    with pytest.raises(DataError, match=r"was made from .*: use --folder"):
+        stream("texts", 100, **{**FLAGS, "val_tokens": 6000})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="cannot open empty"):
+        stream("empty", 100, **FLAGS)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="pip install datasets"):
+        stream("texts", 100, **FLAGS)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
+def test_shards_are_one_array(tmp_path_factory, sizes, data):
+    """Catches a window across two shards that loses or repeats tokens."""
+    folder, files = tmp_path_factory.mktemp("shards"), []
+    ids = np.arange(sum(sizes), dtype=np.uint16)
+    for i, part in enumerate(np.split(ids, np.cumsum(sizes)[:-1])):
+        files.append(folder / f"train-{i:05}.bin")
+        part.tofile(files[-1])
+    tokens = Tokens(files)
+    assert len(tokens) == len(ids)
+    start = data.draw(st.integers(0, len(ids) - 1))
+    stop = data.draw(st.integers(start + 1, len(ids) + 2))
+    assert tokens[start:stop].tolist() == ids[start:stop].tolist()
