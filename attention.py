@@ -130,7 +130,8 @@ def soft_mask_attention(q, k, v, log_w=None, backend="sdpa"):
         raise ValueError(f"{H} query heads cannot share {G} key heads: {H} % {G} != 0")
     if log_w is not None and log_w.shape != (B, N):
         raise ValueError(f"log_w has shape {tuple(log_w.shape)}, but q needs {(B, N)}")
-    backend = pick_backend(backend, q.device, q.dtype)
+    if backend not in ("eager", "sdpa"):
+        backend = pick_backend(backend, q.device, q.dtype)
     return {"eager": eager, "sdpa": sdpa, "fa2": fa2}[backend](q, k, v, log_w)
 
 

@@ -2,8 +2,10 @@
 
     python bench.py attention                 forward and backward of each backend, against plain
     python bench.py attention --lengths 1024 --repeats 9
+    python bench.py train                     a training step against plain forward and backward
 
-Writes <out>/attention-<device>.json and .png, and prints the table.
+Writes <out>/attention-<device>.json and .png, or <out>/train-<preset>-<device>.json, and prints the
+table.
 """
 
 import json
@@ -11,8 +13,10 @@ import platform
 import statistics
 import sys
 import time
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +24,9 @@ import tyro
 from tqdm import tqdm
 
 from attention import pick_backend, soft_mask_attention
-from device import command_line, pick_device
+from device import autocast, command_line, pick_device, pick_precision
+from model import PonderLM
+from train import PRESETS
 
 EAGER_LIMIT = 4096  # beyond, its N x N matrices take gigabytes
 
@@ -49,11 +55,11 @@ def attention_case(backend, N, d, heads, device, dtype):
 
 
 def peak_memory(arguments):
-    """MiB that one run needs beyond its inputs, in a process of its own."""
-    backend, N, d, heads, device, dtype = arguments
-    attention_case(backend, 64, d, heads, device, dtype)()  # loads the libraries
-    run = attention_case(backend, N, d, heads, device, dtype)
-    if device.type == "cuda":
+    """MiB that one run of `make(*case)` needs beyond its inputs, in a process of its own."""
+    make, warm_up, case = arguments
+    make(*warm_up)()  # loads the libraries
+    run = make(*case)
+    if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
@@ -62,6 +68,28 @@ def peak_memory(arguments):
     before = resident("VmRSS")
     run()
     return resident("VmHWM") - before
+
+
+def measure(make, cases, repeats, warm_up):
+    """Median seconds of each case and its peak memory in MiB (nan where it cannot be told).
+
+    Rounds alternate between the cases, so that a machine that slows down slows all of them.
+    """
+    runs = {name: make(*case) for name, case in cases.items()}
+    seconds = {name: [] for name in runs}
+    for i in range(repeats + 1):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if i:  # the first round warms up
+                seconds[name].append(time.perf_counter() - start)
+    del runs
+    memory = dict.fromkeys(cases, float("nan"))
+    if torch.cuda.is_available() or sys.platform == "linux":
+        tasks = [(make, warm_up, case) for case in cases.values()]
+        with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+            memory = dict(zip(cases, pool.map(peak_memory, tasks, 1), strict=True))
+    return {name: statistics.median(times) for name, times in seconds.items()}, memory
 
 
 def resident(field):
@@ -90,8 +118,7 @@ def attention(
 ):
     """Soft-mask attention against plain causal attention: time and peak memory as ratios.
 
-    Rounds alternate between the backends, so that a machine that slows down slows all of them;
-    each ratio is one of medians. bfloat16 on CUDA, float32 elsewhere.
+    Each ratio is one of medians. bfloat16 on CUDA, float32 elsewhere.
 
     Args:
         lengths: N, in slots
@@ -112,19 +139,8 @@ def attention(
         cases = {b: (b, N, d, heads, device, dtype) for b in backends}
         if N > EAGER_LIMIT:
             del cases["eager"]
-        runs = {b: attention_case(*case) for b, case in cases.items()}
-        seconds = {b: [] for b in runs}
-        for i in range(repeats + 1):
-            for b, run in runs.items():
-                start = time.perf_counter()
-                run()
-                if i:  # the first round warms up
-                    seconds[b].append(time.perf_counter() - start)
-        memory = dict.fromkeys(cases, float("nan"))  # on a CPU, only Linux tells
-        if device.type == "cuda" or sys.platform == "linux":
-            with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-                memory = dict(zip(cases, pool.map(peak_memory, cases.values(), 1), strict=True))
-        time_of = {b: statistics.median(times) for b, times in seconds.items()}
+        warm_up = ("sdpa", 64, d, heads, device, dtype)
+        time_of, memory = measure(attention_case, cases, repeats, warm_up)
         rows += [
             {
                 "backend": b,
@@ -135,12 +151,10 @@ def attention(
                 "time_ratio": time_of[b] / time_of["plain"],
                 "memory_ratio": memory[b] / (memory["plain"] or float("nan")),
             }
-            for b in runs
+            for b in cases
         ]
     results = {"machine": machine(device), "heads": heads, "dtype": str(dtype), "rows": rows}
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / f"attention-{device.type}.json"
-    file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    file = write_results(out / f"attention-{device.type}.json", results)
     print(results["machine"], results["dtype"], f"{heads} heads, median of {repeats}")
     print(f"{'':40}ratio to plain")
     print(f"{'d':>4}{'N':>7}  {'backend':8}{'ms':>9}{'MiB':>9}{'time':>8}{'memory':>8}")
@@ -151,6 +165,12 @@ def attention(
         )
     draw_attention(results, file.with_suffix(".png"))
     print(f"written: {file} and {file.with_suffix('.png').name}")
+
+
+def write_results(file, results):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return file
 
 
 def draw_attention(results, file):
@@ -183,6 +203,159 @@ def draw_attention(results, file):
     plt.close(figure)
 
 
+def slots_of_passes(K, R):
+    """Slots per token of each pass: the ladder 1 .. K, R refinements, the final pass."""
+    return [*range(1, K + 1), *[K + 1] * (R + 1)]
+
+
+def train_case(shape, B, R, plain, recompute, compiled, device, dtype):
+    """A function that runs forward and backward on B windows once.
+
+    `plain` is what the passes would cost as ordinary sequences of a Llama of the same shape, each
+    with its own backward pass: same slots, no bias, no router, no penalty, one head.
+    """
+    torch.manual_seed(0)
+    model = PonderLM(shape).to(device).train()
+    model.backend, model.recompute = pick_backend("auto", device, dtype), recompute
+    if compiled:
+        for block in model.model.layers:
+            block.compile(dynamic=True)
+    T, D = shape.block_size, shape.hidden_size
+    rows = torch.randint(shape.vocab_size, (B, T + 1), device=device)
+    x, y = rows[:, :-1], rows[:, 1:]
+    inputs = [
+        torch.randn(B, T * n, D, device=device) for n in slots_of_passes(shape.ponder_steps, R)
+    ]
+
+    def run():
+        if plain:
+            for i, e in enumerate(inputs):
+                positions = torch.arange(T, device=device).repeat_interleave(e.size(1) // T)
+                with autocast(device, dtype):
+                    h = model.model(e.requires_grad_(), positions, None, model.backend)
+                    if i == 0:
+                        logits = model.lm_head(h).float().flatten(0, 1)
+                        loss = F.cross_entropy(logits, y.flatten())
+                loss.backward() if i == 0 else h.backward(e)  # any gradient takes as long
+        else:
+            with autocast(device, dtype):
+                loss = model(x, y, iters=R).loss
+            loss.backward()
+        model.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return run
+
+
+def step_flops(shape, B, R):
+    """Floating-point operations of forward and backward without any recomputation.
+
+    A matrix product takes 2 operations a weight and slot forward and 4 backward, causal attention
+    2 N^2 d H forward and twice that backward; the penalty's K heads are forward only.
+    """
+    D, d, H, V = shape.hidden_size, shape.head_width, shape.num_attention_heads, shape.vocab_size
+    G, L, T, K = (
+        shape.key_value_heads,
+        shape.num_hidden_layers,
+        shape.block_size,
+        shape.ponder_steps,
+    )
+    weights = L * (2 * D * (H + G) * d + 3 * D * shape.intermediate_size)
+    total = (6 + 2 * K) * D * V * T
+    for n in slots_of_passes(K, R):
+        total += 6 * weights * T * n + 6 * (T * n) ** 2 * d * H * L
+    return B * total
+
+
+def matmul_peak(device, dtype):
+    """Operations a second of square matrix products, the best of some sizes."""
+    best = 0
+    for n in (4096, 8192, 16384) if device.type == "cuda" else (1024, 2048):
+        a = torch.randn(n, n, device=device, dtype=dtype)
+        for _ in range(6):
+            start = time.perf_counter()
+            a @ a
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            best = max(best, 2 * n**3 / (time.perf_counter() - start))
+    return best
+
+
+def train(
+    preset: Literal["tiny", "small", "70m", "410m"] = "small",
+    windows: int | None = None,
+    iters: int = 2,
+    repeats: int = 5,
+    precision: Literal["auto", "float32", "bfloat16"] = "auto",
+    compile: bool = False,
+    device: str = "auto",
+    out: Path = Path("out/bench"),
+):
+    """A training step against plain forward and backward over as many slots: time and memory.
+
+    The model FLOPs utilisation (MFU) is the share of the speed of large square matrix products of
+    the same precision, measured here. Each ratio is one of medians.
+
+    Args:
+        preset: the shape
+        windows: a step; by default 2 on a CPU, 32 on a GPU
+        iters: R
+        repeats: rounds
+        precision: auto is bfloat16 where it is fast
+        compile: also with compiled blocks
+        device: auto, cpu, cuda
+        out: folder for the results
+    """
+    device = pick_device(device)
+    dtype = pick_precision(precision, device)
+    B = windows or (32 if device.type == "cuda" else 2)
+    shape = PRESETS[preset].model
+    last = lambda n: replace(shape, backprop_passes=n)  # noqa: E731
+    variants = {  # shape, plain, recompute, compiled
+        "plain": (shape, True, False, False),
+        "PonderLM-3": (shape, False, False, False),
+        "--recompute": (shape, False, True, False),
+        "--backprop-passes 2": (last(2), False, False, False),
+        "--backprop-passes 1": (last(1), False, False, False),
+    }
+    if compile:
+        variants["plain, --compile"] = (shape, True, False, True)
+        variants["--compile"] = (shape, False, False, True)
+    cases = {name: (s, B, iters, *flags, device, dtype) for name, (s, *flags) in variants.items()}
+    small = replace(PRESETS["tiny"].model, block_size=16)
+    peak = matmul_peak(device, dtype)
+    time_of, memory = measure(
+        train_case, cases, repeats, (small, 1, 0, False, False, False, device, dtype)
+    )
+    flops, tokens = step_flops(shape, B, iters), B * shape.block_size
+    rows = [
+        {
+            "case": name,
+            "seconds": time_of[name],
+            "tokens_per_second": tokens / time_of[name],
+            "MiB": memory[name],
+            "time_ratio": time_of[name] / time_of["plain"],
+            "mfu": None if "backprop" in name else flops / time_of[name] / peak,
+        }
+        for name in cases
+    ]
+    results = {"machine": machine(device), "dtype": str(dtype), "preset": preset, "windows": B}
+    results |= {"iters": iters, "flops": flops, "matmul_peak": peak, "rows": rows}
+    results |= {"shape": asdict(shape)}
+    file = write_results(out / f"train-{preset}-{device.type}.json", results)
+    print(results["machine"], results["dtype"], f"matrix products {peak / 1e12:.2f} TFLOP/s")
+    print(f"{preset}, {B} windows of {shape.block_size} tokens, R = {iters}, median of {repeats}")
+    print(f"{'':22}{'seconds':>9}{'tokens/s':>10}{'MiB':>9}{'time/plain':>12}{'MFU':>7}")
+    for r in rows:
+        mfu = "" if r["mfu"] is None else f"{r['mfu']:7.0%}"
+        print(
+            f"{r['case']:22}{r['seconds']:9.3f}{r['tokens_per_second']:10,.0f}{r['MiB']:9.0f}"
+            f"{r['time_ratio']:12.2f}{mfu}"
+        )
+    print(f"written: {file}")
+
+
 if __name__ == "__main__":
-    commands = {"attention": attention}
+    commands = {"attention": attention, "train": train}
     command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, description=__doc__))

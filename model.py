@@ -15,7 +15,7 @@ iters       R                  scalar          refinement passes of the Jacobi i
 
 import math
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Literal
 
 import torch
@@ -48,6 +48,7 @@ class PonderConfig:
     router: Literal["learned", "always"] = "learned"  # always: PonderLM-2
     router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6
     iters: tuple[int, int] = (2, 3)  # training draws R from this range, both ends included
+    backprop_passes: int | None = None  # gradients through the last n passes; None: through all
     penalty: Literal["token", "batch"] = "token"  # batch: the printed form (reading note 2)
     penalty_weight: float = 0.5  # lambda
     printed_mask_index: bool = False  # True: the printed index (reading note 1)
@@ -74,6 +75,8 @@ class PonderConfig:
             raise ValueError(f"router_offset {self.router_offset} needs K+1 = {K + 1} numbers")
         if len(self.iters) != 2 or not 0 <= self.iters[0] <= self.iters[1]:
             raise ValueError(f"iters = {self.iters} is no range: 0 <= low <= high")
+        if self.backprop_passes is not None and self.backprop_passes < 1:
+            raise ValueError(f"backprop_passes = {self.backprop_passes}: it must be at least 1")
 
     @property
     def key_value_heads(self):
@@ -246,31 +249,35 @@ class PonderLM(nn.Module):
             bias = bias.masked_fill(slot > stop_step(log_w, tau)[..., None], MASKED)
         return bias
 
-    def passes(self, idx, tau=None, alpha=0.0):
+    def passes(self, idx, tau=None, alpha=0.0, without_gradient=0):
         """The Jacobi iteration (section 3.4.1), without end: yields h, s, log_w after each pass.
 
         Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: the ladder. From pass K+1 on all
         S slots run, and each pass replaces all latents at once by its outputs. Here
             S^(n+1) = Transformer(S^(n)),    S^(n) = [e(x_1), h_1^(0), .., h_1^(K-1), e(x_2), ..]
+        The first `without_gradient` passes are constants to the backward pass.
         """
         B, T = idx.shape
         e = self.embed(idx)[:, :, None]  # (B, T, 1, D)
         tokens = torch.arange(T, device=idx.device)
-        slots, inputs, bias = 1, e, None
-        while True:
+        inputs, bias = e, None
+        for n in count(1):
+            slots = inputs.size(2)
             x = inputs.flatten(1, 2)  # (B, T*slots, D), slot k of token t at t*slots + k
             positions = tokens.repeat_interleave(slots)  # all slots of a token share its position
-            if self.recompute and torch.is_grad_enabled():
-                h = checkpoint(self.model, x, positions, bias, self.backend, use_reentrant=False)
-            else:
-                h = self.model(x, positions, bias, self.backend)
-            h = h.view(B, T, slots, -1)
-            s, log_w = self.router(h[:, :, 0], alpha)  # again after every pass
+            with torch.set_grad_enabled(torch.is_grad_enabled() and n > without_gradient):
+                h = self.transform(x, positions, bias).view(B, T, slots, -1)
+                s, log_w = self.router(h[:, :, 0], alpha)  # again after every pass
             yield h, s, log_w
-            slots = min(slots + 1, self.config.ponder_steps + 1)
-            inputs = torch.cat([e, h[:, :, : slots - 1]], dim=2)  # (B, T, slots, D)
+            inputs = torch.cat([e, h[:, :, : self.config.ponder_steps]], dim=2)  # (B, T, slots, D)
             if self.masks:
-                bias = self.key_bias(log_w, tau)[..., :slots].flatten(1)  # (B, T*slots)
+                bias = self.key_bias(log_w, tau)[..., : inputs.size(2)].flatten(1)  # (B, T*slots)
+
+    def transform(self, x, positions, bias):
+        """One pass of the backbone, (B, N, D) -> (B, N, D); its activations are kept, or not."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.model, x, positions, bias, self.backend, use_reentrant=False)
+        return self.model(x, positions, bias, self.backend)
 
     def jacobi(self, idx, iters=None, tau=None, alpha=0.0, tolerance=1e-4):
         """All states of all tokens in parallel: K ladder passes, R refinements, one final pass.
@@ -295,8 +302,11 @@ class PonderLM(nn.Module):
             low, high = self.config.iters
             iters = int(torch.randint(low, high + 1, ()))
         last = K * T if iters is None else iters
+        constant = 0
+        if self.training and self.config.backprop_passes:
+            constant = K + last + 1 - self.config.backprop_passes
         before = None  # the latents that went into pass n; n = -K .. -1 is the ladder
-        for n, (h, s, log_w) in enumerate(self.passes(idx, tau, alpha), start=-K):
+        for n, (h, s, log_w) in enumerate(self.passes(idx, tau, alpha, constant), start=-K):
             if n == last:
                 return h, s, log_w
             if iters is None:

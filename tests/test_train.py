@@ -47,7 +47,7 @@ def test_nanogpt_folder_trains_as_it_is(config, monkeypatch, tmp_path):
     run, _ = train(config)
     assert PonderLM.from_pretrained(run).config.vocab_size == 50_304
     config.tokenizer, config.name = "bytes", "other"
-    with pytest.raises(ValueError, match="token id 499 in .*, beyond the vocabulary of 257"):
+    with pytest.raises(ValueError, match=r"token id 499 in .*, beyond the vocabulary of 257"):
         train(config)
 
 
