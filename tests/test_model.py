@@ -1,5 +1,5 @@
 import math
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 import torch
@@ -216,6 +216,76 @@ def test_parts_of_the_loss():
     torch.testing.assert_close(out.rho.double(), rho, atol=1e-5, rtol=0)
     torch.testing.assert_close(out.loss, out.ce + 0.7 * out.penalty)
     assert model.eval()(idx, y, iters=2).penalty is None
+
+
+def gradients(model, idx, **kwargs):
+    model.zero_grad()
+    out = model(idx[:, :-1], idx[:, 1:], **kwargs)
+    out.loss.backward()
+    return out.loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def test_recompute():
+    """Catches activations that are kept, and another gradient: equal to 1e-12, in float64."""
+    model, idx = small_model(penalty_weight=0.3).train(), tokens(B=2)
+    loss, expected = gradients(model, idx, iters=2)
+    calls = []
+    model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.recompute = True
+    again, found = gradients(model, idx, iters=2)
+    assert len(calls) == 2 * (3 + 2 + 1) and again == loss
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    with torch.no_grad():
+        model(idx, iters=2)
+    assert len(calls) == 3 * (3 + 2 + 1)  # nothing is computed twice without gradients
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_backprop_passes(n):
+    """Catches gradients through another number of passes, or lost for the embeddings. Against the
+    last n passes written out, whose first input is a constant but for its embeddings."""
+    model, idx, R, K = small_model(), tokens(B=2), 2, 3
+    model.train().config.penalty_weight = 0.0
+    (x, y), (B, T) = (idx[:, :-1], idx[:, 1:]), idx[:, 1:].shape
+    full_loss, full = gradients(model, idx, iters=R)
+    model.config.backprop_passes = n
+    loss, found = gradients(model, idx, iters=R)
+    assert loss == full_loss
+    model.zero_grad()
+    with torch.no_grad():
+        h, _, log_w = next(islice(model.passes(x), K + R - n, None))
+    for _ in range(n):
+        slots = min(h.size(2) + 1, K + 1)
+        inputs = torch.cat([model.embed(x)[:, :, None], h[:, :, : slots - 1]], dim=2)
+        positions = torch.arange(T).repeat_interleave(slots)
+        bias = log_w[..., :slots].flatten(1)
+        h = model.model(inputs.flatten(1, 2), positions, bias).view(B, T, slots, -1)
+        s, log_w = model.router(h[:, :, 0])
+    logits = model.lm_head((s[..., None] * h).sum(2))
+    F.cross_entropy(logits.flatten(0, 1), y.flatten()).backward()
+    for p, grad in zip(model.parameters(), found, strict=True):
+        torch.testing.assert_close(p.grad, grad, atol=1e-10, rtol=1e-8)
+    assert not torch.allclose(found[0], full[0], rtol=1e-2)  # of the embeddings
+    model.config.backprop_passes = K + R + 1
+    for a, b in zip(full, gradients(model, idx, iters=R)[1], strict=True):
+        assert torch.equal(a, b)
+    model.eval()
+    assert torch.is_grad_enabled() and model(x, iters=0).logits.requires_grad
+
+
+@pytest.mark.slow
+def test_compiled_blocks():
+    """Catches a block that compiles to something else: loss and gradients to 1e-5 in float32."""
+    model, idx = small_model().float().train(), tokens(B=2)
+    loss, expected = gradients(model, idx, iters=2)
+    model.backend = "sdpa"
+    for block in model.model.layers:
+        block.compile(dynamic=True)
+    again, found = gradients(model, idx, iters=2)
+    assert loss == pytest.approx(again.item(), abs=1e-5)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 def test_refinements_in_training_come_from_the_range():

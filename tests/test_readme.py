@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 SHORT = {  # appended to a command, so that it takes seconds
     "train.py": "--steps 2 --batch-size 2 --eval-windows 2 --log-every 1",
     "sample.py": "--max-new-tokens 3",
-    "bench.py": "--lengths 256 --widths 56 --repeats 1",
+    "bench.py attention": "--lengths 256 --widths 56 --repeats 1",
+    "bench.py train": "--preset tiny --windows 1 --repeats 1",
 }
 
 
@@ -49,7 +50,8 @@ def test_readme_command(line, directory):
     """Catches a README whose commands have drifted from the scripts; in its order, since sampling
     takes the newest run."""
     _, script, *arguments = shlex.split(line)
-    command = [sys.executable, str(ROOT / script), *arguments, *SHORT.get(script, "").split()]
+    short = SHORT.get(script) or SHORT.get(f"{script} {(arguments or [''])[0]}", "")
+    command = [sys.executable, str(ROOT / script), *arguments, *short.split()]
     environment = os.environ | {"PYTHONUTF8": "1"}
     done = subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300
