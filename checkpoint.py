@@ -197,6 +197,8 @@ def publish(checkpoint):
 
 def cannot_write(run, error):
     reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    if run.exists():  # torch and safetensors do not say that the disk is full
+        reason += f" ({shutil.disk_usage(run).free / 2**20:,.0f} MiB free)"
     saved = checkpoints(run)
     return OSError(
         f"cannot write to {run}: {reason}. Saved there is "

@@ -6,6 +6,7 @@ import pickle
 import random
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -336,30 +337,36 @@ def test_kill_at_any_moment(directory):
 @pytest.mark.parametrize("processes", [2, 3])
 def test_several_processes(directory, processes):
     """Catches gradients summed and not averaged, a batch that depends on the number of processes,
-    R drawn by each for itself, and a second writer. Weights after 8 steps in float64; in float32
-    Adam turns rounding errors of small gradients into 3e-6."""
+    R drawn by each for itself, a second writer, and a resume that only the first process makes.
+    Weights after 8 steps in float64; in float32 Adam turns rounding errors of small gradients into
+    3e-6."""
     (directory / "double.py").write_text(
         f"import sys, torch; sys.path.insert(0, {str(ROOT)!r})\n"
         "torch.set_default_dtype(torch.float64)\n"
         "if __name__ == '__main__':\n    from train import main; main()\n"
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun.append(f"--nproc_per_node={processes}")
+    torchrun += [f"--nproc_per_node={processes}", "double.py"]
     flags = [*SMALL, "--steps", "8", "--log-every", "1", "--eval-every", "4", "--batch-size", "12"]
-    for command, name in (([sys.executable], "one"), (torchrun, "many")):
+
+    def run(*command):
         done = subprocess.run(
-            [*command, "double.py", *flags, "--name", name],
-            cwd=directory, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            command, cwd=directory, env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("step 8/8  loss") == 1
-    one, many = weights(directory / "out/one"), weights(directory / "out/many")
-    for name in one:
-        assert one[name].dtype == torch.float64
-        torch.testing.assert_close(one[name], many[name], atol=1e-9, rtol=0)
-    for a, b in zip(losses(directory / "out/one"), losses(directory / "out/many"), strict=True):
-        assert a == pytest.approx(b, abs=1e-6)
+
+    run(sys.executable, "double.py", *flags, "--name", "one")
+    one, many = directory / "out/one", directory / "out/many"
+    for command in ([*flags, "--name", "many"], ["--resume", "--name", "many"]):
+        run(*torchrun, *command)
+        for name, weight in weights(one).items():
+            assert weight.dtype == torch.float64
+            torch.testing.assert_close(weight, weights(many)[name], atol=1e-9, rtol=0)
+        for a, b in zip(losses(one), losses(many), strict=True):
+            assert a == pytest.approx(b, abs=1e-6)
+        shutil.rmtree(many / "step-00000008")
 
 
 def test_processes_that_do_not_fit(config):

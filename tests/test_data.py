@@ -216,6 +216,8 @@ def test_windows():
         assert sorted(epoch.flatten().tolist()) == list(range(100))
     assert not torch.equal(*epochs)
     assert torch.equal(Windows(tokens, 10, seed=3).batch(3, 5)[0], x[3])
+    shares = [Windows(tokens, 10, seed=3).batch(3, 1, rank, 5)[0] for rank in range(5)]
+    assert torch.equal(torch.cat(shares), x[3])
     assert not torch.equal(Windows(tokens, 10, seed=4).batch(3, 5)[0], x[3])
 
 
