@@ -14,15 +14,19 @@ Only JSON, safetensors and weights_only pickles are read: no file of a run can r
 """
 
 import json
+import math
 import os
 import shlex
 import shutil
 import signal
 import time
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+
+from weights import from_json
 
 # -- Files -----------------------------------------------------------------------------------------
 
@@ -71,6 +75,26 @@ def read_lines(file):
 # -- Runs ------------------------------------------------------------------------------------------
 
 
+def find_run(run=None, out="out"):
+    """The directory of a run, or of one of its checkpoints: as given, or the newest in `out`.
+
+    Raises:
+        FileNotFoundError: there is none that has a model.
+    """
+    if run is not None:
+        if not (Path(run) / "model.safetensors").is_file():
+            raise FileNotFoundError(f"{run} holds no model.safetensors; train one: python train.py")
+        return Path(run)
+    return newest(out, "model.safetensors")
+
+
+def newest(out, file):
+    runs = sorted(Path(out).glob(f"*/{file}"), key=lambda f: f.stat().st_mtime)
+    if not runs:
+        raise FileNotFoundError(f"no trained model in {out}/; train one first: python train.py")
+    return runs[-1].parent
+
+
 def new_run(out, name, prefix):
     """Create out/<name>, or out/<prefix>-<date and time> without a name.
 
@@ -87,21 +111,8 @@ def new_run(out, name, prefix):
     return run
 
 
-def find_run(run=None, out="out"):
-    """The directory of a run, or of one of its checkpoints: as given, or the newest in `out`.
-
-    Raises:
-        FileNotFoundError: there is none that has a model.
-    """
-    if run is not None:
-        if not (Path(run) / "model.safetensors").is_file():
-            raise FileNotFoundError(f"{run} holds no model.safetensors; train one: python train.py")
-        return Path(run)
-    return newest(out, "model.safetensors")
-
-
-def find_training(out, name=None):
-    """The run to go on with: out/<name>, or the newest in `out` -> its directory and settings.
+def read_settings(kind, out, name=None):
+    """The run to go on with, out/<name> or the newest in `out` -> directory, config and corpus.
 
     Raises:
         FileNotFoundError, ValueError: no such run, or its train.json is damaged.
@@ -112,16 +123,43 @@ def find_training(out, name=None):
         raise FileNotFoundError(f"{file} does not exist: nothing to resume; train without --resume")
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-        return run, settings["config"], settings["corpus"]
+        return run, from_json(kind, settings["config"]), settings["corpus"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} does not hold the settings of a run: {error!r}") from None
+        raise ValueError(f"{file} does not hold the settings of a run: {error}") from None
 
 
-def newest(out, file):
-    runs = sorted(Path(out).glob(f"*/{file}"), key=lambda f: f.stat().st_mtime)
-    if not runs:
-        raise FileNotFoundError(f"no trained model in {out}/; train one first: python train.py")
-    return runs[-1].parent
+def changes(before, now):
+    """The settings that differ: {name: (before, now)}; not the name of the run and its place."""
+    found = {}
+    for name in sorted(vars(before).keys() - {"name", "out", "resume"}):
+        a, b = getattr(before, name), getattr(now, name)
+        found |= changes(a, b) if is_dataclass(a) else {name: (a, b)} if a != b else {}
+    return found
+
+
+def open_run(config, corpus, may_change):
+    """A new run, or with config.resume an old one.
+
+    Returns:
+        Its directory, the checkpoint to go on from (or None), and {name: (before, now)} of the
+        settings that changed.
+
+    Raises:
+        ValueError: a change that is not in `may_change`; nothing is touched then.
+    """
+    if not config.resume:
+        return new_run(config.out, config.name, config.preset), None, {}
+    run, before, corpus_before = read_settings(type(config), config.out, config.name)
+    changed = changes(before, config)
+    if corpus != corpus_before:
+        changed["corpus"] = corpus_before, corpus
+    refused = [f"{k}: {a} -> {b}" for k, (a, b) in changed.items() if k not in may_change]
+    if refused:
+        raise ValueError(
+            f"{run} was trained with other settings; leave them as they were, or train anew "
+            f"without --resume. Changed: {'; '.join(refused)}"
+        )
+    return run, checkpoints(run)[-1] if checkpoints(run) else None, changed
 
 
 def resume_command(run):
@@ -238,7 +276,22 @@ def trim_log(run, step):
     """Take back what was logged after the checkpoint of `step`, and a line that was cut short."""
     rows = [row for row in read_lines(run / "log.jsonl") if row["step"] <= step]
     write_text(run / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    return rows
+
+
+def check_finite(run, step, logged):
+    """Stop a training that has left the numbers, before anything of it is saved.
+
+    Raises:
+        ValueError: the loss or the gradient is infinite or nan, with the way back.
+    """
+    if math.isfinite(logged["loss"] + logged["grad_norm"]):
+        return
+    values = ", ".join(f"{name} {float(value):.4g}" for name, value in logged.items())
+    way_out = "there is no checkpoint yet: start again with a lower --learning-rate"
+    if checkpoints(run):
+        way_out = f"the last good checkpoint is {checkpoints(run)[-1]}; to go on from it: "
+        way_out += f"{resume_command(run)} --learning-rate LOWER"
+    raise ValueError(f"step {step} is not finite ({values}), so nothing of it is kept; {way_out}")
 
 
 # -- Stopping --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -98,6 +99,17 @@ def from_first(value):
     if dist.is_initialized():
         dist.broadcast_object_list(values)
     return values[0]
+
+
+@contextmanager
+def first_process_first():
+    """The first process goes ahead, so that the others find what it made."""
+    rank, _ = rank_and_size()
+    if rank:
+        from_first(None)
+    yield
+    if not rank:
+        from_first(None)
 
 
 def command_line(main):

@@ -14,7 +14,7 @@ iters       R                  scalar          refinement passes of the Jacobi i
 """
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import count, pairwise
 from typing import Literal
 
@@ -389,18 +389,12 @@ class PonderLM(nn.Module):
                 fields, or tensors that do not fit it.
         """
         config, tensors = weights.read_directory(directory)
-        odd = set(config) ^ {field.name for field in fields(PonderConfig)}
-        if odd:
-            raise ValueError(
-                f"{directory}: config.json has unknown or missing fields {sorted(odd)}"
-            )
         try:
-            model = cls(PonderConfig(**config))
-        except TypeError as error:
-            raise ValueError(
-                f"{directory}: config.json has a field of a wrong type: {error}"
-            ) from None
-        if config["tie_word_embeddings"]:
+            config = weights.from_json(PonderConfig, config)
+        except ValueError as error:
+            raise ValueError(f"{directory}: config.json has {error}") from None
+        model = cls(config)
+        if config.tie_word_embeddings:
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         try:
             model.load_state_dict(tensors)

@@ -30,12 +30,13 @@ from checkpoint import (
     StopSignal,
     append_line,
     best_checkpoint,
+    check_finite,
     checkpoints,
     draw_losses,
-    find_training,
-    new_run,
+    open_run,
     publish,
     read_lines,
+    read_settings,
     read_trainer,
     resume_command,
     save_checkpoint,
@@ -47,6 +48,7 @@ from device import (
     any_process,
     autocast,
     command_line,
+    first_process_first,
     from_first,
     join_processes,
     pick_device,
@@ -56,6 +58,7 @@ from device import (
 )
 from model import PonderConfig, PonderLM
 from router import stop_step
+from validation import evaluate, final_report
 
 
 @dataclass
@@ -147,7 +150,7 @@ def parse(argv=None):
     first.add_argument("--resume", action="store_true")
     known = first.parse_known_args(argv)[0]
     if known.resume:
-        run, config = resumed_settings(known.out, known.name)[:2]
+        run, config, _ = read_settings(TrainConfig, known.out, known.name)
         defaults = replace(config, out=known.out, name=run.name, resume=True)
     else:
         preset = known.preset
@@ -156,30 +159,6 @@ def parse(argv=None):
         defaults = PRESETS[preset]
     config = tyro.cli(TrainConfig, description=__doc__, default=defaults, args=argv)
     return replace(config, preset=defaults.preset) if config.preset == "auto" else config
-
-
-def resumed_settings(out, name):
-    """The run to go on with -> its directory, TrainConfig and corpus."""
-    run, saved, corpus = find_training(out, name)
-    try:
-        config = from_json(TrainConfig, {**saved, "model": from_json(PonderConfig, saved["model"])})
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{run}/train.json is not of this version: {error}") from None
-    return run, config, corpus
-
-
-def from_json(kind, settings):
-    """A dataclass from what JSON kept of it, which has no tuples."""
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
-
-
-def changes(before, now):
-    """The settings that differ: {name: (before, now)}."""
-    found = {}
-    for name in asdict(before).keys() - {"name", "out", "resume"}:  # these tell where the run is
-        a, b = getattr(before, name), getattr(now, name)
-        found |= changes(a, b) if name == "model" else {name: (a, b)} if a != b else {}
-    return dict(sorted(found.items()))
 
 
 def learning_rate(step, config):
@@ -200,106 +179,6 @@ def make_optimizer(model, config, device):
     ]
     fused = device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
-
-
-class PermutedRouter(torch.nn.Module):
-    """The step distributions of a batch, handed out to other tokens of the batch."""
-
-    def __init__(self, s, log_w):
-        super().__init__()
-        order = torch.randperm(s[..., 0].numel(), generator=torch.Generator().manual_seed(0))
-        order = order.to(s.device)
-        self.s, self.log_w = (x.flatten(0, 1)[order].view_as(x) for x in (s, log_w))
-
-    def forward(self, h0, alpha=0.0):
-        return self.s, self.log_w
-
-
-@torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # compiling for these shapes would take longer
-def evaluate(
-    model,
-    windows,
-    count,
-    device,
-    iters=None,
-    tau=None,
-    tau_steps=1e-4,
-    permute=False,
-    batch_size=32,
-):
-    """Mean losses over the first `count` windows, in float32.
-
-    iters and tau as in PonderLM.jacobi; iters None is the fixed point, which decoding computes.
-    permute gives each token another one's s and w: as many steps, but not where the router wants.
-
-    Returns:
-        dict: loss; steps, the mean executed at `tau_steps`; and per depth 0..K `truncated` (the
-        loss of the integration truncated after step i and renormalised), `alone` (of h^(i)
-        alone), `stopped` (share of the tokens that stop there).
-    """
-    was_training, backend = model.training, model.backend
-    model.eval()
-    model.backend = "auto"  # one that can do float32
-    S, total = model.config.ponder_steps + 1, 0
-    sums = torch.zeros(1 + 3 * S, dtype=torch.float64)
-    rank, processes = rank_and_size()
-    for first in range(rank * batch_size, count, processes * batch_size):
-        rows = [windows.window(i) for i in range(first, min(first + batch_size, count))]
-        rows = torch.from_numpy(np.stack(rows)).to(device)
-        x, y = rows[:, :-1], rows[:, 1:]
-        h, s, log_w = model.jacobi(x, iters, tau)
-        if permute:
-            router, model.router = model.router, PermutedRouter(s, log_w)
-            h, s, log_w = model.jacobi(x, iters, tau)
-            model.router = router
-        steps = stop_step(log_w, tau_steps)
-        h_hat = model.integrate(h, s, steps if tau else None)
-        losses = [model.token_losses(h_hat, y).sum()]
-        for i in range(S):
-            partial = (s[..., : i + 1, None] * h[:, :, : i + 1]).sum(2)
-            partial = partial / s[..., : i + 1].sum(-1, keepdim=True).clamp(
-                min=torch.finfo(s.dtype).tiny
-            )
-            losses.append(model.token_losses(partial.to(h.dtype), y).sum())
-        losses += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
-        losses += [(steps == i).sum() for i in range(S)]
-        sums += torch.stack([loss.cpu().double() for loss in losses])
-        total += y.numel()
-    model.train(was_training)
-    model.backend = backend
-    sums, total = reduce(sums.to(device)), reduce(torch.tensor(total, device=device))
-    loss, *per_depth = (sums / total).tolist()
-    truncated, alone, stopped = per_depth[:S], per_depth[S : 2 * S], per_depth[2 * S :]
-    steps = sum(i * share for i, share in enumerate(stopped))
-    return dict(loss=loss, steps=steps, truncated=truncated, alone=alone, stopped=stopped)
-
-
-def final_report(model, windows, config, device):
-    """The losses that count, printed and returned: as trained, at the fixed point, hard-stopped."""
-    R = max(config.model.iters)
-    count = min(config.eval_windows, windows.count)
-
-    def measure(**kwargs):
-        return evaluate(model, windows, count, device, tau_steps=config.tau, **kwargs)
-
-    trained, fixed = measure(iters=R), measure()
-    hard = permuted = fixed
-    if model.masks:  # otherwise nothing is masked and all tokens take as many steps
-        hard, permuted = measure(tau=config.tau), measure(tau=config.tau, permute=True)
-    print(f"\nvalidation loss in nats per token, {count} windows of {windows.block_size} tokens")
-    print(f"  as trained, {R} refinements      {trained['loss']:.4f}")
-    print(f"  at the fixed point            {fixed['loss']:.4f}")
-    if model.masks:
-        print(f"  hard-stopped at tau = {config.tau:<7g} {hard['loss']:.4f}")
-        print(f"  the same, s permuted          {permuted['loss']:.4f}  (as many steps elsewhere)")
-    print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}")
-    print("depth i                      " + "".join(f"{i:8d}" for i in range(len(hard["alone"]))))
-    rows = {"loss, integrated up to i": fixed["truncated"]} if model.masks else {}
-    rows |= {"loss of h^(i) alone": fixed["alone"], "tokens that stop here": hard["stopped"]}
-    for title, row in rows.items():
-        print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
-    return dict(trained=trained, fixed=fixed, hard=hard, permuted=permuted, iters=R)
 
 
 def clock(seconds):
@@ -343,27 +222,6 @@ def open_corpus(config):
     return folder, tokenizer, *tokens
 
 
-def open_run(config, corpus):
-    """The run's directory, the checkpoint to go on from (or None), and what changed since."""
-    if not config.resume:
-        run = new_run(config.out, config.name, config.preset)
-        write_json(run / "train.json", {"config": asdict(config), "corpus": corpus})
-        return run, None, {}
-    run, before, corpus_before = resumed_settings(config.out, config.name)
-    changed = changes(before, config)
-    if corpus != corpus_before:
-        changed["corpus"] = corpus_before, corpus
-    refused = [
-        f"{name}: {old} -> {new}" for name, (old, new) in changed.items() if name not in MAY_CHANGE
-    ]
-    if refused:
-        raise ValueError(
-            f"{run} was trained with other settings; leave them as they were, or train anew "
-            f"without --resume. Changed: {'; '.join(refused)}"
-        )
-    return run, next(iter(checkpoints(run)[::-1]), None), changed
-
-
 def optimize(model, optimizer, x, y, R, config, precision):
     """One optimizer step on this process's share x, y (batch, T). Returns what is logged of it.
 
@@ -399,25 +257,20 @@ def train(config):
     rank, processes, device = join_processes(pick_device(config.device))
     check(config, processes)
     dtype = from_first(pick_precision(config.precision, device))  # it may have been measured
+    config = replace(config, precision=str(dtype)[6:])
     backend = pick_backend(config.backend, device, dtype)
-    if rank:
-        from_first(None)  # waits until the first process has prepared the corpus
-    folder, tokenizer, train_tokens, val_tokens = open_corpus(config)
-    if not rank:
-        from_first(None)
+    with first_process_first():
+        folder, tokenizer, train_tokens, val_tokens = open_corpus(config)
     V, T = tokenizer.vocab_size, config.model.block_size
     V = V if V < 1024 else -(-V // 64) * 64  # large tables padded, for the GPU's matrix products
     windows, val = Windows(train_tokens, T, config.seed), Windows(val_tokens, T, seed=0)
     entropy = unigram_entropy(val_tokens, V)
 
-    config = replace(config, precision=str(dtype)[6:])
     corpus = {"name": folder.name, "train_tokens": len(train_tokens), "val_tokens": len(val_tokens)}
-    run, latest, changed = from_first(open_run(config, corpus) if not rank else None)
+    run, latest, changed = from_first(None if rank else open_run(config, corpus, MAY_CHANGE))
     torch.manual_seed(config.seed)
-    if latest is None:
-        model = PonderLM(replace(config.model, vocab_size=V))
-    else:
-        model = PonderLM.from_pretrained(latest)
+    shape = replace(config.model, vocab_size=V)
+    model = PonderLM.from_pretrained(latest) if latest else PonderLM(shape)
     model.to(device).train()
     model.backend, model.recompute = backend, config.recompute
     if config.compile:
@@ -436,18 +289,15 @@ def train(config):
         if latest:
             publish(latest)
     size = sum(p.numel() for p in model.parameters())
+    print(f"{run}: {size:,} parameters, {config.precision}, attention {backend}, {machine}")
+    print(describe(folder))
     print(
-        f"{run}: {size:,} parameters, precision {config.precision}, attention {backend}, ", end=""
+        f"{len(train_tokens):,} tokens, {windows.count:,} windows of {T}; unigram entropy of",
+        end=" ",
     )
-    print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    print(
-        f"{describe(folder)}\n{len(train_tokens):,} tokens, {windows.count:,} windows of {T}; ",
-        end="",
-    )
-    print(f"unigram entropy of validation {entropy:.3f} nats")
+    print(f"validation {entropy:.3f} nats", flush=True)
     if latest:
-        old = "".join(f"; {name}: {a} -> {b}" for name, (a, b) in changed.items())
-        print(f"resumed at step {start}{old}", flush=True)
+        print(f"resumed at step {start}, changed: {changed or 'nothing'}", flush=True)
     try:
         with StopSignal() as stop:
             loop(config, run, model, optimizer, windows, val, start, seconds, stop)
@@ -498,8 +348,7 @@ def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
         R = int(np.random.default_rng((config.seed, done)).integers(low, high + 1))
         x, y = windows.batch(done, config.batch_size // processes, rank, processes)  # (batch, T)
         logged = optimize(net, optimizer, x.to(device), y.to(device), R, config, precision)
-        if not math.isfinite(logged["loss"] + logged["grad_norm"]):
-            raise ValueError(not_finite(run, step, logged))
+        check_finite(run, step, logged)
         now += time.time() - began
         if step % config.log_every == 0 or step == config.steps:
             row = {k: float(reduce(torch.as_tensor(v))) / processes for k, v in logged.items()}
@@ -513,19 +362,6 @@ def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
             )
             if not rank:
                 append_line(run / "log.jsonl", {"step": step, **row})
-
-
-def not_finite(run, step, logged):
-    values = ", ".join(f"{name} {float(value):.4g}" for name, value in logged.items())
-    message = f"step {step} is not finite ({values}), so nothing of it is kept; "
-    if not checkpoints(run):
-        return message + "there is no checkpoint yet: start again with a lower --learning-rate"
-    rate = "--learning-rate LOWER"
-    return (
-        message
-        + f"the last good checkpoint is {checkpoints(run)[-1]}; to go on from it: "
-        + (f"{resume_command(run)} {rate}")
-    )
 
 
 def main():

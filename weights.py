@@ -9,12 +9,35 @@ Only JSON and safetensors are read: loading a model never runs code from its fil
 
 import json
 import os
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 FORMAT = "ponderlm-3"
+
+
+def from_json(kind, settings):
+    """A dataclass (of dataclasses) from what JSON kept of it, which has no tuples.
+
+    Raises:
+        ValueError: fields that are unknown or missing, or a value that its dataclass refuses.
+    """
+    if not isinstance(settings, dict):
+        raise ValueError(f"{settings!r} is no JSON object")
+    odd = settings.keys() ^ {field.name for field in fields(kind)}
+    if odd:
+        raise ValueError(f"unknown or missing fields {sorted(odd)}")
+    values = {}
+    for field in fields(kind):
+        value, nested = settings[field.name], field.default_factory
+        value = from_json(nested, value) if is_dataclass(nested) else value
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(f"a field of a wrong type: {error}") from None
 
 
 def read_directory(directory):

@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 import train as train_module
-from checkpoint import best_checkpoint, checkpoints, find_training, read_lines, step_of
+from checkpoint import best_checkpoint, checkpoints, read_lines, read_settings, step_of
 from model import PonderLM
-from train import parse, resumed_settings, train
+from train import TrainConfig, parse, train
 
 ROOT = Path(__file__).parent.parent
 TRAIN = [sys.executable, str(ROOT / "train.py")]
@@ -93,7 +93,7 @@ def test_interrupted_evaluation(config, monkeypatch):
     """Catches an evaluation that is waited for, or lost: all is saved, so it stops at once."""
     whole, results = train(replace(config, name="whole"))
     with monkeypatch.context() as patch:
-        patch.setattr("train.PermutedRouter", None)  # not reached
+        patch.setattr("validation.PermutedRouter", None)  # not reached
         interrupt_at(patch, 0, function="evaluate")
         run, nothing = train(config)
         assert nothing is None and step_of(checkpoints(run)[-1]) == 20
@@ -114,7 +114,7 @@ def test_more_steps(config):
     assert [row["step"] for row in losses(run) if "loss" in row] == list(range(1, 25))
     start = [row for row in read_lines(run / "log.jsonl") if "changed" in row][-1]
     assert start["changed"] == {"steps": [20, 24], "learning_rate": [0.01, 0.001]}
-    assert resumed_settings("out", "x")[1].steps == 24
+    assert read_settings(TrainConfig, "out", "x")[1].steps == 24
 
 
 def test_changed_settings_are_refused(config, tmp_path):
@@ -381,8 +381,8 @@ def test_processes_that_do_not_fit(config):
         check(replace(config, batch_size=8, micro_batch_size=4), processes=3)
 
 
-def test_find_training_takes_the_newest(config):
+def test_resume_takes_the_newest(config):
     """Catches --resume that goes on with another run than the last."""
     for name in ("b", "a"):
         train(replace(config, steps=1, name=name))
-    assert find_training("out")[0] == Path("out/a")
+    assert read_settings(TrainConfig, "out")[0] == Path("out/a")

@@ -305,11 +305,7 @@ def test_save_and_load(tmp_path, tied):
     model = small_model(tie_word_embeddings=tied, router_offset=(0.0, 1.0, 2.0, 3.0)).float()
     model.save_pretrained(tmp_path)
     loaded = PonderLM.from_pretrained(tmp_path)
-    assert {**vars(loaded.config)} == {
-        **vars(model.config),
-        "router_offset": [0, 1, 2, 3],
-        "iters": [2, 3],
-    }
+    assert loaded.config == model.config
     with torch.no_grad():
         assert torch.equal(loaded(tokens(), iters=2).logits, model(tokens(), iters=2).logits)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]

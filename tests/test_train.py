@@ -10,7 +10,8 @@ from conftest import small_model
 from checkpoint import find_run, new_run, read_lines
 from data import Windows
 from model import PonderLM
-from train import TrainConfig, evaluate, learning_rate, parse, train
+from train import TrainConfig, learning_rate, parse, train
+from validation import evaluate
 
 
 def test_training_learns_and_leaves_a_run(config, monkeypatch, tmp_path, capsys):

@@ -1,0 +1,107 @@
+"""What a trained model scores: as trained, at the fixed point, hard-stopped; and depth by depth."""
+
+import numpy as np
+import torch
+
+from device import rank_and_size, reduce
+from router import stop_step
+
+
+class PermutedRouter(torch.nn.Module):
+    """The step distributions of a batch, handed out to other tokens of the batch."""
+
+    def __init__(self, s, log_w):
+        super().__init__()
+        order = torch.randperm(s[..., 0].numel(), generator=torch.Generator().manual_seed(0))
+        order = order.to(s.device)
+        self.s, self.log_w = (x.flatten(0, 1)[order].view_as(x) for x in (s, log_w))
+
+    def forward(self, h0, alpha=0.0):
+        return self.s, self.log_w
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # compiling for these shapes would take longer
+def evaluate(
+    model,
+    windows,
+    count,
+    device,
+    iters=None,
+    tau=None,
+    tau_steps=1e-4,
+    permute=False,
+    batch_size=32,
+):
+    """Mean losses over the first `count` windows, in float32.
+
+    iters and tau as in PonderLM.jacobi; iters None is the fixed point, which decoding computes.
+    permute gives each token another one's s and w: as many steps, but not where the router wants.
+
+    Returns:
+        dict: loss; steps, the mean executed at `tau_steps`; and per depth 0..K `truncated` (the
+        loss of the integration truncated after step i and renormalised), `alone` (of h^(i)
+        alone), `stopped` (share of the tokens that stop there).
+    """
+    was_training, backend = model.training, model.backend
+    model.eval()
+    model.backend = "auto"  # one that can do float32
+    S, total = model.config.ponder_steps + 1, 0
+    sums = torch.zeros(1 + 3 * S, dtype=torch.float64)
+    rank, processes = rank_and_size()
+    for first in range(rank * batch_size, count, processes * batch_size):
+        rows = [windows.window(i) for i in range(first, min(first + batch_size, count))]
+        rows = torch.from_numpy(np.stack(rows)).to(device)
+        x, y = rows[:, :-1], rows[:, 1:]
+        h, s, log_w = model.jacobi(x, iters, tau)
+        if permute:
+            router, model.router = model.router, PermutedRouter(s, log_w)
+            h, s, log_w = model.jacobi(x, iters, tau)
+            model.router = router
+        steps = stop_step(log_w, tau_steps)
+        h_hat = model.integrate(h, s, steps if tau else None)
+        losses = [model.token_losses(h_hat, y).sum()]
+        for i in range(S):
+            partial = (s[..., : i + 1, None] * h[:, :, : i + 1]).sum(2)
+            partial = partial / s[..., : i + 1].sum(-1, keepdim=True).clamp(
+                min=torch.finfo(s.dtype).tiny
+            )
+            losses.append(model.token_losses(partial.to(h.dtype), y).sum())
+        losses += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
+        losses += [(steps == i).sum() for i in range(S)]
+        sums += torch.stack([loss.cpu().double() for loss in losses])
+        total += y.numel()
+    model.train(was_training)
+    model.backend = backend
+    sums, total = reduce(sums.to(device)), reduce(torch.tensor(total, device=device))
+    loss, *per_depth = (sums / total).tolist()
+    truncated, alone, stopped = per_depth[:S], per_depth[S : 2 * S], per_depth[2 * S :]
+    steps = sum(i * share for i, share in enumerate(stopped))
+    return dict(loss=loss, steps=steps, truncated=truncated, alone=alone, stopped=stopped)
+
+
+def final_report(model, windows, config, device):
+    """The losses that count, printed and returned: as trained, at the fixed point, hard-stopped."""
+    R = max(config.model.iters)
+    count = min(config.eval_windows, windows.count)
+
+    def measure(**kwargs):
+        return evaluate(model, windows, count, device, tau_steps=config.tau, **kwargs)
+
+    trained, fixed = measure(iters=R), measure()
+    hard = permuted = fixed
+    if model.masks:  # otherwise nothing is masked and all tokens take as many steps
+        hard, permuted = measure(tau=config.tau), measure(tau=config.tau, permute=True)
+    print(f"\nvalidation loss in nats per token, {count} windows of {windows.block_size} tokens")
+    print(f"  as trained, {R} refinements      {trained['loss']:.4f}")
+    print(f"  at the fixed point            {fixed['loss']:.4f}")
+    if model.masks:
+        print(f"  hard-stopped at tau = {config.tau:<7g} {hard['loss']:.4f}")
+        print(f"  the same, s permuted          {permuted['loss']:.4f}  (as many steps elsewhere)")
+    print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}")
+    print("depth i                      " + "".join(f"{i:8d}" for i in range(len(hard["alone"]))))
+    rows = {"loss, integrated up to i": fixed["truncated"]} if model.masks else {}
+    rows |= {"loss of h^(i) alone": fixed["alone"], "tokens that stop here": hard["stopped"]}
+    for title, row in rows.items():
+        print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
+    return dict(trained=trained, fixed=fixed, hard=hard, permuted=permuted, iters=R)
