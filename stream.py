@@ -132,6 +132,8 @@ def stream(
                     bar.update(0 if is_val else len(pieces[-1]))
                 meta["bytes"] += sum(len(text.encode("utf-8", "replace")) for text in batch)
             ended = count < wanted
+            if is_val and ended:
+                raise DataError(f"{name} has {count:,} tokens in all; lower --val-tokens")
             if not pieces:
                 break
             shard = np.concatenate(pieces)
@@ -143,7 +145,7 @@ def stream(
             meta |= dict(shards=meta["shards"] + 1, complete=False, state=dataset.state_dict())
             write_json(folder / "meta.json", meta)
     if not meta["tokens"]:
-        raise DataError(f"{name} has less text than the validation takes; lower --val-tokens")
+        raise DataError(f"{name} is used up by the validation; delete {folder}, lower --val-tokens")
     write_json(folder / "meta.json", meta | dict(complete=True))
     if ended:
         print(f"note: {name} has {meta['tokens']:,} training tokens, not {tokens:,.0f}")

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SHORT = {  # appended to a command, so that it takes seconds
     "train.py": "--steps 2 --batch-size 2 --eval-windows 2 --log-every 1",
+    "train.py --resume": "--steps 4 --eval-windows 2 --log-every 1",
     "sample.py": "--max-new-tokens 3",
     "bench.py attention": "--lengths 256 --widths 56 --repeats 1",
     "bench.py train": "--preset tiny --windows 1 --repeats 1",
@@ -33,8 +35,9 @@ def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("readme")
     (ROOT / "data").mkdir(exist_ok=True)
     (directory / "data").symlink_to(ROOT / "data")
+    shutil.rmtree(ROOT / "data" / "my_texts-bytes", ignore_errors=True)  # streamed below
     (directory / "my_texts").mkdir()
-    (directory / "my_texts" / "a.txt").write_text("Once upon a time. " * 500, encoding="utf-8")
+    (directory / "my_texts" / "a.txt").write_text("Once upon a time.\n" * 1000, encoding="utf-8")
     return directory
 
 
@@ -50,7 +53,8 @@ def test_readme_command(line, directory):
     """Catches a README whose commands have drifted from the scripts; in its order, since sampling
     takes the newest run."""
     _, script, *arguments = shlex.split(line)
-    short = SHORT.get(script) or SHORT.get(f"{script} {(arguments or [''])[0]}", "")
+    two_words = f"{script} {(arguments or [''])[0]}"
+    short = SHORT.get(two_words, SHORT.get(script, ""))
     command = [sys.executable, str(ROOT / script), *arguments, *short.split()]
     environment = os.environ | {"PYTHONUTF8": "1"}
     done = subprocess.run(
