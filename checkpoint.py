@@ -304,7 +304,7 @@ class Stopped(Exception):
 class StopSignal:
     """Within `with StopSignal() as stop`, SIGINT and SIGTERM only set `stop.received`.
 
-    With `stop.saved`, when there is nothing left to lose, they raise Stopped at once. The same
+    After `stop.at_once(True)`, when there is nothing left to lose, they raise Stopped. The same
     signal a second time ends the process. (torchrun passes on SIGTERM after the terminal's SIGINT:
     two signals, but no second one.)
     """
@@ -317,9 +317,14 @@ class StopSignal:
     def handle(self, number, frame):
         self.received = True
         signal.signal(number, signal.SIG_DFL)
-        if self.saved:
-            raise Stopped
         os.write(2, b"\nstopping after this step; once more to exit at once\n")
+        self.at_once(self.saved)
+
+    def at_once(self, saved):
+        """Whether all is saved, so that a signal, also one that came before, may stop it now."""
+        self.saved = saved
+        if saved and self.received:
+            raise Stopped
 
     def __exit__(self, *error):
         for number, handler in self.before.items():

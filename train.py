@@ -332,7 +332,7 @@ def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
             save_checkpoint(run, model, optimizer, done, seconds + now)
         if stopped:
             raise Stopped
-        stop.saved = due
+        stop.at_once(due)
         if due and done not in evaluated:
             loss = evaluate(model, val, min(64, val.count), device, iters=high)["loss"]
             print(f"step {done}/{config.steps}  validation {loss:.3f}", flush=True)
@@ -340,7 +340,8 @@ def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
                 append_line(run / "log.jsonl", {"step": done, "val": loss})
         if done == config.steps:
             return
-        stop.saved, began, step = False, time.time(), done + 1
+        stop.at_once(False)
+        began, step = time.time(), done + 1
         rate = learning_rate(done, config)
         for group in optimizer.param_groups:
             group["lr"] = rate
