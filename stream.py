@@ -33,7 +33,7 @@ NAMES = {  # of Hugging Face's hub: repository, configuration
     "pile": ("monology/pile-uncopyrighted", None),
 }
 DOCUMENTS = 256  # encoded at a time
-BPE_TEXT = 20_000_000  # characters that a BPE is trained on
+BPE_TEXT = 20_000_000  # bytes that a BPE is trained on
 
 
 def open_dataset(name, config, split, field):
@@ -60,6 +60,17 @@ def open_dataset(name, config, split, field):
     return dataset
 
 
+def texts_of(dataset, field):
+    """Its documents as bytes."""
+    try:
+        for row in dataset:
+            yield (row[field] or "").encode("utf-8", "replace")
+    except OSError as error:
+        raise DataError(
+            f"the stream broke off: {error}; the same command goes on behind the last shard"
+        ) from None
+
+
 def make_tokenizer(name, vocab_size, documents):
     """As data.prepare, a BPE from the beginning of the corpus."""
     if name != "bpe":
@@ -67,7 +78,7 @@ def make_tokenizer(name, vocab_size, documents):
     check_bpe_size(vocab_size)
     texts, size = [], 0
     for text in tqdm(documents, "reading text for a BPE", unit=" documents", leave=False):
-        texts.append(text)
+        texts.append(text.decode())
         size += len(text)
         if size >= BPE_TEXT:
             break
@@ -93,7 +104,7 @@ def stream(
         name: fineweb-edu, minipile, pile, any dataset of the hub, or a local folder of .jsonl,
             .parquet or .txt files
         tokens: number of training tokens, for instance 1e9
-        tokenizer: bpe is trained on the first 20 million characters
+        tokenizer: bpe is trained on the first 20 MB
         vocab_size: number of tokens of a bpe tokenizer
         config: configuration of the dataset, where it has several
         split: split of the dataset
@@ -112,13 +123,13 @@ def stream(
         raise DataError(f"{folder} was made from {meta['source']!r}, not {source!r}: use --folder")
     if not meta:
         folder.mkdir(parents=True, exist_ok=True)
-        documents = (row[field] for row in dataset)
+        documents = texts_of(dataset, field)
         make_tokenizer(tokenizer, vocab_size, documents).save(folder / "tokenizer.json")
         meta = dict(source=source, tokens=0, shards=0, documents=0, bytes=0, sha256="", state=None)
     tokens_of = load_tokenizer(folder / "tokenizer.json")
     if meta["state"]:
         dataset.load_state_dict(meta["state"])
-    texts, ended = (row[field] for row in dataset), False
+    texts, ended = texts_of(dataset, field), False
     bar = tqdm(total=int(tokens), initial=meta["tokens"], unit=" tokens", unit_scale=True)
     with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
         while not ended and (meta["shards"] == 0 or meta["tokens"] < tokens):
@@ -130,7 +141,7 @@ def stream(
                     pieces.append(np.array([*ids, tokens_of.end_of_text], dtype=np.uint16))
                     count += len(pieces[-1])
                     bar.update(0 if is_val else len(pieces[-1]))
-                meta["bytes"] += sum(len(text.encode("utf-8", "replace")) for text in batch)
+                meta["bytes"] += sum(map(len, batch))
             ended = count < wanted
             if is_val and ended:
                 raise DataError(f"{name} has {count:,} tokens in all; lower --val-tokens")

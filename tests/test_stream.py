@@ -92,6 +92,20 @@ def test_bpe(documents):
     assert tokenizer.decode(val[val < 299]).decode().startswith(documents[0] + documents[1])
 
 
+def test_odd_rows_and_a_broken_connection():
+    """Catches a row without text, or with half a surrogate pair, that ends the stream for good, and
+    a lost connection without a word of how to go on."""
+    rows = [{"text": "é"}, {"text": None}, {"text": "\ud800"}]
+    assert list(stream_module.texts_of(rows, "text")) == ["é".encode(), b"", b"?"]
+
+    def broken():
+        yield {"text": "abc"}
+        raise ConnectionError("no route to host")
+
+    with pytest.raises(DataError, match="no route to host; the same command goes on"):
+        list(stream_module.texts_of(broken(), "text"))
+
+
 def test_refused(documents, monkeypatch, tmp_path):
     """Catches a wrong column, another source in the same folder, and a missing package, without a
     word of the way out."""
