@@ -13,6 +13,7 @@ not there. Batches are a function of the step, so that the step is all there is 
 Only JSON, safetensors and weights_only pickles are read: no file of a run can run code.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import shlex
 import shutil
 import signal
 import time
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
 
@@ -65,11 +67,14 @@ def read_lines(file):
     """What append_line wrote; [] without a file, and without a last line that was cut short."""
     if not file.exists():
         return []
-    *lines, _ = file.read_text(encoding="utf-8").split("\n")
     try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ValueError(f"{file} has a line that is no JSON: {error}; remove that line") from None
+        *lines, _ = file.read_text(encoding="utf-8").split("\n")
+        rows = [json.loads(line) for line in lines]
+        if all(isinstance(row["step"], int) for row in rows):
+            return rows
+        raise ValueError("a step that is no number")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} has a line that is none of a log: {error!r}; remove it") from None
 
 
 # -- Runs ------------------------------------------------------------------------------------------
@@ -91,24 +96,39 @@ def find_run(run=None, out="out"):
 def newest(out, file):
     runs = sorted(Path(out).glob(f"*/{file}"), key=lambda f: f.stat().st_mtime)
     if not runs:
-        raise FileNotFoundError(f"no trained model in {out}/; train one first: python train.py")
+        raise FileNotFoundError(f"no run with {file} in {out}/; train one first: python train.py")
     return runs[-1].parent
 
 
 def new_run(out, name, prefix):
     """Create out/<name>, or out/<prefix>-<date and time> without a name.
 
-    What a run that saved no model left behind is removed.
-
     Raises:
-        FileExistsError: there is such a run already.
+        FileExistsError: there is such a run already, with a model.
+        ValueError: a name that is no name of a folder.
     """
+    if name and (Path(name).name != name or name == ".."):
+        raise ValueError(f"--name {name!r} is no plain name; another place is for --out to say")
     run = Path(out) / (name or f"{prefix}-{time.strftime('%m%d-%H%M%S')}")
     if checkpoints(run) or (run / "model.safetensors").exists():
         raise FileExistsError(f"{run} exists: go on with --resume, or choose another --name")
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "log.jsonl").unlink(missing_ok=True)
+    run.mkdir(parents=True, exist_ok=bool(name))
     return run
+
+
+@contextmanager
+def locked(run):
+    """Keep a run for this process. The lock ends with the process, however that ends."""
+    folder = os.open(run, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise ValueError(f"another process is training {run}; stop that one first") from None
+    try:
+        yield
+    finally:
+        os.close(folder)
 
 
 def read_settings(kind, out, name=None):
@@ -172,7 +192,7 @@ def resume_command(run):
 
 def checkpoints(run):
     """The complete checkpoints of a run, oldest first."""
-    return sorted(path for path in Path(run).glob("step-*") if path.suffix != ".tmp")
+    return sorted(Path(run).glob("step-" + 8 * "[0-9]"))
 
 
 def step_of(checkpoint):
@@ -191,7 +211,10 @@ def save_checkpoint(run, model, optimizer, step, seconds):
 
     Raises:
         OSError: the disk is full or gone. What was there before still is.
+        ValueError: weights that are not finite.
     """
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise ValueError(f"the weights of step {step} are not finite: {way_back(run)}")
     half, final = run / f"step-{step:08d}.tmp", run / f"step-{step:08d}"
     trainer = {
         "step": step,
@@ -235,14 +258,21 @@ def publish(checkpoint):
 
 def cannot_write(run, error):
     reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    if getattr(error, "filename", None):
+        reason += f": {error.filename}"
     if run.exists():  # torch and safetensors do not say that the disk is full
         reason += f" ({shutil.disk_usage(run).free / 2**20:,.0f} MiB free)"
     saved = checkpoints(run)
     return OSError(
         f"cannot write to {run}: {reason}. Saved there is "
         + (f"step {step_of(saved[-1])}" if saved else "no checkpoint yet")
-        + f"; make room, or bring the folder back, then: {resume_command(run)}"
+        + f"; make room, or bring back what is missing, then: {resume_command(run)}"
     )
+
+
+def unreadable(checkpoint, error):
+    way_out = f"delete {checkpoint} to go on from the checkpoint before"
+    return ValueError(f"{str(error) or 'the file is empty'}; {way_out}")
 
 
 def read_trainer(checkpoint, optimizer):
@@ -253,45 +283,60 @@ def read_trainer(checkpoint, optimizer):
             not run.
     """
     file = checkpoint / "trainer.pt"
-    way_out = f"delete {checkpoint} to go on from the checkpoint before"
     try:
         trainer = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a foreign file fails in any way
         reason = str(error).splitlines()[0] if str(error) else "it is empty"
-        raise ValueError(f"{file} cannot be read as data: {reason} {way_out}") from None
+        raise unreadable(checkpoint, f"{file} cannot be read as data: {reason}") from None
     try:
-        optimizer.load_state_dict(trainer["optimizer"])
-        for p, state in optimizer.state.items():  # whose shapes torch does not compare
-            if state["exp_avg"].shape != p.shape:
-                raise ValueError(f"shape {tuple(state['exp_avg'].shape)}, not {tuple(p.shape)}")
+        if trainer["step"] != step_of(checkpoint):
+            raise ValueError(f"it is of step {trainer['step']}")
+        state, now = trainer["optimizer"]["state"], optimizer.state_dict()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if state.keys() != set(range(len(parameters))):
+            raise ValueError(f"it has {len(state)} states for {len(parameters)} parameters")
+        for i, p in enumerate(parameters):  # shapes, which torch trusts
+            expected = {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+            found = {name: value.shape for name, value in state[i].items()}
+            if found != expected:
+                raise ValueError(f"parameter {i} has {found}, not {expected}")
+        optimizer.load_state_dict(now | {"state": state})  # the settings are this training's
         torch.set_rng_state(trainer["random"])
         if len(trainer["random_cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(trainer["random_cuda"])
-        return trainer["step"], trainer["seconds"]
+        return trainer["step"], float(trainer["seconds"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"{file} does not belong to this model: {error!r}; {way_out}") from None
+        raise unreadable(checkpoint, f"{file} is not of this model: {error!r}") from None
 
 
-def trim_log(run, step):
-    """Take back what was logged after the checkpoint of `step`, and a line that was cut short."""
-    rows = [row for row in read_lines(run / "log.jsonl") if row["step"] <= step]
+def begin_log(run, step, changed, machine):
+    """Take back what was logged after `step`, and a line cut short, and what is about to be made
+    anew; then log the start."""
+    rows = [row for row in read_lines(run / "log.jsonl") if row["step"] <= step] if step else []
+    rows.append({"step": step, "changed": changed, **machine})
     write_text(run / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("results.json", "loss.png"):
+        (run / name).unlink(missing_ok=True)
 
 
-def check_finite(run, step, logged):
-    """Stop a training that has left the numbers, before anything of it is saved.
+def check_finite(run, step, **values):
+    """Stop a training that has left the numbers.
 
     Raises:
-        ValueError: the loss or the gradient is infinite or nan, with the way back.
+        ValueError: one of the values is infinite or nan; with the way back.
     """
-    if math.isfinite(logged["loss"] + logged["grad_norm"]):
-        return
-    values = ", ".join(f"{name} {float(value):.4g}" for name, value in logged.items())
-    way_out = "there is no checkpoint yet: start again with a lower --learning-rate"
-    if checkpoints(run):
-        way_out = f"the last good checkpoint is {checkpoints(run)[-1]}; to go on from it: "
-        way_out += f"{resume_command(run)} --learning-rate LOWER"
-    raise ValueError(f"step {step} is not finite ({values}), so nothing of it is kept; {way_out}")
+    if not all(math.isfinite(value) for value in values.values()):
+        values = ", ".join(f"{name} {float(value):.4g}" for name, value in values.items())
+        raise ValueError(f"step {step} is not finite ({values}): {way_back(run)}")
+
+
+def way_back(run):
+    if not checkpoints(run):
+        return "there is no checkpoint yet, so start again with a lower --learning-rate"
+    return (
+        f"the last checkpoint is {checkpoints(run)[-1]}; to go on from it: {resume_command(run)} "
+        "--learning-rate LOWER; if that ends here again, delete it to take the one before"
+    )
 
 
 # -- Stopping --------------------------------------------------------------------------------------
@@ -305,8 +350,7 @@ class StopSignal:
     """Within `with StopSignal() as stop`, SIGINT and SIGTERM only set `stop.received`.
 
     After `stop.at_once(True)`, when there is nothing left to lose, they raise Stopped. The same
-    signal a second time ends the process. (torchrun passes on SIGTERM after the terminal's SIGINT:
-    two signals, but no second one.)
+    signal a second time ends the process.
     """
 
     def __enter__(self):

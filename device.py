@@ -77,11 +77,13 @@ def rank_and_size():
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def reduce(tensor):
-    """The sum of a tensor over all processes, in place."""
-    if dist.is_initialized():
-        dist.all_reduce(tensor)
-    return tensor
+def reduce(tensor, device):
+    """The sum of a tensor over all processes, which meet on `device`."""
+    if not dist.is_initialized():
+        return tensor
+    tensor = tensor.to(device)
+    dist.all_reduce(tensor)
+    return tensor.cpu()
 
 
 def any_process(flag):

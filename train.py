@@ -4,14 +4,16 @@
     python train.py --preset tiny --ponder-steps 0   the same transformer without pondering
     python train.py --data my_texts/ --steps 2000
     python train.py --resume                         go on with the newest run, exactly
-    torchrun --nproc_per_node=4 train.py             the same training by 4 processes
+    torchrun --nproc_per_node=2 train.py --micro-batch-size 4     by 2 processes
 
 Every flag and its default: python train.py --help
 """
 
 import argparse
+import hashlib
 import math
 import os
+import shlex
 import shutil
 import time
 from contextlib import nullcontext
@@ -29,10 +31,13 @@ from checkpoint import (
     Stopped,
     StopSignal,
     append_line,
+    begin_log,
     best_checkpoint,
+    changes,
     check_finite,
     checkpoints,
     draw_losses,
+    locked,
     open_run,
     publish,
     read_lines,
@@ -40,7 +45,7 @@ from checkpoint import (
     read_trainer,
     resume_command,
     save_checkpoint,
-    trim_log,
+    unreadable,
     write_json,
 )
 from data import Windows, describe, is_prepared, load_tokens, prepare, unigram_entropy
@@ -112,6 +117,7 @@ PRESETS = {
         model=PonderConfig(4096, 384, 1032, 6, 6, head_dim=56, block_size=256),
         steps=2000,
         batch_size=64,
+        micro_batch_size=16,
         learning_rate=1e-3,
         eval_every=500,
     ),
@@ -191,9 +197,15 @@ def check(config, processes=1):
     for name in ("steps", "batch_size", "log_every", "eval_every", "eval_windows"):
         if getattr(config, name) < 1:
             raise ValueError(f"{name} = {getattr(config, name)}: it must be at least 1")
-    if config.seed < 0 or not 0 <= config.tau <= 1:
-        raise ValueError(f"seed = {config.seed}, tau = {config.tau}: seed >= 0 and 0 <= tau <= 1")
-    compilers = (os.environ.get("CXX", "g++"), "clang++", "cl")
+    bounds = dict(
+        seed=(0, 2**63), tau=(0, 1), warmup=(0, 1), weight_decay=(0, 1), clip=(0, math.inf)
+    )
+    for name, (low, high) in (bounds | {"learning_rate": (0, 1e30)}).items():
+        if not low <= getattr(config, name) <= high:
+            raise ValueError(f"{name} = {getattr(config, name)}: it must be in {low} .. {high:g}")
+    if not all(0 <= beta < 1 for beta in config.betas):
+        raise ValueError(f"betas = {config.betas}: they must be in 0 .. 1, without 1")
+    compilers = (shlex.split(os.environ.get("CXX", "g++"))[0], "clang++", "cl")
     if config.compile and not any(map(shutil.which, compilers)):
         raise ValueError("--compile needs a C++ compiler, and found none; install g++ or leave it")
     batch, micro = config.batch_size, config.micro_batch_size
@@ -201,10 +213,12 @@ def check(config, processes=1):
         raise ValueError(f"micro_batch_size {micro} does not divide batch_size {batch}")
     if batch % ((micro or batch) * processes):
         fits = [m for m in range(1, batch + 1) if batch % (m * processes) == 0]
+        way_out = f"--micro-batch-size {fits[-1]} would do" if fits else "change --batch-size"
+        if config.resume:
+            way_out = "go on with fewer processes: the penalty depends on the micro-batch"
         raise ValueError(
             f"{processes} processes cannot share {batch} windows a step in micro-batches of "
-            f"{micro or batch}; "
-            + (f"--micro-batch-size {fits[-1]} would do" if fits else "change --batch-size")
+            f"{micro or batch}; {way_out}"
         )
 
 
@@ -258,7 +272,7 @@ def train(config):
     check(config, processes)
     dtype = from_first(pick_precision(config.precision, device))  # it may have been measured
     config = replace(config, precision=str(dtype)[6:])
-    backend = pick_backend(config.backend, device, dtype)
+    pick_backend(config.backend, device, dtype)  # refuses what cannot run here
     with first_process_first():
         folder, tokenizer, train_tokens, val_tokens = open_corpus(config)
     V, T = tokenizer.vocab_size, config.model.block_size
@@ -266,54 +280,67 @@ def train(config):
     windows, val = Windows(train_tokens, T, config.seed), Windows(val_tokens, T, seed=0)
     entropy = unigram_entropy(val_tokens, V)
 
+    ends = np.concatenate([train_tokens[: 10**6], train_tokens[-(10**6) :]])
     corpus = {"name": folder.name, "train_tokens": len(train_tokens), "val_tokens": len(val_tokens)}
+    corpus["sha256"] = hashlib.sha256(ends.tobytes()).hexdigest()
     run, latest, changed = from_first(None if rank else open_run(config, corpus, MAY_CHANGE))
-    torch.manual_seed(config.seed)
-    shape = replace(config.model, vocab_size=V)
-    model = PonderLM.from_pretrained(latest) if latest else PonderLM(shape)
-    model.to(device).train()
-    model.backend, model.recompute = backend, config.recompute
-    if config.compile:
-        for block in model.model.layers:  # each pass has another length, hence dynamic
-            block.compile(dynamic=True)
-    optimizer = make_optimizer(model, config, device)
-    start, seconds = read_trainer(latest, optimizer) if latest else (0, 0.0)
-    if start > config.steps:
-        raise ValueError(f"{run} has trained for {start} steps; go on with a larger --steps")
-    machine = {"torch": torch.__version__, "device": device.type, "processes": processes}
-    if not rank:
-        tokenizer.save(run / "tokenizer.json")
-        write_json(run / "train.json", {"config": asdict(config), "corpus": corpus})
-        trim_log(run, start)
-        append_line(run / "log.jsonl", {"step": start, "changed": changed, **machine})
-        if latest:
-            publish(latest)
-    size = sum(p.numel() for p in model.parameters())
-    print(f"{run}: {size:,} parameters, {config.precision}, attention {backend}, {machine}")
-    print(describe(folder))
-    print(
-        f"{len(train_tokens):,} tokens, {windows.count:,} windows of {T}; unigram entropy of",
-        end=" ",
-    )
-    print(f"validation {entropy:.3f} nats", flush=True)
-    if latest:
-        print(f"resumed at step {start}, changed: {changed or 'nothing'}", flush=True)
-    try:
-        with StopSignal() as stop:
-            loop(config, run, model, optimizer, windows, val, start, seconds, stop)
-            results = final_report(model, val, config, device)
-            if not rank:
-                write_json(run / "results.json", {**results, "unigram_entropy": entropy})
-                draw_losses(run)
-    except Stopped:
-        print(f"stopped; go on with: {resume_command(run)}")
-        return run, None
+    with nullcontext() if rank else locked(run):
+        model, optimizer, start, seconds = open_model(config, V, latest, device)
+        model.backend = pick_backend(config.backend, device, dtype)
+        machine = {"torch": torch.__version__, "device": device.type, "processes": processes}
+        if not rank:
+            tokenizer.save(run / "tokenizer.json")
+            write_json(run / "train.json", {"config": asdict(config), "corpus": corpus})
+            begin_log(run, start, changed, machine)
+        size = sum(p.numel() for p in model.parameters())
+        print(f"{run}: {size:,} parameters, {config.precision}, {model.backend}, {machine}")
+        print(describe(folder))
+        print(f"{len(train_tokens):,} tokens, {windows.count:,} windows of {T}; ", end="")
+        print(f"unigram entropy of validation {entropy:.3f} nats", flush=True)
+        if config.resume:
+            print(f"resumed at step {start}, changed: {changed or 'nothing'}", flush=True)
+        try:
+            with StopSignal() as stop:
+                loop(config, run, model, optimizer, windows, val, start, seconds, stop)
+                results = final_report(model, val, config, device)
+                if not rank:
+                    write_json(run / "results.json", {**results, "unigram_entropy": entropy})
+                    draw_losses(run)
+        except Stopped:
+            print(f"stopped; go on with: {resume_command(run)}")
+            return run, None
     print(f"unigram entropy {entropy:.3f}")
     best = best_checkpoint(run)
     if best != checkpoints(run)[-1]:
         print(f"an earlier checkpoint had a better validation loss: {best}")
-    print(f"next: python sample.py --run {run} --tau {config.tau:g} --show-steps")
+    print(f"next: python sample.py --run {shlex.quote(str(run))} --tau {config.tau:g} --show-steps")
     return run, results
+
+
+def open_model(config, vocab_size, checkpoint, device):
+    """The model and its optimizer, new or as in a checkpoint, the steps done and their seconds."""
+    shape = replace(config.model, vocab_size=vocab_size)
+    torch.manual_seed(config.seed)
+    model = PonderLM(shape)
+    if checkpoint:
+        try:
+            model = PonderLM.from_pretrained(checkpoint)
+            if model.config != shape:
+                raise ValueError(f"{checkpoint}/config.json: {changes(shape, model.config)}")
+        except (ValueError, OSError) as error:
+            raise unreadable(checkpoint, error) from None
+    model.to(device).train()
+    model.recompute = config.recompute
+    if config.compile:
+        for block in model.model.layers:  # each pass has another length, hence dynamic
+            block.compile(dynamic=True)
+    optimizer = make_optimizer(model, config, device)
+    start, seconds = read_trainer(checkpoint, optimizer) if checkpoint else (0, 0.0)
+    if start > config.steps:
+        raise ValueError(f"{checkpoint} is beyond step {config.steps}; go on with a larger --steps")
+    if checkpoint and not rank_and_size()[0]:
+        publish(checkpoint)
+    return model, optimizer, start, seconds
 
 
 def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
@@ -336,6 +363,7 @@ def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
         if due and done not in evaluated:
             loss = evaluate(model, val, min(64, val.count), device, iters=high)["loss"]
             print(f"step {done}/{config.steps}  validation {loss:.3f}", flush=True)
+            check_finite(run, done, validation=loss)
             if not rank:
                 append_line(run / "log.jsonl", {"step": done, "val": loss})
         if done == config.steps:
@@ -349,10 +377,11 @@ def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
         R = int(np.random.default_rng((config.seed, done)).integers(low, high + 1))
         x, y = windows.batch(done, config.batch_size // processes, rank, processes)  # (batch, T)
         logged = optimize(net, optimizer, x.to(device), y.to(device), R, config, precision)
-        check_finite(run, step, logged)
+        check_finite(run, step, **logged)
         now += time.time() - began
         if step % config.log_every == 0 or step == config.steps:
-            row = {k: float(reduce(torch.as_tensor(v))) / processes for k, v in logged.items()}
+            values = torch.tensor([float(v) for v in logged.values()])
+            row = dict(zip(logged, (reduce(values, device) / processes).tolist(), strict=True))
             row["tokens_per_second"] = (step - start) * x.numel() * processes / now
             print(
                 f"step {step}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "

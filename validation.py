@@ -73,7 +73,7 @@ def evaluate(
         total += y.numel()
     model.train(was_training)
     model.backend = backend
-    sums, total = reduce(sums.to(device)), reduce(torch.tensor(total, device=device))
+    sums, total = reduce(sums, device), reduce(torch.tensor(total), device)
     loss, *per_depth = (sums / total).tolist()
     truncated, alone, stopped = per_depth[:S], per_depth[S : 2 * S], per_depth[2 * S :]
     steps = sum(i * share for i, share in enumerate(stopped))

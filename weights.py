@@ -53,7 +53,7 @@ def read_directory(directory):
             raise FileNotFoundError(f"{file} does not exist; {directory} holds no trained model")
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
-        found = config.pop("format", None)
+        found = config.pop("format", None) if isinstance(config, dict) else config["format"]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{config_file} is not a JSON object: {error}") from None
     if found != FORMAT:

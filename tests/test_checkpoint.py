@@ -1,6 +1,7 @@
 """Whatever stops a training, nothing that was saved is lost, and it goes on as if nothing was."""
 
 import json
+import math
 import os
 import pickle
 import random
@@ -20,7 +21,15 @@ import torch
 from safetensors.torch import load_file
 
 import train as train_module
-from checkpoint import best_checkpoint, checkpoints, read_lines, read_settings, step_of
+from checkpoint import (
+    best_checkpoint,
+    checkpoints,
+    locked,
+    new_run,
+    read_lines,
+    read_settings,
+    step_of,
+)
 from model import PonderLM
 from train import TrainConfig, parse, train
 
@@ -108,7 +117,7 @@ def test_interrupted_evaluation(config, monkeypatch):
 def test_more_steps(config):
     """Catches a longer training that starts anew or is refused, and a shorter one that passes."""
     run, _ = train(replace(config, steps=20))
-    with pytest.raises(ValueError, match="trained for 20 steps; go on with a larger --steps"):
+    with pytest.raises(ValueError, match="is beyond step 10; go on with a larger --steps"):
         train(parse(["--resume", "--steps", "10"]))
     train(parse(["--resume", "--name", "x", "--steps", "24", "--learning-rate", "0.001"]))
     assert [row["step"] for row in losses(run) if "loss" in row] == list(range(1, 25))
@@ -189,7 +198,7 @@ def test_directory_goes_away(config, monkeypatch, tmp_path):
         return original(step, config)
 
     monkeypatch.setattr("train.learning_rate", vanish)
-    with pytest.raises(OSError, match=r"No such file or directory.*bring the folder back"):
+    with pytest.raises(OSError, match=r"No such file or directory.*bring back what is missing"):
         train(config)
     assert step_of(checkpoints("away/x")[-1]) == 20
 
@@ -207,17 +216,26 @@ class Malice:
         return os.mkdir, ("malice",)
 
 
-@pytest.mark.parametrize("kind", ["code", "truncated", "empty", "text", "foreign", "missing"])
+@pytest.mark.parametrize(
+    "kind",
+    ["code", "truncated", "empty", "text", "missing", "shape", "second", "no state", "step"],
+)
 def test_damaged_trainer(config, kind):
     """Catches code that a checkpoint runs, and a stack trace for a damaged one."""
     run, _ = train(replace(config, steps=40))
     file = run / "step-00000040" / "trainer.pt"
     other = torch.load(file, weights_only=True)
-    other["optimizer"]["state"][0]["exp_avg"] = torch.zeros(3)
+    first = other["optimizer"]["state"][0]
+    if kind == "no state":
+        other["optimizer"]["state"] = {}
+    elif kind == "step":
+        other["step"] = 3
+    else:  # which the fused kernel would read beyond its end
+        first["exp_avg" if kind == "shape" else "exp_avg_sq"] = torch.zeros(3)
     with pytest.raises(ValueError, match=r"trainer\.pt .*delete out/x/step-00000040 to go on"):
         if kind == "code":
             file.write_bytes(pickle.dumps(Malice()))
-        elif kind == "foreign":
+        elif kind in ("shape", "second", "no state", "step"):
             torch.save(other, file)
         elif kind == "missing":
             file.unlink()
@@ -233,14 +251,68 @@ def test_damaged_trainer(config, kind):
     assert step_of(checkpoints(run)[-1]) == 40
 
 
-@pytest.mark.parametrize("content", [None, b"", b"hello"])
-def test_damaged_model(config, content):
-    """The same for the weights."""
-    run, _ = train(replace(config, steps=2))
-    file = run / "step-00000002" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100] if content is None else content)
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+@pytest.mark.parametrize(
+    "damage,message",
+    [
+        (lambda d: edit(d / "model.safetensors", lambda b: b[:-100]), "is damaged"),
+        (lambda d: edit(d / "model.safetensors", lambda b: b""), "is damaged"),
+        (lambda d: (d / "model.safetensors").unlink(), "does not exist"),
+        (lambda d: edit(d / "config.json", lambda b: b"[]"), "not a JSON object"),
+        (lambda d: edit(d / "config.json", lambda b: b.replace(b"0.5", b"0.0")), "penalty_weight"),
+    ],
+)
+def test_damaged_model(config, damage, message):
+    """The same for the weights and their config, and a copy of a checkpoint that is none."""
+    run, _ = train(replace(config, steps=40))
+    shutil.copytree(run / "step-00000020", run / "step-00000050-copy")
+    damage(run / "step-00000040")
+    with pytest.raises(ValueError, match=f"{message}.*delete out/x/step-00000040 to go on"):
         train(parse(["--resume"]))
+    shutil.rmtree(run / "step-00000040")
+    train(parse(["--resume"]))
+    assert step_of(checkpoints(run)[-1]) == 40 and (run / "step-00000050-copy").exists()
+
+
+def edit(file, change):
+    content = change(file.read_bytes())
+    file.unlink()  # the run's own model is the same file
+    file.write_bytes(content)
+
+
+def test_one_process_a_run(config, monkeypatch):
+    """Catches two processes that write one run."""
+    train(replace(config, steps=20))
+    with locked(Path("out/x")), pytest.raises(ValueError, match="another process is training"):
+        train(parse(["--resume", "--steps", "30"]))
+    train(parse(["--resume", "--steps", "30"]))
+    monkeypatch.setattr("time.strftime", lambda _: "now")
+    new_run("out", None, "tiny")
+    with pytest.raises(FileExistsError):
+        new_run("out", None, "tiny")
+    for name in ("a/b", "..", "."):
+        with pytest.raises(ValueError, match="no plain name"):
+            new_run("out", name, "tiny")
+
+
+def test_weights_that_are_not_finite(config, monkeypatch):
+    """Catches a checkpoint of nan, and a validation of nan that the training passes over."""
+    real = train_module.optimize
+
+    def poison(model, *args):
+        logged = real(model, *args)
+        model.lm_head.weight.data.fill_(torch.nan)
+        return logged
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.optimize", poison)
+        with pytest.raises(ValueError, match="weights of step 1 are not finite"):
+            train(replace(config, eval_every=1))
+    assert checkpoints("out/x") == []
+    monkeypatch.setattr("train.evaluate", lambda *a, **k: {"loss": math.nan})
+    with pytest.raises(
+        ValueError, match=r"step 20 is not finite \(validation nan\).*step-00000020"
+    ):
+        train(config)
 
 
 def test_torn_log(config):
@@ -252,9 +324,10 @@ def test_torn_log(config):
     train(parse(["--resume", "--name", "x", "--steps", "30"]))
     assert [row["step"] for row in losses(run) if "loss" in row] == list(range(1, 31))
     assert losses(whole)[:20] != [] and not any(row.get("loss") == 7.0 for row in losses(run))
-    (run / "log.jsonl").write_text("hello\n")
-    with pytest.raises(ValueError, match=r"log\.jsonl has a line that is no JSON"):
-        read_lines(run / "log.jsonl")
+    for line in (b"hello\n", b"5\n", b'{"a": 1}\n', b"\xff\n"):
+        (run / "log.jsonl").write_bytes(line)
+        with pytest.raises(ValueError, match=r"log\.jsonl has a line that is none of a log"):
+            read_lines(run / "log.jsonl")
 
 
 def start(directory, *flags, stderr=subprocess.STDOUT):
