@@ -75,6 +75,8 @@ def measure(make, cases, repeats, warm_up):
 
     Rounds alternate between the cases, so that a machine that slows down slows all of them.
     """
+    if repeats < 1:
+        raise ValueError(f"repeats = {repeats}: it must be at least 1")
     runs = {name: make(*case) for name, case in cases.items()}
     seconds = {name: [] for name in runs}
     for i in range(repeats + 1):
@@ -309,7 +311,9 @@ def train(
     """
     device = pick_device(device)
     dtype = pick_precision(precision, device)
-    B = windows or (32 if device.type == "cuda" else 2)
+    B = (32 if device.type == "cuda" else 2) if windows is None else windows
+    if B < 1 or iters < 0:
+        raise ValueError(f"windows = {B}, iters = {iters}: windows >= 1 and iters >= 0")
     shape = PRESETS[preset].model
     last = lambda n: replace(shape, backprop_passes=n)  # noqa: E731
     variants = {  # shape, plain, recompute, compiled

@@ -196,8 +196,7 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         raise DataError("--data is empty; name a corpus, a file or a folder")
     path = Path(data)
     if is_prepared(path):
-        if read_meta(path).get("complete") is False:
-            raise DataError(f"{data} is not complete; run the command again that began it")
+        check_streamed(path)
         return path, bin_tokenizer(path, tokenizer)
     corpora = {"pydocs": pydocs, "pysource": pysource, "shakespeare": shakespeare}
     if data in corpora:
@@ -254,8 +253,26 @@ def describe(folder):
 def read_meta(folder):
     """A corpus's meta.json; {} without one, or with somebody else's."""
     file = folder / "meta.json"
-    meta = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return meta if "source" in meta else {}
+    try:
+        meta = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        return meta if "source" in meta else {}
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{file} is damaged ({error}); delete {folder} and prepare it again"
+        ) from None
+
+
+def check_streamed(folder):
+    """Refuse a streamed corpus that is not complete, or lost a shard or a part of one."""
+    meta = read_meta(folder)
+    if meta.get("complete") is False:
+        raise DataError(f"{folder} is not complete; run the command again that began it")
+    found = sum(file.stat().st_size // 2 for file in bin_files(folder, "train"))
+    if found != meta.get("tokens", found):
+        raise DataError(
+            f"{folder} has {found:,} training tokens, not the {meta['tokens']:,} of its meta.json; "
+            "delete it and stream it again"
+        )
 
 
 def bin_tokenizer(folder, name):

@@ -15,7 +15,6 @@ and makes the files that it would have made anyway; a larger --tokens adds shard
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +23,7 @@ import tyro
 from tqdm import tqdm
 
 from checkpoint import sync, write_json
-from data import CACHE, describe, read_meta
+from data import CACHE, check_streamed, describe, is_prepared, read_meta
 from tokenizer import DataError, Tokenizer, check_bpe_size, load_tokenizer
 
 NAMES = {  # of Hugging Face's hub: repository, configuration
@@ -32,7 +31,7 @@ NAMES = {  # of Hugging Face's hub: repository, configuration
     "minipile": ("JeanKaddour/minipile", None),
     "pile": ("monology/pile-uncopyrighted", None),
 }
-DOCUMENTS = 256  # encoded at a time
+BATCH = 2**22  # bytes encoded at a time
 BPE_TEXT = 20_000_000  # bytes that a BPE is trained on
 
 
@@ -44,8 +43,13 @@ def open_dataset(name, config, split, field):
         raise DataError("streaming needs the package datasets: pip install datasets") from None
     known = NAMES.get(name, (name, None))
     config = config or known[1]
+    texts = [str(file) for file in sorted(Path(name).glob("**/*.txt"))]
     try:
-        dataset = load_dataset(known[0], config, split=split, streaming=True)
+        if texts:  # a file is a document; by itself datasets takes each line for one
+            kwargs = dict(data_files={split: texts}, sample_by="document")
+            dataset = load_dataset("text", split=split, streaming=True, **kwargs)
+        else:
+            dataset = load_dataset(known[0], config, split=split, streaming=True)
         first = next(iter(dataset), None)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -69,6 +73,26 @@ def texts_of(dataset, field):
         raise DataError(
             f"the stream broke off: {error}; the same command goes on behind the last shard"
         ) from None
+
+
+def take(texts, size):
+    """Documents of about `size` bytes. A token has a byte or more, so that `size` is exceeded by
+    less than the last document's tokens."""
+    batch = []
+    for text in texts:
+        batch.append(text)
+        size -= len(text) + 1  # the end of text is a token
+        if size <= 0:
+            break
+    return batch
+
+
+def describe_source(name, *settings):
+    """What a corpus is made from. Local files by size and time: changed ones are another corpus."""
+    files = [f for f in sorted(Path(name).rglob("*")) if f.is_file()]
+    states = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    digest = [hashlib.sha256(repr(states).encode()).hexdigest()[:8]] if files else []
+    return " ".join(str(x) for x in (name, *digest, *settings))
 
 
 def make_tokenizer(name, vocab_size, documents):
@@ -102,8 +126,8 @@ def stream(
 
     Args:
         name: fineweb-edu, minipile, pile, any dataset of the hub, or a local folder of .jsonl,
-            .parquet or .txt files
-        tokens: number of training tokens, for instance 1e9
+            .parquet or .txt files (one document each)
+        tokens: number of training tokens, for instance 1e9; inf for all
         tokenizer: bpe is trained on the first 20 MB
         vocab_size: number of tokens of a bpe tokenizer
         config: configuration of the dataset, where it has several
@@ -113,30 +137,42 @@ def stream(
         shard_tokens: tokens a file, and the most that an interruption loses
         folder: where to; by default data/NAME-TOKENIZER
     """
-    if min(tokens, val_tokens, shard_tokens) < 1:
+    if not min(tokens, val_tokens, shard_tokens) >= 1:
         raise DataError("--tokens, --val-tokens and --shard-tokens must be at least 1")
+    name = name.rstrip("/")
     folder = Path(folder or CACHE / f"{Path(name).name}-{tokenizer}")
     dataset = open_dataset(name, config, split, field)
-    source = f"{name} {config or ''} {split} {field} {tokenizer} {val_tokens:g} {shard_tokens:g}"
+    size = vocab_size if tokenizer == "bpe" else ""
+    source = describe_source(
+        name, config or "", split, field, f"{tokenizer}{size} {val_tokens:g} {shard_tokens:g}"
+    )
     meta = read_meta(folder)
-    if meta and meta["source"] != source:
+    begun = meta.get("shards", 0) > 0
+    if begun and meta["source"] != source:
         raise DataError(f"{folder} was made from {meta['source']!r}, not {source!r}: use --folder")
-    if not meta:
+    if not begun:
+        if is_prepared(folder) and not meta:
+            raise DataError(f"{folder} has tokens, but no meta.json: delete it, or use --folder")
         folder.mkdir(parents=True, exist_ok=True)
         documents = texts_of(dataset, field)
         make_tokenizer(tokenizer, vocab_size, documents).save(folder / "tokenizer.json")
-        meta = dict(source=source, tokens=0, shards=0, documents=0, bytes=0, sha256="", state=None)
+        meta = dict(source=source, complete=False, tokens=0, shards=0, documents=0, bytes=0)
+        meta |= dict(sha256="", state=None)
+        write_json(folder / "meta.json", meta)
+    if meta["complete"]:
+        check_streamed(folder)
     tokens_of = load_tokenizer(folder / "tokenizer.json")
     if meta["state"]:
         dataset.load_state_dict(meta["state"])
     texts, ended = texts_of(dataset, field), False
-    bar = tqdm(total=int(tokens), initial=meta["tokens"], unit=" tokens", unit_scale=True)
+    total = int(tokens) if tokens < np.inf else None
+    bar = tqdm(total=total, initial=meta["tokens"], unit=" tokens", unit_scale=True)
     with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
         while not ended and (meta["shards"] == 0 or meta["tokens"] < tokens):
             is_val = meta["shards"] == 0
             wanted = val_tokens if is_val else min(shard_tokens, tokens - meta["tokens"])
             pieces, count = [], 0
-            while count < wanted and (batch := list(islice(texts, DOCUMENTS))):
+            while count < wanted and (batch := take(texts, min(BATCH, wanted - count))):
                 for ids in pool.map(tokens_of.encode, batch):
                     pieces.append(np.array([*ids, tokens_of.end_of_text], dtype=np.uint16))
                     count += len(pieces[-1])
@@ -158,7 +194,7 @@ def stream(
     if not meta["tokens"]:
         raise DataError(f"{name} is used up by the validation; delete {folder}, lower --val-tokens")
     write_json(folder / "meta.json", meta | dict(complete=True))
-    if ended:
+    if ended and tokens < np.inf:
         print(f"note: {name} has {meta['tokens']:,} training tokens, not {tokens:,.0f}")
     print(f"{describe(folder)}, {meta['tokens']:,} training tokens; next:")
     print(f"python train.py --data {folder}")

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,18 +25,20 @@ def readme_commands():
     return [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
 
 
-COMMANDS = [line for line in readme_commands() if line.startswith("python ")]
+COMMANDS = [line for line in readme_commands() if line.startswith(("python ", "torchrun "))]
+COMMANDS = [line for line in COMMANDS if "--nnodes" not in line]  # which takes two machines
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """Where the commands run: with the repository's prepared corpora, if there are any yet."""
     directory = tmp_path_factory.mktemp("readme")
-    (ROOT / "data").mkdir(exist_ok=True)
-    (directory / "data").symlink_to(ROOT / "data")
-    shutil.rmtree(ROOT / "data" / "my_texts-bytes", ignore_errors=True)  # streamed below
+    (directory / "data").mkdir()
+    for corpus in (ROOT / "data").glob("pydocs-*"):
+        (directory / "data" / corpus.name).symlink_to(corpus)
     (directory / "my_texts").mkdir()
-    (directory / "my_texts" / "a.txt").write_text("Once upon a time.\n" * 1000, encoding="utf-8")
+    for i in range(40):
+        (directory / "my_texts" / f"{i}.txt").write_text(f"{i}: Once upon a time.\n" * 40)
     return directory
 
 
@@ -52,10 +53,16 @@ def test_readme_has_the_main_commands():
 def test_readme_command(line, directory):
     """Catches a README whose commands have drifted from the scripts; in its order, since sampling
     takes the newest run."""
-    _, script, *arguments = shlex.split(line)
+    program, *words = shlex.split(line)
+    launch = words[: [word.endswith(".py") for word in words].index(True)]
+    script, *arguments = words[len(launch) :]
+    if program == "torchrun":
+        launch = ["-m", "torch.distributed.run", "--standalone", *launch]
+        arguments += ["--preset", "tiny"]
     two_words = f"{script} {(arguments or [''])[0]}"
     short = SHORT.get(two_words, SHORT.get(script, ""))
-    command = [sys.executable, str(ROOT / script), *arguments, *short.split()]
+    short = short.replace("--batch-size 2", "") if launch else short
+    command = [sys.executable, *launch, str(ROOT / script), *arguments, *short.split()]
     environment = os.environ | {"PYTHONUTF8": "1"}
     done = subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300

@@ -22,7 +22,7 @@ def documents(tmp_path, monkeypatch):
     for part in range(2):
         lines = [json.dumps({"text": text}) for text in texts[part * 500 : part * 500 + 500]]
         (tmp_path / "texts" / f"{part}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    monkeypatch.setattr(stream_module, "DOCUMENTS", 10)
+    monkeypatch.setattr(stream_module, "BATCH", 500)
     return texts
 
 
@@ -38,7 +38,7 @@ def test_stream_is_the_corpus(documents, capsys):
     train, val = (load_tokens(folder, split, 257, 64) for split in ("train", "val"))
     ids = np.concatenate([val[:], train[:]])
     assert tokenizer.decode(ids[ids < 256]).decode() == "".join(documents)
-    assert (ids == 256).sum() == 1000 and 5000 <= len(val) < 7000
+    assert (ids == 256).sum() == 1000 and 5000 <= len(val) < 5200
 
 
 @pytest.mark.parametrize("at", [1, 2, 4])
@@ -90,6 +90,46 @@ def test_bpe(documents):
     assert tokenizer.vocab_size == 300
     val = load_tokens(folder, "val", 300, 64)[:]
     assert tokenizer.decode(val[val < 299]).decode().startswith(documents[0] + documents[1])
+
+
+def test_text_files_are_documents(monkeypatch, tmp_path):
+    """Catches lines that are taken for documents, and line breaks that are lost."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts" / "more").mkdir(parents=True)
+    texts = [f"Title {i}\n\nOnce upon a time.\nThe end.\n" for i in range(40)]
+    for i, text in enumerate(texts):
+        (tmp_path / "texts" / ("more" if i % 2 else ".") / f"{i:02}.txt").write_text(text)
+    stream("texts/", float("inf"), tokenizer="bytes", val_tokens=200)
+    folder, tokenizer = prepare("data/texts-bytes")
+    ids = np.concatenate([load_tokens(folder, split, 257, 16)[:] for split in ("val", "train")])
+    found = tokenizer.decode(ids).decode().split("<|endoftext|>")
+    assert sorted(found) == sorted(["", *texts])
+
+
+def test_damaged_corpus(documents):
+    """Catches a lost or cut shard, texts that changed since, and a damaged meta.json."""
+    stream("texts", 3e4, **FLAGS)
+    folder = Path("data/texts-bytes")
+    shard, meta = folder / "train-00001.bin", folder / "meta.json"
+    content, good = shard.read_bytes(), meta.read_bytes()
+    for damage in (shard.unlink, lambda: shard.write_bytes(content[:100])):
+        damage()
+        for use in (lambda: prepare(str(folder)), lambda: stream("texts", 3e4, **FLAGS)):
+            with pytest.raises(DataError, match=r"training tokens, not the .* stream it again"):
+                use()
+    shard.write_bytes(content)
+    stream("texts", 3e4, **FLAGS)
+    meta.write_bytes(good[:100])
+    with pytest.raises(DataError, match=r"meta\.json is damaged .*delete data/texts-bytes"):
+        prepare(str(folder))
+    meta.unlink()
+    with pytest.raises(DataError, match=r"no meta\.json: delete it"):
+        stream("texts", 3e4, **FLAGS)
+    meta.write_bytes(good)
+    with open("texts/0.jsonl", "a") as file:
+        file.write('\n{"text": "new"}')
+    with pytest.raises(DataError, match="was made from"):
+        stream("texts", 4e4, **FLAGS)
 
 
 def test_odd_rows_and_a_broken_connection():
