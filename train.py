@@ -262,6 +262,86 @@ def optimize(model, optimizer, x, y, R, config, precision):
     return logged
 
 
+def open_model(config, vocab_size, checkpoint, device):
+    """The model and its optimizer, new or as in a checkpoint, the steps done and their seconds."""
+    shape = replace(config.model, vocab_size=vocab_size)
+    torch.manual_seed(config.seed)
+    model = PonderLM(shape)
+    if checkpoint:
+        try:
+            model = PonderLM.from_pretrained(checkpoint)
+            if model.config != shape:
+                raise ValueError(f"{checkpoint}/config.json: {changes(shape, model.config)}")
+        except (ValueError, OSError) as error:
+            raise unreadable(checkpoint, error) from None
+    model.to(device).train()
+    model.recompute = config.recompute
+    if config.compile:
+        for block in model.model.layers:  # each pass has another length, hence dynamic
+            block.compile(dynamic=True)
+    optimizer = make_optimizer(model, config, device)
+    start, seconds = read_trainer(checkpoint, optimizer) if checkpoint else (0, 0.0)
+    if start > config.steps:
+        raise ValueError(f"{checkpoint} is beyond step {config.steps}; go on with a larger --steps")
+    if checkpoint and not rank_and_size()[0]:
+        publish(checkpoint)
+    return model, optimizer, start, seconds
+
+
+def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
+    """Steps `start` to the last -> seconds of training, with those of the earlier steps.
+
+    All of a step is a function of its number, the weights and the optimizer, so that a resumed
+    training is the same one.
+    """
+    rank, processes = rank_and_size()
+    device = model.lm_head.weight.device
+    precision = autocast(device, getattr(torch, config.precision))
+    net = DistributedDataParallel(model) if dist.is_initialized() else model
+    (low, high), now = model.config.iters, 0.0  # seconds of training since `start`
+    evaluated = from_first({row["step"] for row in read_lines(run / "log.jsonl") if "val" in row})
+    for done in range(start, config.steps + 1):
+        due = done == config.steps or (done > 0 and done % config.eval_every == 0)
+        stopped = any_process(stop.received)
+        if (due or stopped) and done > start and not rank:
+            save_checkpoint(run, model, optimizer, done, seconds + now)
+        if stopped:
+            raise Stopped
+        stop.at_once(due)
+        if due and done not in evaluated:
+            loss = evaluate(model, val, min(64, val.count), device, iters=high)["loss"]
+            print(f"step {done}/{config.steps}  validation {loss:.3f}", flush=True)
+            check_finite(run, done, validation=loss)
+            if not rank:
+                append_line(run / "log.jsonl", {"step": done, "val": loss})
+        if done == config.steps:
+            return seconds + now
+        stop.at_once(False)
+        began, step = time.time(), done + 1
+        rate = learning_rate(done, config)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        # Drawn as a function of (seed, step), R is the same in all processes and after a resume.
+        R = int(np.random.default_rng((config.seed, done)).integers(low, high + 1))
+        x, y = windows.batch(done, config.batch_size // processes, rank, processes)  # (batch, T)
+        logged = optimize(net, optimizer, x.to(device), y.to(device), R, config, precision)
+        check_finite(run, step, **logged)
+        now += time.time() - began
+        if step % config.log_every == 0 or step == config.steps:
+            values = torch.tensor([float(v) for v in logged.values()])
+            row = dict(zip(logged, (reduce(values, device) / processes).tolist(), strict=True))
+            row["tokens_per_second"] = (step - start) * x.numel() * processes / now
+            print(
+                f"step {step}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
+                f"penalty {row['penalty']:.4f}  steps {row['steps']:.2f}  "
+                f"{row['tokens_per_second']:,.0f} tok/s  "
+                f"left {clock(now / (step - start) * (config.steps - step))}",
+                flush=True,
+            )
+            if not rank:
+                append_line(run / "log.jsonl", {"step": step, **row})
+
+
 def train(config):
     """Train as `config` says.
 
@@ -301,7 +381,8 @@ def train(config):
             print(f"resumed at step {start}, changed: {changed or 'nothing'}", flush=True)
         try:
             with StopSignal() as stop:
-                loop(config, run, model, optimizer, windows, val, start, seconds, stop)
+                seconds = loop(config, run, model, optimizer, windows, val, start, seconds, stop)
+                print(f"trained in {clock(seconds)} minutes; evaluating", flush=True)
                 results = final_report(model, val, config, device)
                 if not rank:
                     write_json(run / "results.json", {**results, "unigram_entropy": entropy})
@@ -315,83 +396,6 @@ def train(config):
         print(f"an earlier checkpoint had a better validation loss: {best}")
     print(f"next: python sample.py --run {shlex.quote(str(run))} --tau {config.tau:g} --show-steps")
     return run, results
-
-
-def open_model(config, vocab_size, checkpoint, device):
-    """The model and its optimizer, new or as in a checkpoint, the steps done and their seconds."""
-    shape = replace(config.model, vocab_size=vocab_size)
-    torch.manual_seed(config.seed)
-    model = PonderLM(shape)
-    if checkpoint:
-        try:
-            model = PonderLM.from_pretrained(checkpoint)
-            if model.config != shape:
-                raise ValueError(f"{checkpoint}/config.json: {changes(shape, model.config)}")
-        except (ValueError, OSError) as error:
-            raise unreadable(checkpoint, error) from None
-    model.to(device).train()
-    model.recompute = config.recompute
-    if config.compile:
-        for block in model.model.layers:  # each pass has another length, hence dynamic
-            block.compile(dynamic=True)
-    optimizer = make_optimizer(model, config, device)
-    start, seconds = read_trainer(checkpoint, optimizer) if checkpoint else (0, 0.0)
-    if start > config.steps:
-        raise ValueError(f"{checkpoint} is beyond step {config.steps}; go on with a larger --steps")
-    if checkpoint and not rank_and_size()[0]:
-        publish(checkpoint)
-    return model, optimizer, start, seconds
-
-
-def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
-    """Steps `start` to the last; `seconds` is what earlier ones took. All of a step is a function
-    of its number, the weights and the optimizer, so that a resumed training is the same one."""
-    rank, processes = rank_and_size()
-    device = model.lm_head.weight.device
-    precision = autocast(device, getattr(torch, config.precision))
-    net = DistributedDataParallel(model) if dist.is_initialized() else model
-    (low, high), now = model.config.iters, 0.0  # seconds of training since `start`
-    evaluated = from_first({row["step"] for row in read_lines(run / "log.jsonl") if "val" in row})
-    for done in range(start, config.steps + 1):
-        due = done == config.steps or (done > 0 and done % config.eval_every == 0)
-        stopped = any_process(stop.received)
-        if (due or stopped) and done > start and not rank:
-            save_checkpoint(run, model, optimizer, done, seconds + now)
-        if stopped:
-            raise Stopped
-        stop.at_once(due)
-        if due and done not in evaluated:
-            loss = evaluate(model, val, min(64, val.count), device, iters=high)["loss"]
-            print(f"step {done}/{config.steps}  validation {loss:.3f}", flush=True)
-            check_finite(run, done, validation=loss)
-            if not rank:
-                append_line(run / "log.jsonl", {"step": done, "val": loss})
-        if done == config.steps:
-            return
-        stop.at_once(False)
-        began, step = time.time(), done + 1
-        rate = learning_rate(done, config)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        # Drawn as a function of (seed, step), R is the same in all processes and after a resume.
-        R = int(np.random.default_rng((config.seed, done)).integers(low, high + 1))
-        x, y = windows.batch(done, config.batch_size // processes, rank, processes)  # (batch, T)
-        logged = optimize(net, optimizer, x.to(device), y.to(device), R, config, precision)
-        check_finite(run, step, **logged)
-        now += time.time() - began
-        if step % config.log_every == 0 or step == config.steps:
-            values = torch.tensor([float(v) for v in logged.values()])
-            row = dict(zip(logged, (reduce(values, device) / processes).tolist(), strict=True))
-            row["tokens_per_second"] = (step - start) * x.numel() * processes / now
-            print(
-                f"step {step}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
-                f"penalty {row['penalty']:.4f}  steps {row['steps']:.2f}  "
-                f"{row['tokens_per_second']:,.0f} tok/s  "
-                f"left {clock(now / (step - start) * (config.steps - step))}",
-                flush=True,
-            )
-            if not rank:
-                append_line(run / "log.jsonl", {"step": step, **row})
 
 
 def main():
