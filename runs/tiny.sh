@@ -8,7 +8,10 @@ PYTHON=${PYTHON:-python}
 train() { # name, flags
   for seed in 0 1 2; do
     [ -f "out/tiny/$1-$seed/results.json" ] && continue
-    rm -rf "out/tiny/$1-$seed" # an interrupted one
+    if [ -f "out/tiny/$1-$seed/train.json" ]; then # an interrupted one
+      "$PYTHON" train.py --resume --out out/tiny --name "$1-$seed"
+      continue
+    fi
     "$PYTHON" train.py --preset tiny --precision bfloat16 --out out/tiny --name "$1-$seed" --seed "$seed" "${@:2}"
   done
 }
