@@ -100,12 +100,8 @@ def make_tokenizer(name, vocab_size, documents):
     if name != "bpe":
         return Tokenizer.gpt2() if name == "gpt2" else Tokenizer.bytes()
     check_bpe_size(vocab_size)
-    texts, size = [], 0
-    for text in tqdm(documents, "reading text for a BPE", unit=" documents", leave=False):
-        texts.append(text.decode())
-        size += len(text)
-        if size >= BPE_TEXT:
-            break
+    bar = tqdm(documents, "reading text for a BPE", unit=" documents", leave=False)
+    texts = [text.decode() for text in take(bar, BPE_TEXT)]
     print(f"training a BPE tokenizer of {vocab_size} tokens", flush=True)
     return Tokenizer.train(texts, vocab_size)
 
