@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -140,6 +141,21 @@ def test_changed_settings_are_refused(config, tmp_path):
     with pytest.raises(ValueError, match=r"corpus: .* -> "):
         train(parse(["--resume"]))
     assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+
+
+def test_other_tokens_of_the_same_number(config, tmp_path):
+    """Catches a prepared corpus whose tokens changed, but neither its name nor its length."""
+    folder = tmp_path / "ids"
+    folder.mkdir()
+    ids = np.arange(900, dtype=np.uint16) % 250
+    for name in ("train.bin", "val.bin"):
+        ids.tofile(folder / name)
+    config = replace(config, data=str(folder), tokenizer="bytes", steps=2)
+    train(config)
+    train(parse(["--resume", "--steps", "3"]))
+    ids[::-1].tofile(folder / "train.bin")
+    with pytest.raises(ValueError, match=r"corpus: .*sha256"):
+        train(parse(["--resume", "--steps", "4"]))
 
 
 def test_nothing_to_resume(config):
