@@ -187,6 +187,34 @@ def resume_command(run):
     return shlex.join(["python", "train.py", "--resume", *out, "--name", run.name])
 
 
+def draw_losses(run):
+    """log.jsonl -> loss.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    log = read_lines(run / "log.jsonl")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, names, unit in (
+        (left, ("ce", "val"), "cross-entropy, nats per token"),
+        (right, ("steps",), "executed steps per token"),
+    ):
+        for name in names:
+            points = [(row["step"], row[name]) for row in log if name in row]
+            marker = "o" if name == "val" else None
+            axis.plot(
+                *zip(*points, strict=True),
+                label={"ce": "train", "val": "validation"}.get(name),
+                marker=marker,
+            )
+        axis.set(xlabel="optimizer step", ylabel=unit)
+        axis.grid(alpha=0.3)
+    left.legend()
+    figure.savefig(run / "loss.png", dpi=150)
+    plt.close(figure)
+
+
 # -- Checkpoints -----------------------------------------------------------------------------------
 
 
@@ -221,7 +249,7 @@ def save_checkpoint(run, model, optimizer, step, seconds):
         "seconds": seconds,  # of training so far
         "optimizer": optimizer.state_dict(),
         "random": torch.get_rng_state(),
-        "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "random_cuda": torch.cuda.get_rng_state() if on_cuda(optimizer) else None,
     }
     try:
         for old in run.glob("step-*.tmp"):
@@ -240,6 +268,10 @@ def save_checkpoint(run, model, optimizer, step, seconds):
     except (OSError, RuntimeError, SafetensorError) as error:  # what torch and safetensors raise
         shutil.rmtree(half, ignore_errors=True)
         raise cannot_write(run, error) from None
+
+
+def on_cuda(optimizer):
+    return optimizer.param_groups[0]["params"][0].is_cuda
 
 
 def publish(checkpoint):
@@ -272,7 +304,7 @@ def cannot_write(run, error):
 
 def unreadable(checkpoint, error):
     way_out = f"delete {checkpoint} to go on from the checkpoint before"
-    return ValueError(f"{str(error) or 'the file is empty'}; {way_out}")
+    return ValueError(f"{error}; {way_out}")
 
 
 def read_trainer(checkpoint, optimizer):
@@ -302,8 +334,8 @@ def read_trainer(checkpoint, optimizer):
                 raise ValueError(f"parameter {i} has {found}, not {expected}")
         optimizer.load_state_dict(now | {"state": state})  # the settings are this training's
         torch.set_rng_state(trainer["random"])
-        if len(trainer["random_cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(trainer["random_cuda"])
+        if on_cuda(optimizer) and trainer["random_cuda"] is not None:  # else it moved to a GPU
+            torch.cuda.set_rng_state(trainer["random_cuda"])
         return trainer["step"], float(trainer["seconds"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise unreadable(checkpoint, f"{file} is not of this model: {error!r}") from None
@@ -373,31 +405,3 @@ class StopSignal:
     def __exit__(self, *error):
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-
-def draw_losses(run):
-    """log.jsonl -> loss.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    log = read_lines(run / "log.jsonl")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, names, unit in (
-        (left, ("ce", "val"), "cross-entropy, nats per token"),
-        (right, ("steps",), "executed steps per token"),
-    ):
-        for name in names:
-            points = [(row["step"], row[name]) for row in log if name in row]
-            marker = "o" if name == "val" else None
-            axis.plot(
-                *zip(*points, strict=True),
-                label={"ce": "train", "val": "validation"}.get(name),
-                marker=marker,
-            )
-        axis.set(xlabel="optimizer step", ylabel=unit)
-        axis.grid(alpha=0.3)
-    left.legend()
-    figure.savefig(run / "loss.png", dpi=150)
-    plt.close(figure)

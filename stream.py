@@ -147,8 +147,8 @@ def stream(
     if begun and meta["source"] != source:
         raise DataError(f"{folder} was made from {meta['source']!r}, not {source!r}: use --folder")
     if not begun:
-        if is_prepared(folder) and not meta:
-            raise DataError(f"{folder} has tokens, but no meta.json: delete it, or use --folder")
+        if is_prepared(folder) and "shards" not in meta:
+            raise DataError(f"{folder} holds another corpus: delete it, or use --folder")
         folder.mkdir(parents=True, exist_ok=True)
         documents = texts_of(dataset, field)
         make_tokenizer(tokenizer, vocab_size, documents).save(folder / "tokenizer.json")

@@ -205,7 +205,7 @@ def check(config, processes=1):
             raise ValueError(f"{name} = {getattr(config, name)}: it must be in {low} .. {high:g}")
     if not all(0 <= beta < 1 for beta in config.betas):
         raise ValueError(f"betas = {config.betas}: they must be in 0 .. 1, without 1")
-    compilers = (shlex.split(os.environ.get("CXX", "g++"))[0], "clang++", "cl")
+    compilers = (shlex.split(os.environ.get("CXX") or "g++")[0], "clang++", "cl")
     if config.compile and not any(map(shutil.which, compilers)):
         raise ValueError("--compile needs a C++ compiler, and found none; install g++ or leave it")
     batch, micro = config.batch_size, config.micro_batch_size
@@ -352,7 +352,7 @@ def train(config):
     check(config, processes)
     dtype = from_first(pick_precision(config.precision, device))  # it may have been measured
     config = replace(config, precision=str(dtype)[6:])
-    pick_backend(config.backend, device, dtype)  # refuses what cannot run here
+    backend = pick_backend(config.backend, device, dtype)
     with first_process_first():
         folder, tokenizer, train_tokens, val_tokens = open_corpus(config)
     V, T = tokenizer.vocab_size, config.model.block_size
@@ -360,20 +360,21 @@ def train(config):
     windows, val = Windows(train_tokens, T, config.seed), Windows(val_tokens, T, seed=0)
     entropy = unigram_entropy(val_tokens, V)
 
+    # The same corpus after a resume? Its ends stand for the whole, which may be of many gigabytes.
     ends = np.concatenate([train_tokens[: 10**6], train_tokens[-(10**6) :]])
     corpus = {"name": folder.name, "train_tokens": len(train_tokens), "val_tokens": len(val_tokens)}
     corpus["sha256"] = hashlib.sha256(ends.tobytes()).hexdigest()
     run, latest, changed = from_first(None if rank else open_run(config, corpus, MAY_CHANGE))
     with nullcontext() if rank else locked(run):
         model, optimizer, start, seconds = open_model(config, V, latest, device)
-        model.backend = pick_backend(config.backend, device, dtype)
+        model.backend = backend
         machine = {"torch": torch.__version__, "device": device.type, "processes": processes}
         if not rank:
             tokenizer.save(run / "tokenizer.json")
             write_json(run / "train.json", {"config": asdict(config), "corpus": corpus})
             begin_log(run, start, changed, machine)
         size = sum(p.numel() for p in model.parameters())
-        print(f"{run}: {size:,} parameters, {config.precision}, {model.backend}, {machine}")
+        print(f"{run}: {size:,} parameters, {config.precision}, {backend}, {machine}")
         print(describe(folder))
         print(f"{len(train_tokens):,} tokens, {windows.count:,} windows of {T}; ", end="")
         print(f"unigram entropy of validation {entropy:.3f} nats", flush=True)

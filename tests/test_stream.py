@@ -123,8 +123,11 @@ def test_damaged_corpus(documents):
     with pytest.raises(DataError, match=r"meta\.json is damaged .*delete data/texts-bytes"):
         prepare(str(folder))
     meta.unlink()
-    with pytest.raises(DataError, match=r"no meta\.json: delete it"):
-        stream("texts", 3e4, **FLAGS)
+    for other in (None, b'{"source": "pydocs", "bytes": 1, "sha256": ""}'):
+        if other:
+            meta.write_bytes(other)
+        with pytest.raises(DataError, match="holds another corpus: delete it"):
+            stream("texts", 3e4, **FLAGS)
     meta.write_bytes(good)
     with open("texts/0.jsonl", "a") as file:
         file.write('\n{"text": "new"}')
