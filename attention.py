@@ -136,19 +136,22 @@ def soft_mask_attention(q, k, v, log_w=None, backend="sdpa"):
 
 
 def attend_to_cache(q, k, v, d):
-    """One query against all cached keys: the form that decoding uses. No mask: all are past.
+    """The last Q slots against all M cached ones, their own included: the form decoding uses.
 
     Args:
-        q: (B, H, 1, d') and k, v: (B, G, M, d'), as they come out of `augment`.
+        q: (B, H, Q, d') and k, v: (B, G, M, d'), as they come out of `augment`.
         d: the head width before it was augmented.
 
     Returns:
-        (B, H, 1, d).
+        (B, H, Q, d).
     """
-    B, H, _, width = q.shape
-    q = q.reshape(B, k.size(1), -1, width)  # (B, G, H/G, d'): the heads of a group are its queries
-    out = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(d))
-    return out[..., :d].reshape(B, H, 1, d)
+    (B, H, Q, width), (G, M) = q.shape, k.shape[1:3]
+    q = q.reshape(B, G, -1, width)  # (B, G, H/G*Q, d'): the heads of a group are its queries
+    mask = None  # one query sees everything
+    if Q > 1:
+        mask = torch.ones(Q, M, dtype=torch.bool, device=q.device).tril(M - Q).repeat(H // G, 1)
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=1 / math.sqrt(d))
+    return out[..., :d].reshape(B, H, Q, d)
 
 
 def slot_bias(log_w, printed_mask_index=False):

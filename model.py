@@ -14,7 +14,7 @@ iters       R                  scalar          refinement passes of the Jacobi i
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import count, pairwise
 from typing import Literal
 
@@ -26,6 +26,19 @@ from torch.utils.checkpoint import checkpoint
 import weights
 from attention import MASKED, attend_to_cache, augment, slot_bias, soft_mask_attention
 from router import AlwaysRouter, Router, bottom_mass_penalty, stop_step, upcast
+
+PONDER = ("ponderlm3", "ponderlm2", "vanilla")  # three settings of PonderLM
+OTHERS = ("looped", "pause", "ponderlm1", "mor-expert", "mor-token")  # see methods.py
+
+# Fields that mean something to these methods only.
+BELONGS_TO = {
+    "router_offset": ("ponderlm3",),
+    "backprop_passes": PONDER[:2],
+    "printed_mask_index": ("ponderlm3",),
+    "accumulate": ("ponderlm1",),
+    "pause_token": ("pause",),
+    "capacities": ("mor-expert",),
+}
 
 
 @dataclass
@@ -44,7 +57,8 @@ class PonderConfig:
     rope_theta: float = 10_000.0
     tie_word_embeddings: bool = False
     embed_scale: float | None = None  # None: sqrt(2.5 D)
-    ponder_steps: int = 3  # K; 0 is a plain Llama
+    method: Literal[PONDER + OTHERS] = "ponderlm3"
+    ponder_steps: int = 3  # K, steps beyond the first of any method; 0 is a plain Llama
     router: Literal["learned", "always"] = "learned"  # always: PonderLM-2
     router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6
     iters: tuple[int, int] = (2, 3)  # training draws R from this range, both ends included
@@ -52,6 +66,9 @@ class PonderConfig:
     penalty: Literal["token", "batch"] = "token"  # batch: the printed form (reading note 2)
     penalty_weight: float = 0.5  # lambda
     printed_mask_index: bool = False  # True: the printed index (reading note 1)
+    accumulate: bool = True  # PonderLM-1: add each mixture to the last input, not to the first
+    pause_token: int | None = None  # Pause: an unused id of the vocabulary; None: a row of its own
+    capacities: tuple[float, ...] | None = None  # MoR expert-choice; None: 1, K/(K+1), .., 1/(K+1)
 
     def __post_init__(self):
         D, H, K = self.hidden_size, self.num_attention_heads, self.ponder_steps
@@ -77,6 +94,25 @@ class PonderConfig:
             raise ValueError(f"iters = {self.iters} is no range: 0 <= low <= high")
         if self.backprop_passes is not None and self.backprop_passes < 1:
             raise ValueError(f"backprop_passes = {self.backprop_passes}: it must be at least 1")
+        self._check_method()
+
+    def _check_method(self):
+        """Refuse settings that the method would not follow."""
+        K, c = self.ponder_steps, self.shares
+        if self.method not in PONDER + OTHERS:
+            raise ValueError(f"method = {self.method!r} is not one of {', '.join(PONDER + OTHERS)}")
+        if self.method == "vanilla" and K:
+            raise ValueError(f"ponder_steps = {K}: vanilla does not ponder, it must be 0")
+        if self.method == "ponderlm2" and self.router != "always":
+            raise ValueError("method ponderlm2 is router 'always', not 'learned'")
+        for field in fields(self):
+            methods = BELONGS_TO.get(field.name, (self.method,))
+            if self.method not in methods and getattr(self, field.name) != field.default:
+                raise ValueError(f"{field.name} is for {', '.join(methods)}, not {self.method}")
+        if self.pause_token is not None and not 0 <= self.pause_token < self.vocab_size:
+            raise ValueError(f"pause_token = {self.pause_token} is outside the vocabulary")
+        if len(c) != K + 1 or c[0] != 1 or any(not 0 < b <= a for a, b in pairwise(c)):
+            raise ValueError(f"capacities = {c}: K+1 = {K + 1} shares, from 1 on falling, above 0")
 
     @property
     def key_value_heads(self):
@@ -97,14 +133,27 @@ class PonderConfig:
             return self.router_offset
         return tuple(6 * k / max(self.ponder_steps, 1) for k in range(self.ponder_steps + 1))
 
+    @property
+    def shares(self):
+        """MoR expert-choice: the share of all tokens that take part in each recursion."""
+        S = self.ponder_steps + 1
+        return self.capacities or tuple((S - r) / S for r in range(S))
+
+    @property
+    def label(self):
+        """The name of the method; two settings of PonderLM-3 are methods of their own."""
+        if self.method == "ponderlm3" and self.ponder_steps == 0:
+            return "vanilla"
+        return "ponderlm2" if self.router == "always" else self.method
+
 
 # -- The backbone: LLaMA -----------------------------------------------------------------------
 
 
 def rotary(positions, head_dim, theta):
-    """Position ids (N,) -> cos, sin (N, d/2) of RoPE's angles, in float32."""
+    """Position ids (N,) or (B, N) -> cos, sin (1, N, d/2) or (B, 1, N, d/2) of RoPE, in float32."""
     frequency = theta ** -(torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
-    angle = positions.float()[:, None] * frequency  # (N, d/2)
+    angle = positions.float()[..., None, :, None] * frequency  # the same for all heads
     return angle.cos(), angle.sin()
 
 
@@ -132,7 +181,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is None:
             out = soft_mask_attention(q, k, v, log_w, backend)
-        else:  # one new slot; the bias enters the cache as a channel of its key
+        else:  # new slots; the bias enters the cache as a channel of the key
             q, k, v = augment(q, k, v, log_w)
             out = attend_to_cache(q, *cache.append(k, v), self.d)
         return self.o_proj(out.transpose(1, 2).reshape(B, N, -1))  # (B, N, D)
@@ -172,14 +221,18 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x, positions, log_w, backend="auto", cache=None):
-        """Input vectors (B, N, D), position ids (N,), key bias (B, N) or None -> states (B, N, D).
+        """Input vectors (B, N, D), positions (N,) or (B, N), key bias (B, N) or None -> (B, N, D).
 
-        `cache`, one LayerCache a layer, holds the keys and values of all slots before; then N = 1.
+        `cache`, one LayerCache a layer, holds the keys and values of all slots before these N.
         """
+        return self.norm(self.stack(x, positions, log_w, backend, cache))
+
+    def stack(self, x, positions, log_w, backend="auto", cache=None):
+        """The same without the final norm: what LoopedLM and MoR apply again and again."""
         cos, sin = rotary(positions, self.config.head_width, self.config.rope_theta)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, log_w, backend, cache and cache[i])
-        return self.norm(x)
+        return x
 
 
 class LayerCache:
@@ -211,15 +264,19 @@ class PonderOutput:
 
 
 class PonderLM(nn.Module):
+    methods = PONDER  # which values of config.method this class is for
+
     def __init__(self, config):
         super().__init__()
+        if config.method not in self.methods:
+            raise ValueError(f"{config.method} is no {type(self).__name__}; use methods.build")
         self.config = config
         self.backend = "auto"  # attention backend; how it runs is no property of the weights
         self.recompute = False  # keep no activations of a pass, compute them again in backward
         D, K = config.hidden_size, config.ponder_steps
         self.model = Llama(config)
         self.lm_head = nn.Linear(D, config.vocab_size, bias=False)
-        learned = config.router == "learned" and K > 0
+        learned = config.label == "ponderlm3"
         self.router = Router(D, K, config.offset) if learned else AlwaysRouter(K)
         self.masks = learned  # without a learned router every w is 1 and there is no bias
         self.apply(self._init_weights)
@@ -239,6 +296,8 @@ class PonderLM(nn.Module):
 
     def embed(self, idx):
         """(B, T) -> (B, T, D), at unit RMS like the normed states that fill the other slots."""
+        if not 0 < idx.size(1) <= self.config.block_size:
+            raise ValueError(f"{idx.size(1)} tokens; the window is 1 to {self.config.block_size}")
         return self.model.embed_tokens(idx) * self.config.scale
 
     def key_bias(self, log_w, tau=None):
@@ -273,11 +332,12 @@ class PonderLM(nn.Module):
             if self.masks:
                 bias = self.key_bias(log_w, tau)[..., : inputs.size(2)].flatten(1)  # (B, T*slots)
 
-    def transform(self, x, positions, bias):
+    def transform(self, x, positions, bias=None, norm=True):
         """One pass of the backbone, (B, N, D) -> (B, N, D); its activations are kept, or not."""
+        run = self.model if norm else self.model.stack
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.model, x, positions, bias, self.backend, use_reentrant=False)
-        return self.model(x, positions, bias, self.backend)
+            return checkpoint(run, x, positions, bias, self.backend, use_reentrant=False)
+        return run(x, positions, bias, self.backend)
 
     def jacobi(self, idx, iters=None, tau=None, alpha=0.0, tolerance=1e-4):
         """All states of all tokens in parallel: K ladder passes, R refinements, one final pass.
@@ -294,8 +354,6 @@ class PonderLM(nn.Module):
             h (B, T, S, D), s (B, T, S), log_w (B, T, S) of the final pass.
         """
         (_, T), K = idx.shape, self.config.ponder_steps
-        if not 0 < T <= self.config.block_size:
-            raise ValueError(f"{T} tokens; the window is 1 to {self.config.block_size}")
         if iters is not None and iters < 0:
             raise ValueError(f"iters = {iters}: the number of refinement passes R must be >= 0")
         if iters is None and self.training:
@@ -314,6 +372,17 @@ class PonderLM(nn.Module):
                 if n >= 0 and (latents - before).norm() < tolerance * latents.norm():
                     return h, s, log_w
                 before = latents
+
+    def states(self, idx, iters=None, tau=None, alpha=0.0):
+        """h (B, T, S, D), s and log_w (B, T, S) of all tokens: how one method differs from another.
+
+        The classes of methods.py answer this their own way, and ignore what does not concern them.
+        """
+        return self.jacobi(idx, iters, tau, alpha)
+
+    def executed(self, log_w, tau):
+        """Pondering steps that decoding at tau executes. (..., K+1) -> (...)."""
+        return stop_step(log_w, tau or 0)
 
     def integrate(self, h, s, steps=None):
         """h_hat = sum over k <= K-hat of s_k h^(k) (section 3.2.3), never renormalised.
@@ -351,15 +420,14 @@ class PonderLM(nn.Module):
         Returns:
             PonderOutput. Its loss has the penalty in training mode only.
         """
-        h, s, log_w = self.jacobi(idx, iters, tau, alpha)
-        steps = stop_step(log_w, tau or 0)
+        h, s, log_w = self.states(idx, iters, tau, alpha)
+        steps = self.executed(log_w, tau)
         logits = self.lm_head(self.integrate(h, s, steps))
         out = PonderOutput(logits, steps, s, log_w)
         if targets is None:
             return out
         ce = F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten(), reduction="none")
-        out.ce = ce.sum() / (targets != -100).sum()
-        out.loss = out.ce
+        out.ce = out.loss = ce.sum() / (targets != -100).sum()
         if self.training and self.masks and self.config.penalty_weight:
             depths = self.truncated_losses(h, s, targets)  # (B, T, K): depths 0 .. K-1
             depths = torch.cat([depths, ce.detach().view(*targets.shape, 1)], dim=-1)
@@ -379,6 +447,33 @@ class PonderLM(nn.Module):
             partial = partial + (s[..., i : i + 1] * h[:, :, i]).detach()
             losses.append(self.token_losses(partial.to(h.dtype), targets))
         return torch.stack(losses, dim=-1)
+
+    def new_cache(self):
+        """What `ponder_token` keeps of the tokens before: one LayerCache a layer."""
+        return [LayerCache() for _ in self.model.layers]
+
+    @torch.no_grad()
+    def ponder_token(self, token, position, cache, tau=1e-4, alpha=0.0):
+        """Read one token: slot 0, the router, then slots 1..K-hat; each one attends to the cache.
+
+        This is the model as it decodes: what `forward` does for all tokens at once, slot by slot.
+        An executed slot leaves one key and one value a layer, a skipped one nothing.
+
+        Returns:
+            logits (V,) of the next token, and K-hat, the pondering steps executed (section 3.3).
+        """
+        device = self.lm_head.weight.device
+        positions = torch.tensor([position], device=device)  # all slots of a token share its own
+        x = self.embed(torch.tensor([[token]], device=device))  # (1, 1, D)
+        unmasked = torch.zeros(1, 1, device=device) if self.masks else None
+        h = self.model(x, positions, unmasked, cache=cache)
+        s, log_w = self.router(h, alpha)  # (1, 1, K+1)
+        bias, steps = self.key_bias(log_w), int(self.executed(log_w, tau))
+        h_hat = s[..., :1] * h
+        for k in range(1, steps + 1):  # stop as soon as w_k < tau
+            h = self.model(h, positions, bias[..., k] if self.masks else None, cache=cache)
+            h_hat = h_hat + s[..., k : k + 1] * h
+        return self.lm_head(h_hat.to(h.dtype))[0, 0], steps
 
     @classmethod
     def from_pretrained(cls, directory):

@@ -20,8 +20,7 @@ import tyro
 
 from checkpoint import find_run
 from device import autocast, command_line, pick_device, pick_precision
-from model import LayerCache, PonderLM
-from router import stop_step
+from methods import load
 from tokenizer import load_tokenizer
 
 
@@ -29,27 +28,6 @@ from tokenizer import load_tokenizer
 class Sample:
     tokens: list[int]  # the generated ids
     steps: list[int]  # pondering steps executed before each of them was chosen
-
-
-@torch.no_grad()
-def ponder_token(model, token, position, cache, tau=1e-4, alpha=0.0):
-    """Read one token: slot 0, the router, then slots 1..K-hat; each one attends to the cache.
-
-    Returns:
-        logits (V,) of the next token, and K-hat, the pondering steps executed (section 3.3).
-    """
-    device = model.lm_head.weight.device
-    positions = torch.tensor([position], device=device)  # all slots of a token share its position
-    x = model.embed(torch.tensor([[token]], device=device))  # (1, 1, D)
-    unmasked = torch.zeros(1, 1, device=device) if model.masks else None
-    h = model.model(x, positions, unmasked, cache=cache)
-    s, log_w = model.router(h, alpha)  # (1, 1, K+1)
-    bias, steps = model.key_bias(log_w), int(stop_step(log_w, tau))
-    h_hat = s[..., :1] * h
-    for k in range(1, steps + 1):  # stop as soon as w_k < tau
-        h = model.model(h, positions, bias[..., k] if model.masks else None, cache=cache)
-        h_hat = h_hat + s[..., k : k + 1] * h
-    return model.lm_head(h_hat.to(h.dtype))[0, 0], steps
 
 
 def choose(logits, temperature, top_k, top_p, generator):
@@ -80,6 +58,10 @@ def check(model, prompt, max_new_tokens, tau, alpha, temperature, top_k, top_p):
         raise ValueError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
     if not math.isfinite(alpha):
         raise ValueError(f"alpha = {alpha} must be finite")
+    if alpha and not model.masks:
+        raise ValueError(
+            f"alpha = {alpha}: a {model.config.label} has no router to shift; leave it"
+        )
     if temperature != 0 and not 1e-6 <= temperature < math.inf:
         raise ValueError(f"temperature = {temperature} must be 0 (greedy), or 1e-6 or more")
     if top_k is not None and top_k < 1:
@@ -107,9 +89,9 @@ def stream(
         if len(context) > window:
             context, done = context[-max(window // 2, 1) :], 0
         if done == 0:
-            cache = [LayerCache() for _ in range(model.config.num_hidden_layers)]
+            cache = model.new_cache()
         while done < len(context):
-            logits, steps = ponder_token(model, context[done], done, cache, tau, alpha)
+            logits, steps = model.ponder_token(context[done], done, cache, tau, alpha)
             done += 1
             if read is not None:
                 read.append(steps)
@@ -189,7 +171,7 @@ def main(
     directory = find_run(run)
     device = pick_device(device)
     dtype = pick_precision(precision, device)
-    model = PonderLM.from_pretrained(directory).to(device)
+    model = load(directory).to(device)
     tokenizer = load_tokenizer(directory / "tokenizer.json")
     K, window = model.config.ponder_steps, model.config.block_size
     if tokenizer.vocab_size > model.config.vocab_size:

@@ -61,8 +61,8 @@ from device import (
     rank_and_size,
     reduce,
 )
-from model import PonderConfig, PonderLM
-from router import stop_step
+from methods import SETTINGS, build, load
+from model import PonderConfig
 from validation import evaluate, final_report
 
 
@@ -150,6 +150,7 @@ def parse(argv=None):
     """The command line: --preset chooses the defaults that --help shows and other flags change."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="auto")
+    first.add_argument("--method", choices=SETTINGS, default="ponderlm3")
     first.add_argument("--device", default="auto")
     first.add_argument("--out", default="out")
     first.add_argument("--name")
@@ -163,6 +164,8 @@ def parse(argv=None):
         if preset not in PRESETS:  # 'auto', or a wrong one, which tyro refuses below
             preset = "small" if pick_device(known.device).type == "cuda" else "tiny"
         defaults = PRESETS[preset]
+        model = replace(defaults.model, method=known.method, **SETTINGS[known.method])
+        defaults = replace(defaults, model=model)
     config = tyro.cli(TrainConfig, description=__doc__, default=defaults, args=argv)
     return replace(config, preset=defaults.preset) if config.preset == "auto" else config
 
@@ -239,9 +242,10 @@ def open_corpus(config):
 def optimize(model, optimizer, x, y, R, config, precision):
     """One optimizer step on this process's share x, y (batch, T). Returns what is logged of it.
 
-    `model` is a PonderLM, or one in DistributedDataParallel, which averages the gradients over the
-    processes in the backward pass of the last micro-batch.
+    `model` is one of methods.py, or one in DistributedDataParallel, which averages the gradients
+    over the processes in the backward pass of the last micro-batch.
     """
+    executed = getattr(model, "module", model).executed
     micro = config.micro_batch_size or config.batch_size
     share, logged = micro / len(x), dict(loss=0.0, ce=0.0, penalty=0.0, steps=0.0)
     for i, (xs, ys) in enumerate(zip(x.split(micro), y.split(micro), strict=True), start=1):
@@ -250,7 +254,7 @@ def optimize(model, optimizer, x, y, R, config, precision):
             with precision:
                 out = model(xs, ys, iters=R)
             (share * out.loss).backward()
-        steps = stop_step(out.log_w, config.tau).float().mean()
+        steps = executed(out.log_w, config.tau).float().mean()
         parts = dict(loss=out.loss, ce=out.ce, penalty=out.penalty, steps=steps)
         for name, value in parts.items():
             logged[name] += 0.0 if value is None else share * value.detach()
@@ -266,10 +270,10 @@ def open_model(config, vocab_size, checkpoint, device):
     """The model and its optimizer, new or as in a checkpoint, the steps done and their seconds."""
     shape = replace(config.model, vocab_size=vocab_size)
     torch.manual_seed(config.seed)
-    model = PonderLM(shape)
+    model = build(shape)
     if checkpoint:
         try:
-            model = PonderLM.from_pretrained(checkpoint)
+            model = load(checkpoint)
             if model.config != shape:
                 raise ValueError(f"{checkpoint}/config.json: {changes(shape, model.config)}")
         except (ValueError, OSError) as error:

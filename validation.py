@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from device import rank_and_size, reduce
-from router import stop_step
 
 
 class PermutedRouter(torch.nn.Module):
@@ -53,12 +52,12 @@ def evaluate(
         rows = [windows.window(i) for i in range(first, min(first + batch_size, count))]
         rows = torch.from_numpy(np.stack(rows)).to(device)
         x, y = rows[:, :-1], rows[:, 1:]
-        h, s, log_w = model.jacobi(x, iters, tau)
+        h, s, log_w = model.states(x, iters, tau)
         if permute:
             router, model.router = model.router, PermutedRouter(s, log_w)
-            h, s, log_w = model.jacobi(x, iters, tau)
+            h, s, log_w = model.states(x, iters, tau)
             model.router = router
-        steps = stop_step(log_w, tau_steps)
+        steps = model.executed(log_w, tau_steps)
         h_hat = model.integrate(h, s, steps if tau else None)
         losses = [model.token_losses(h_hat, y).sum()]
         for i in range(S):
@@ -82,19 +81,21 @@ def evaluate(
 
 def final_report(model, windows, config, device):
     """The losses that count, printed and returned: as trained, at the fixed point, hard-stopped."""
-    R = max(config.model.iters)
+    R, iterates = max(config.model.iters), model.config.label in ("ponderlm3", "ponderlm2")
     count = min(config.eval_windows, windows.count)
 
     def measure(**kwargs):
         return evaluate(model, windows, count, device, tau_steps=config.tau, **kwargs)
 
-    trained, fixed = measure(iters=R), measure()
-    hard = permuted = fixed
+    trained = hard = permuted = fixed = measure()
+    if iterates:
+        trained = measure(iters=R)
     if model.masks:  # otherwise nothing is masked and all tokens take as many steps
         hard, permuted = measure(tau=config.tau), measure(tau=config.tau, permute=True)
     print(f"\nvalidation loss in nats per token, {count} windows of {windows.block_size} tokens")
-    print(f"  as trained, {R} refinements      {trained['loss']:.4f}")
-    print(f"  at the fixed point            {fixed['loss']:.4f}")
+    if iterates:
+        print(f"  as trained, {R} refinements      {trained['loss']:.4f}")
+    print(f"  {'at the fixed point' if iterates else model.config.label:28}  {fixed['loss']:.4f}")
     if model.masks:
         print(f"  hard-stopped at tau = {config.tau:<7g} {hard['loss']:.4f}")
         print(f"  the same, s permuted          {permuted['loss']:.4f}  (as many steps elsewhere)")

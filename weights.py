@@ -40,8 +40,8 @@ def from_json(kind, settings):
         raise ValueError(f"a field of a wrong type: {error}") from None
 
 
-def read_directory(directory):
-    """A directory of weights -> config (dict of PonderConfig fields), tensors (dict).
+def read_config(directory):
+    """The config of a directory of weights, a dict of PonderConfig fields.
 
     Raises:
         FileNotFoundError: the directory or one of its two files is missing.
@@ -58,6 +58,12 @@ def read_directory(directory):
         raise ValueError(f"{config_file} is not a JSON object: {error}") from None
     if found != FORMAT:
         raise ValueError(f"{config_file} has format {found!r}; only {FORMAT!r} can be read")
+    return config
+
+
+def read_directory(directory):
+    """A directory of weights -> its config, as `read_config`, and its tensors (dict)."""
+    config, tensor_file = read_config(directory), Path(directory) / "model.safetensors"
     try:
         return config, load_file(tensor_file)
     except SafetensorError as error:

@@ -5,7 +5,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from model import PonderConfig, PonderLM
+from methods import SETTINGS, build
+from model import PonderConfig
 from train import TrainConfig
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -30,10 +31,11 @@ def small_model(seed=0, **kwargs):
         ponder_steps=3,
         router_offset=None,
     )
-    config = PonderConfig(**{**defaults, **kwargs})
-    if config.router_offset is None:
+    settings = SETTINGS[kwargs.get("method", "ponderlm3")]
+    config = PonderConfig(**{**defaults, **settings, **kwargs})
+    if config.method == "ponderlm3" and config.router_offset is None:
         config.router_offset = (0.0,) * (config.ponder_steps + 1)
-    model = PonderLM(config)
+    model = build(config)
     if model.masks:
         torch.nn.init.normal_(model.router.proj.weight, std=scale / config.hidden_size**0.5)
     return model.double().eval()
@@ -41,9 +43,9 @@ def small_model(seed=0, **kwargs):
 
 @pytest.fixture
 def golden():
-    """Read one golden file: its tensors, and a PonderLM with its weights."""
+    """Read one golden file: its tensors, and a model with its weights."""
 
-    def read(name):
+    def read(name, **method):
         with safe_open(GOLDEN / name, "pt") as file:
             official = json.loads(file.metadata()["config"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -56,9 +58,9 @@ def golden():
             rms_norm_eps=official["rms_norm_eps"],
             rope_theta=official["rope_theta"],
             ponder_steps=official["num_latent_thoughts"],
-            router="always",
+            **(method or {"router": "always"}),
         )
-        model = PonderLM(config).eval()
+        model = build(config).eval()
         model.load_state_dict({k: tensors.pop(k) for k in list(tensors) if k.endswith(".weight")})
         return model, tensors, official
 

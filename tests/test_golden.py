@@ -2,8 +2,7 @@
 
 import torch
 
-from model import LayerCache
-from sample import generate, ponder_token
+from sample import generate
 
 
 def test_every_pass(golden):
@@ -43,7 +42,7 @@ def test_cached_decoding(golden):
     for b, sample in enumerate(samples):
         assert sample.tokens == sequences[b, prompt.size(1) :].tolist()
         assert sample.steps == [2] * n
-        cache = [LayerCache() for _ in model.model.layers]
-        logits = [ponder_token(model, int(x), t, cache)[0] for t, x in enumerate(sequences[b, :-1])]
+        cache = model.new_cache()
+        logits = [model.ponder_token(int(x), t, cache)[0] for t, x in enumerate(sequences[b, :-1])]
         actual = torch.stack(logits[prompt.size(1) - 1 :])
         torch.testing.assert_close(actual, expected["step_logits"][b], atol=1e-5, rtol=0)

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from conftest import small_model
 
 from device import pick_device, pick_precision
-from model import LayerCache, PonderConfig, PonderLM
+from model import PonderConfig, PonderLM
 from router import bottom_mass_penalty
-from sample import ponder_token
 
 
 @torch.no_grad()
@@ -21,7 +20,7 @@ def sequential(model, idx, tau=None):
     inputs, positions, bias, logits, steps, log_w = [], [], [], [], [], None
     printed = model.config.printed_mask_index
     for t, token in enumerate(idx):
-        x, h_hat, k, stop = model.embed(token), 0, 0, 0
+        x, h_hat, k, stop = model.embed(token[None, None])[0, 0], 0, 0, 0
         while k <= stop:
             inputs.append(x)
             positions.append(t)
@@ -86,8 +85,8 @@ def test_hard_stopping_parallel_sequential_and_cached_agree(tau, router, K):
     expected, steps = sequential(model, idx[0], tau)
     with torch.no_grad():
         out = model(idx, tau=tau, iters=K * 11)
-    cache = [LayerCache() for _ in model.model.layers]
-    pairs = [ponder_token(model, int(token), t, cache, tau) for t, token in enumerate(idx[0])]
+    cache = model.new_cache()
+    pairs = [model.ponder_token(int(token), t, cache, tau) for t, token in enumerate(idx[0])]
     assert (out.logits[0] - expected).abs().max() < 1e-9
     assert (torch.stack([logits for logits, _ in pairs]) - expected).abs().max() < 1e-9
     assert out.steps[0].tolist() == [k for _, k in pairs] == steps
@@ -101,8 +100,8 @@ def test_alpha_in_decoding():
     model, idx = small_model(router_scale=12.0), tokens(T=12)
     means = []
     for alpha in (-3.0, 0.0, 3.0):
-        cache = [LayerCache() for _ in model.model.layers]
-        pairs = [ponder_token(model, int(x), t, cache, 0.1, alpha) for t, x in enumerate(idx[0])]
+        cache = model.new_cache()
+        pairs = [model.ponder_token(int(x), t, cache, 0.1, alpha) for t, x in enumerate(idx[0])]
         with torch.no_grad():
             out = model(idx, tau=0.1, alpha=alpha, iters=33)
         assert (torch.stack([logits for logits, _ in pairs]) - out.logits[0]).abs().max() < 1e-9
