@@ -24,6 +24,7 @@ import tyro
 from tqdm import tqdm
 
 from attention import pick_backend, soft_mask_attention
+from cost import slots_of_passes
 from device import autocast, command_line, pick_device, pick_precision
 from model import PonderLM
 from train import PRESETS
@@ -203,11 +204,6 @@ def draw_attention(results, file):
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", handlelength=3)
     figure.savefig(file, dpi=150)
     plt.close(figure)
-
-
-def slots_of_passes(K, R):
-    """Slots per token of each pass: the ladder 1 .. K, R refinements, the final pass."""
-    return [*range(1, K + 1), *[K + 1] * (R + 1)]
 
 
 def train_case(shape, B, R, plain, recompute, compiled, device, dtype):

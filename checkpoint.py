@@ -148,6 +148,23 @@ def read_settings(kind, out, name=None):
         raise ValueError(f"{file} does not hold the settings of a run: {error}") from None
 
 
+def read_results(run):
+    """The final evaluation of a run, as validation.final_report returned it.
+
+    Raises:
+        FileNotFoundError, ValueError: it is not trained to the end, or the file is damaged.
+    """
+    file = Path(run) / "results.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist: the run is not there, or not finished")
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+        results["hard"]["loss"], results["hard"]["steps"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged: {error!r}; --resume writes it again") from None
+    return results
+
+
 def changes(before, now):
     """The settings that differ: {name: (before, now)}; not the name of the run and its place."""
     found = {}

@@ -11,9 +11,8 @@ mor-expert  ExpertChoice, mor.py           the stack runs again on the tokens th
 mor-token   TokenChoice, mor.py            the stack runs again if the token chose so at the start
 """
 
-import weights
 from baselines import LoopedLM, Pause, PonderLM1
-from model import PonderLM
+from model import PonderLM, read_config
 from mor import ExpertChoice, TokenChoice
 
 CLASSES = {
@@ -33,8 +32,5 @@ def build(config):
 
 
 def load(directory):
-    """The model of a directory of weights, whatever its method. Errors: PonderLM.from_pretrained"""
-    method = weights.read_config(directory).get("method")
-    if method not in CLASSES:
-        raise ValueError(f"{directory}: method {method!r} is not one of {', '.join(CLASSES)}")
-    return CLASSES[method].from_pretrained(directory)
+    """The model of a directory of weights, whatever its method; see PonderLM.from_pretrained."""
+    return CLASSES[read_config(directory).method].from_pretrained(directory)

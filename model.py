@@ -147,6 +147,19 @@ class PonderConfig:
         return "ponderlm2" if self.router == "always" else self.method
 
 
+def read_config(directory):
+    """The PonderConfig of a directory of weights.
+
+    Raises:
+        FileNotFoundError, ValueError: as weights.read_config; or unknown fields, or wrong values.
+    """
+    config = weights.read_config(directory)
+    try:
+        return weights.from_json(PonderConfig, config)
+    except ValueError as error:
+        raise ValueError(f"{directory}: config.json has {error}") from None
+
+
 # -- The backbone: LLaMA -----------------------------------------------------------------------
 
 
@@ -359,7 +372,7 @@ class PonderLM(nn.Module):
         if iters is None and self.training:
             low, high = self.config.iters
             iters = int(torch.randint(low, high + 1, ()))
-        last = K * T if iters is None else iters
+        last = K * T if iters is None else min(iters, K * T)  # of which K = 0 needs none
         constant = 0
         if self.training and self.config.backprop_passes:
             constant = K + last + 1 - self.config.backprop_passes
@@ -480,14 +493,10 @@ class PonderLM(nn.Module):
         """A model from a directory of weights, in float32 on the CPU and in evaluation mode.
 
         Raises:
-            FileNotFoundError, ValueError: as weights.read_directory; or a config with unknown
-                fields, or tensors that do not fit it.
+            FileNotFoundError, ValueError: as read_config; or tensors that are damaged or do not
+                fit the config.
         """
-        config, tensors = weights.read_directory(directory)
-        try:
-            config = weights.from_json(PonderConfig, config)
-        except ValueError as error:
-            raise ValueError(f"{directory}: config.json has {error}") from None
+        config, tensors = read_config(directory), weights.read_tensors(directory)
         model = cls(config)
         if config.tie_word_embeddings:
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]

@@ -61,11 +61,11 @@ def read_config(directory):
     return config
 
 
-def read_directory(directory):
-    """A directory of weights -> its config, as `read_config`, and its tensors (dict)."""
-    config, tensor_file = read_config(directory), Path(directory) / "model.safetensors"
+def read_tensors(directory):
+    """The tensors of a directory of weights, by name. ValueError: the file is damaged."""
+    tensor_file = Path(directory) / "model.safetensors"
     try:
-        return config, load_file(tensor_file)
+        return load_file(tensor_file)
     except SafetensorError as error:
         raise ValueError(f"{tensor_file} is damaged or no safetensors file: {error}") from None
 
