@@ -1,0 +1,346 @@
+"""Figures and tables from trained runs.
+
+    python analyze.py pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
+    python analyze.py depth --runs out/pareto/tiny/*      loss against the step budget K
+    python analyze.py pareto --redraw                     the same figure from its saved numbers
+
+Writes <out>/<figure>.csv with the numbers, .md with the same as a table, and .png.
+
+word        meaning
+K           extra computations a token may take, of any method (methods.py)
+steps       extra computations it does take in decoding, hard-stopped at tau; mean over tokens
+loss        nats per token on the validation windows, as it decodes: fixed point, hard-stopped
+perplexity  exp(loss), per token: per byte for models of bytes
+seeds       runs that differ in nothing else; a spread is their standard deviation
+frontier    no other row has fewer steps and a lower perplexity (by the means)
+"""
+
+import csv
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from checkpoint import changes, read_lines, read_results, read_settings
+from cost import cost
+from device import command_line
+from model import PonderConfig, read_config
+from train import TrainConfig
+
+NAMES = {
+    "ponderlm3": "PonderLM-3",
+    "ponderlm2": "PonderLM-2",
+    "vanilla": "vanilla",
+    "looped": "LoopedLM",
+    "pause": "Pause",
+    "ponderlm1": "PonderLM-1",
+    "mor-expert": "MoR, expert choice",
+    "mor-token": "MoR, token choice",
+}
+# Colours of Okabe and Ito, which colour-blind people can tell apart, and a marker for each.
+STYLES = [
+    *zip(["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#56B4E9"], "os^Dv<", strict=True),
+    *zip(["#E69F00", "#999999", "#B8A000", "#7A4FA3", "#5B3A00"], ">pP*X", strict=True),
+]
+# Settings that change neither what is learned nor how it is scored.
+IRRELEVANT = {"preset", "seed", "data", "log_every", "eval_every", "device", "precision", "backend"}
+IRRELEVANT |= {"compile", "recompute", "tokenizer"}
+# Settings that are a method's own; all others should be the same in a comparison.
+OF_METHOD = set(PonderConfig.__dataclass_fields__) - {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "block_size",
+}  # fmt: skip
+
+
+@dataclass
+class Run:
+    path: Path
+    config: TrainConfig
+    shape: PonderConfig  # of the trained model
+    corpus: dict
+    results: dict
+
+    @property
+    def group(self):
+        return self.shape.label, self.shape.ponder_steps
+
+
+def read_runs(directories):
+    """The finished ones among some runs; the others are named.
+
+    Raises:
+        ValueError: none is finished, or a run is damaged.
+    """
+    runs = []
+    for path in map(Path, directories):
+        if not (path / "results.json").is_file():
+            print(f"left out, not a finished run: {path}")
+            continue
+        _, config, corpus = read_settings(TrainConfig, path.parent, path.name)
+        runs.append(Run(path, config, read_config(path), corpus, read_results(path)))
+    if not runs:
+        raise ValueError("no finished run among those given; train one: python train.py")
+    return runs
+
+
+def differences(a, b):
+    """Settings in which two runs differ, {name: (a's, b's)}, as far as they could matter."""
+    found = changes(a.config, b.config)
+    return {name: pair for name, pair in found.items() if name not in IRRELEVANT}
+
+
+def group_runs(runs):
+    """{(name, K): runs that differ in their seed alone}, names in the order of NAMES.
+
+    A method's runs with other settings at the same K get a name of their own, which says how they
+    differ: 'PonderLM-3, penalty_weight 0.0'.
+
+    Raises:
+        ValueError: the same settings and seed twice.
+    """
+    groups = {}
+    for label, name in NAMES.items():
+        mine = [run for run in runs if run.shape.label == label]
+        odd = set()
+        for run in mine:
+            for other in mine:
+                if run.group == other.group:
+                    odd |= differences(run, other).keys()
+        for run in sorted(mine, key=lambda run: run.shape.ponder_steps):
+            settings = vars(run.config) | vars(run.config.model)
+            variant = "".join(f", {key} {settings[key]}" for key in sorted(odd))
+            group = groups.setdefault((name + variant, run.shape.ponder_steps), [])
+            for other in group:
+                if other.config.seed == run.config.seed:
+                    raise ValueError(f"{other.path} and {run.path} are the same run twice")
+            group.append(run)
+    return groups
+
+
+def check_comparable(runs):
+    """Name what differs between the runs beside the method, which a comparison should not have."""
+    odd = {}
+    for run in runs:
+        for name, pair in differences(runs[0], run).items():
+            if name not in OF_METHOD:
+                odd.setdefault(name, set()).update(map(str, pair))
+        if run.corpus != runs[0].corpus:
+            odd.setdefault("corpus", set()).update((run.corpus["name"], runs[0].corpus["name"]))
+    for name, values in odd.items():
+        print(f"note: the runs differ in {name}, too: {', '.join(sorted(values))}")
+
+
+def mean_std(values):
+    """Mean, and standard deviation, which one value does not have: None."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def show(mean, std, digits):
+    return f"{mean:.{digits}f}" + ("" if std is None else f" ± {std:.{digits}f}")
+
+
+def on_frontier(points):
+    """For each (steps, perplexity): does no other have less of one and not more of the other?"""
+    better = lambda a, b: a[0] <= b[0] and a[1] <= b[1] and a != b  # noqa: E731
+    return [not any(better(other, point) for other in points) for point in points]
+
+
+# -- Saved numbers ---------------------------------------------------------------------------------
+
+
+def write_csv(file, rows):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_csv(file):
+    """What write_csv wrote: numbers as float, nothing as None, other text as it is."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} does not exist: draw it once from --runs")
+
+    def value(text):
+        try:
+            return float(text) if text else None
+        except ValueError:
+            return text
+
+    with open(file, newline="", encoding="utf-8") as stream:
+        return [{name: value(text) for name, text in row.items()} for row in csv.DictReader(stream)]
+
+
+def markdown(titles, rows):
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+
+
+def new_figure(x, y):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    axes.set(xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    return figure, axes
+
+
+def draw_curves(axes, rows, x, y):
+    """One curve for each method of the rows, through its K, with the seeds' spread in x and y."""
+    for i, name in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        curve = [row for row in rows if row["method"] == name]
+        color, marker = STYLES[i % len(STYLES)]
+        spread = [[row.get(f"{axis}_std") or 0 for row in curve] for axis in (x, y)]
+        axes.errorbar(
+            [row[x] for row in curve], [row[y] for row in curve], xerr=spread[0], yerr=spread[1],
+            color=color, marker=marker, capsize=3, label=name, linewidth=1.2, markersize=6,
+        )  # fmt: skip
+
+
+def save_figure(figure, file):
+    figure.savefig(file, dpi=300)
+    import matplotlib.pyplot as plt
+
+    plt.close(figure)
+    print(f"written: {file.with_suffix('')}.csv, .md, .png")
+
+
+# -- Perplexity against executed steps (section 4.1) -----------------------------------------------
+
+
+def pareto_rows(runs):
+    """One row for each method and K: seeds, executed steps, loss, perplexity, and what it costs."""
+    rows = []
+    for (name, K), group in group_runs(runs).items():
+        hard = [run.results["hard"] for run in group]
+        row = {"method": name, "K": K, "seeds": len(group)}
+        row["steps"], row["steps_std"] = mean_std([h["steps"] for h in hard])
+        row["loss"], row["loss_std"] = mean_std([h["loss"] for h in hard])
+        row["perplexity"], row["perplexity_std"] = mean_std([math.exp(h["loss"]) for h in hard])
+        rows.append(row | vars(cost(group[0].shape, row["steps"])))
+    frontier = on_frontier([(row["steps"], row["perplexity"]) for row in rows])
+    return [row | {"frontier": int(best)} for row, best in zip(rows, frontier, strict=True)]
+
+
+def pareto_table(rows):
+    titles = [
+        "method",
+        "K",
+        "seeds",
+        "extra steps",
+        "loss",
+        "perplexity",
+        "MFLOPs, 6N",
+        "MFLOPs, 2N",
+    ]
+    titles += ["keys a layer", "training forwards", "frontier"]
+    lines = []
+    for r in rows:
+        line = [r["method"], f"{r['K']:.0f}", f"{r['seeds']:.0f}"]
+        line += [show(r["steps"], r["steps_std"], 2), show(r["loss"], r["loss_std"], 4)]
+        line += [show(r["perplexity"], r["perplexity_std"], 3)]
+        line += [f"{r['paper_flops'] / 1e6:.2f}", f"{r['forward_flops'] / 1e6:.2f}"]
+        line += [f"{r['cache_entries']:.2f}", f"{r['training_forwards']:.1f}"]
+        lines.append([*line, "yes" if r["frontier"] else ""])
+    return markdown(titles, lines)
+
+
+def pareto(runs: tuple[str, ...] = (), out: Path = Path("out/analyze"), redraw: bool = False):
+    """Perplexity against the mean executed extra steps of every method: table and figure.
+
+    Args:
+        runs: directories of trained runs
+        out: where pareto.csv, .md and .png go
+        redraw: from the numbers saved there, without runs
+    """
+    if not redraw:
+        loaded = read_runs(runs)
+        check_comparable(loaded)
+        write_csv(out / "pareto.csv", pareto_rows(loaded))
+    rows = read_csv(out / "pareto.csv")
+    table = pareto_table(rows)
+    (out / "pareto.md").write_text(table, encoding="utf-8")
+    print(table)
+    figure, axes = new_figure("executed extra steps per token", "perplexity per token")
+    draw_curves(axes, rows, "steps", "perplexity")
+    for row in rows:
+        place = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 7}
+        axes.annotate(f"K={row['K']:.0f}", (row["steps"], row["perplexity"]), **place)
+    best = sorted((row["steps"], row["perplexity"]) for row in rows if row["frontier"])
+    axes.step(*zip(*best, strict=True), where="post", color="#BBBBBB", zorder=0, label="frontier")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    save_figure(figure, out / "pareto.png")
+
+
+# -- Loss against the step budget (section 4.4) ----------------------------------------------------
+
+
+def training_loss(run):
+    """Mean logged training cross-entropy of the last tenth of the steps, in nats."""
+    rows = [row for row in read_lines(run.path / "log.jsonl") if "ce" in row]
+    last = [row["ce"] for row in rows if row["step"] > 0.9 * run.config.steps]
+    return statistics.mean(last) if last else math.nan
+
+
+def depth_rows(runs):
+    """One row for each K of PonderLM-3, over the seeds."""
+    rows = []
+    for (name, K), group in group_runs(runs).items():
+        row = {"method": name, "K": K, "seeds": len(group)}
+        for key, values in {
+            "training_loss": [training_loss(run) for run in group],
+            "loss": [run.results["hard"]["loss"] for run in group],
+            "steps": [run.results["hard"]["steps"] for run in group],
+        }.items():
+            row[key], row[f"{key}_std"] = mean_std(values)
+        rows.append(
+            row | {"training_forwards": cost(group[0].shape, row["steps"]).training_forwards}
+        )
+    return rows
+
+
+def depth_table(rows):
+    titles = ["method", "K", "seeds", "training loss", "validation loss", "extra steps"]
+    lines = []
+    for r in rows:
+        keys = (("training_loss", 3), ("loss", 4), ("steps", 2))
+        numbers = [show(r[key], r[f"{key}_std"], digits) for key, digits in keys]
+        line = [r["method"], f"{r['K']:.0f}", f"{r['seeds']:.0f}", *numbers]
+        lines.append([*line, f"{r['training_forwards']:.1f}"])
+    return markdown([*titles, "training forwards"], lines)
+
+
+def depth(runs: tuple[str, ...] = (), out: Path = Path("out/analyze"), redraw: bool = False):
+    """PonderLM-3's loss against its step budget K: table and figure.
+
+    Args:
+        runs: directories of trained runs; those of other methods are left out
+        out: where depth.csv, .md and .png go
+        redraw: from the numbers saved there, without runs
+    """
+    if not redraw:
+        loaded = [run for run in read_runs(runs) if run.shape.label == "ponderlm3"]
+        if not loaded:
+            raise ValueError("none of the runs is a PonderLM-3; train one: python train.py")
+        check_comparable(loaded)
+        write_csv(out / "depth.csv", depth_rows(loaded))
+    rows = read_csv(out / "depth.csv")
+    table = depth_table(rows)
+    (out / "depth.md").write_text(table, encoding="utf-8")
+    print(table)
+    figure, axes = new_figure("K, the step budget", "validation loss, nats per token")
+    draw_curves(axes, rows, "K", "loss")
+    axes.set_xticks(sorted({row["K"] for row in rows}))
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    save_figure(figure, out / "depth.png")
+
+
+if __name__ == "__main__":
+    commands = {"pareto": pareto, "depth": depth}
+    command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, description=__doc__))
