@@ -52,6 +52,7 @@ OF_METHOD = set(PonderConfig.__dataclass_fields__) - {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "block_size",
 }  # fmt: skip
+DEFAULTS = vars(TrainConfig()) | vars(PonderConfig())
 
 
 @dataclass
@@ -91,11 +92,15 @@ def differences(a, b):
     return {name: pair for name, pair in found.items() if name not in IRRELEVANT}
 
 
+def brief(value):
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def group_runs(runs):
     """{(name, K): runs that differ in their seed alone}, names in the order of NAMES.
 
-    A method's runs with other settings at the same K get a name of their own, which says how they
-    differ: 'PonderLM-3, penalty_weight 0.0'.
+    A method's runs with other settings at the same K get a name of their own, which says what is
+    not at its default: 'PonderLM-3, penalty_weight 0'.
 
     Raises:
         ValueError: the same settings and seed twice.
@@ -110,7 +115,8 @@ def group_runs(runs):
                     odd |= differences(run, other).keys()
         for run in sorted(mine, key=lambda run: run.shape.ponder_steps):
             settings = vars(run.config) | vars(run.config.model)
-            variant = "".join(f", {key} {settings[key]}" for key in sorted(odd))
+            special = [key for key in sorted(odd) if settings[key] != DEFAULTS[key]]
+            variant = "".join(f", {key} {brief(settings[key])}" for key in special)
             group = groups.setdefault((name + variant, run.shape.ponder_steps), [])
             for other in group:
                 if other.config.seed == run.config.seed:
@@ -178,6 +184,17 @@ def markdown(titles, rows):
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
 
 
+def save_rows(out, name, rows, table):
+    """Save rows, or without any take the saved ones; print them as a table -> the rows."""
+    if rows is not None:
+        write_csv(out / f"{name}.csv", rows)
+    rows = read_csv(out / f"{name}.csv")
+    text = table(rows)
+    (out / f"{name}.md").write_text(text, encoding="utf-8")
+    print(text)
+    return rows
+
+
 def new_figure(x, y):
     import matplotlib
 
@@ -215,6 +232,7 @@ def save_figure(figure, file):
 
 def pareto_rows(runs):
     """One row for each method and K: seeds, executed steps, loss, perplexity, and what it costs."""
+    check_comparable(runs)
     rows = []
     for (name, K), group in group_runs(runs).items():
         hard = [run.results["hard"] for run in group]
@@ -258,14 +276,8 @@ def pareto(runs: tuple[str, ...] = (), out: Path = Path("out/analyze"), redraw: 
         out: where pareto.csv, .md and .png go
         redraw: from the numbers saved there, without runs
     """
-    if not redraw:
-        loaded = read_runs(runs)
-        check_comparable(loaded)
-        write_csv(out / "pareto.csv", pareto_rows(loaded))
-    rows = read_csv(out / "pareto.csv")
-    table = pareto_table(rows)
-    (out / "pareto.md").write_text(table, encoding="utf-8")
-    print(table)
+    rows = None if redraw else pareto_rows(read_runs(runs))
+    rows = save_rows(out, "pareto", rows, pareto_table)
     figure, axes = new_figure("executed extra steps per token", "perplexity per token")
     draw_curves(axes, rows, "steps", "perplexity")
     for row in rows:
@@ -288,8 +300,15 @@ def training_loss(run):
 
 
 def depth_rows(runs):
-    """One row for each K of PonderLM-3, over the seeds."""
-    rows = []
+    """One row for each K of PonderLM-3, over the seeds.
+
+    Raises:
+        ValueError: no run is of PonderLM-3.
+    """
+    runs, rows = [run for run in runs if run.shape.label == "ponderlm3"], []
+    if not runs:
+        raise ValueError("none of the runs is a PonderLM-3; train one: python train.py")
+    check_comparable(runs)
     for (name, K), group in group_runs(runs).items():
         row = {"method": name, "K": K, "seeds": len(group)}
         for key, values in {
@@ -323,16 +342,8 @@ def depth(runs: tuple[str, ...] = (), out: Path = Path("out/analyze"), redraw: b
         out: where depth.csv, .md and .png go
         redraw: from the numbers saved there, without runs
     """
-    if not redraw:
-        loaded = [run for run in read_runs(runs) if run.shape.label == "ponderlm3"]
-        if not loaded:
-            raise ValueError("none of the runs is a PonderLM-3; train one: python train.py")
-        check_comparable(loaded)
-        write_csv(out / "depth.csv", depth_rows(loaded))
-    rows = read_csv(out / "depth.csv")
-    table = depth_table(rows)
-    (out / "depth.md").write_text(table, encoding="utf-8")
-    print(table)
+    rows = None if redraw else depth_rows(read_runs(runs))
+    rows = save_rows(out, "depth", rows, depth_table)
     figure, axes = new_figure("K, the step budget", "validation loss, nats per token")
     draw_curves(axes, rows, "K", "loss")
     axes.set_xticks(sorted({row["K"] for row in rows}))

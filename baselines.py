@@ -85,7 +85,7 @@ class Pause(PonderLM):
         idx = torch.tensor([[token]], device=self.lm_head.weight.device)
         positions = torch.full((self.config.ponder_steps + 1,), position, device=idx.device)
         h = self.model(self.interleave(idx), positions, None, cache=cache)  # (1, S, D)
-        return self.lm_head(h)[0, -1], self.config.ponder_steps
+        return self.lm_head(h[0, -1]), self.config.ponder_steps
 
 
 class PonderLM1(PonderLM):
