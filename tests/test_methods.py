@@ -223,6 +223,8 @@ def test_expert_choice(training, capacities):
     else:
         out = model(idx, idx)
         assert (out.logits - logits).abs().max() < 1e-10 and out.loss == out.ce
+        last = model.lm_head(model.states(idx)[0][:, :, -1])  # who has left stays as it is
+        assert (last - logits).abs().max() < 1e-10
         assert len(out.steps.unique()) > 1
 
 
@@ -254,6 +256,8 @@ def test_token_choice(training):
     else:
         out = model(idx, idx)
         assert (out.logits - logits).abs().max() < 1e-10 and out.loss == out.ce
+        last = model.lm_head(model.states(idx)[0][:, :, -1])  # who has left stays as it is
+        assert (last - logits).abs().max() < 1e-10
         assert out.steps.flatten().tolist() == [d - 1 for d in depths]
 
 
