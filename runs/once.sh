@@ -3,6 +3,7 @@
 once() {
   local run="$1/$2-$3"
   [ -f "$run/results.json" ] && return
+  echo "== $run"
   if [ -f "$run/train.json" ]; then
     "${PYTHON:-python}" train.py --resume --out "$1" --name "$2-$3"
   else

@@ -3,25 +3,21 @@
 #     bash runs/tiny.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python}
+
+. runs/once.sh
 
 train() { # name, flags
   for seed in 0 1 2; do
-    [ -f "out/tiny/$1-$seed/results.json" ] && continue
-    if [ -f "out/tiny/$1-$seed/train.json" ]; then # an interrupted one
-      "$PYTHON" train.py --resume --out out/tiny --name "$1-$seed"
-      continue
-    fi
-    "$PYTHON" train.py --preset tiny --precision bfloat16 --out out/tiny --name "$1-$seed" --seed "$seed" "${@:2}"
+    once out/tiny "$1" "$seed" --preset tiny --precision bfloat16 "${@:2}"
   done
 }
 
-train no-pondering --ponder-steps 0
-train ponderlm2 --router always --iters 2 2
+train no-pondering --method vanilla
+train ponderlm2 --method ponderlm2 --iters 2 2
 train ponderlm3-no-penalty --penalty-weight 0
 train ponderlm3
 
-"$PYTHON" - <<'TABLE'
+"${PYTHON:-python}" - <<'TABLE'
 import json
 import statistics as st
 from pathlib import Path

@@ -1,0 +1,70 @@
+"""The scripts in runs/, with a stand-in for Python that writes down how it is called."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from methods import CLASSES
+from train import parse
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    """Run a script in a copy of runs/; returns the arguments of each train.py and analyze.py."""
+    shutil.copytree(ROOT / "runs", tmp_path / "runs")
+    stand_in, record = tmp_path / "python", tmp_path / "record"
+    inline = f'-*) cd "{ROOT}"; exec "{sys.executable}" "$@" ;;'
+    stand_in.write_text(
+        f'#!/bin/bash\ncase "$1" in\n{inline}\n*) echo "$@" >> "{record}" ;;\nesac\n'
+    )
+    stand_in.chmod(0o755)
+
+    def run(script, **variables):
+        environment = os.environ | {"PYTHON": str(stand_in)} | variables
+        command = ["bash", str(tmp_path / "runs" / script)]
+        subprocess.run(command, check=True, env=environment, timeout=120)
+        lines = [line.split() for line in record.read_text().splitlines()]
+        record.unlink()
+        return [[args for name, *args in lines if name == f"{s}.py"] for s in ("train", "analyze")]
+
+    return run
+
+
+def test_pareto(run_script, tmp_path):
+    """Catches a flag that train.py does not know, a method or budget that is left out, a seed that
+    is not used, a finished run that is trained again, an interrupted one that begins anew."""
+    (out := tmp_path / "out/pareto/tiny").mkdir(parents=True)
+    trained, analyzed = run_script("pareto.sh")
+    assert [args[0] for args in analyzed] == ["pareto", "depth"]
+    configs = [parse(args) for args in trained]
+    assert len({config.name for config in configs}) == len(configs)
+    budgets = [(c.model.method, c.model.ponder_steps, c.seed) for c in configs]
+    for seed in (0, 1):
+        assert ("vanilla", 0, seed) in budgets
+        for K in (2, 3, 4):
+            for method in ("looped", "ponderlm2", "ponderlm3"):
+                assert (method, K, seed) in budgets
+    assert {method for method, _, _ in budgets} == set(CLASSES)
+    assert (
+        len({(c.steps, c.batch_size, c.learning_rate, c.data, c.precision) for c in configs}) == 1
+    )
+    for name, file in (("vanilla-0-0", "results.json"), ("vanilla-0-1", "train.json")):
+        (out / name).mkdir()
+        (out / name / file).touch()
+    again, _ = run_script("pareto.sh")
+    assert len(again) == len(trained) - 1
+    assert ["--resume", "--out", "out/pareto/tiny", "--name", "vanilla-0-1"] in again
+
+
+def test_pareto_scale_and_seeds(run_script, tmp_path):
+    """Catches variables of the script that change nothing."""
+    (tmp_path / "out/pareto/small").mkdir(parents=True)
+    trained, _ = run_script("pareto.sh", SCALE="small", SEEDS="5")
+    configs = [parse(args) for args in trained]
+    assert {(c.preset, c.seed, c.out) for c in configs} == {("small", 5, "out/pareto/small")}
