@@ -24,9 +24,9 @@ from pathlib import Path
 import tyro
 
 from checkpoint import changes, read_lines, read_results, read_settings
+from config import PonderConfig, read_config
 from cost import cost
 from device import command_line
-from model import PonderConfig, read_config
 from train import TrainConfig
 
 NAMES = {

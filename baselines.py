@@ -42,9 +42,7 @@ class LoopedLM(PonderLM):
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
-        device = self.lm_head.weight.device
-        positions = torch.tensor([position], device=device)
-        x = self.embed(torch.tensor([[token]], device=device))  # (1, 1, D)
+        x, positions = self.place(token, position)
         for loop in cache:
             x = self.model.stack(x, positions, None, cache=loop)
         return self.lm_head(self.model.norm(x))[0, 0], self.config.ponder_steps
@@ -121,9 +119,8 @@ class PonderLM1(PonderLM):
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
-        device = self.lm_head.weight.device
-        positions = torch.tensor([position], device=device)
-        e0 = e = self.embed(torch.tensor([[token]], device=device))
+        e0, positions = self.place(token, position)
+        e = e0
         h = self.model(e, positions, None, cache=cache[0])
         for layers in cache[1:]:
             e = self.next_input(e, e0, h)

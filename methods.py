@@ -12,7 +12,8 @@ mor-token   TokenChoice, mor.py            the stack runs again if the token cho
 """
 
 from baselines import LoopedLM, Pause, PonderLM1
-from model import PonderLM, read_config
+from config import read_config
+from model import PonderLM
 from mor import ExpertChoice, TokenChoice
 
 CLASSES = {

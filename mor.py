@@ -126,9 +126,7 @@ class ExpertChoice(MoR):
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
-        device = self.lm_head.weight.device
-        positions = torch.tensor([position], device=device)
-        x, steps = self.embed(torch.tensor([[token]], device=device)), -1
+        (x, positions), steps = self.place(token, position), -1
         for router, share, layers in zip(self.routers, self.config.shares, cache, strict=True):
             logit = self.route(router, x)
             if share < 1 and logit < 0:
@@ -175,9 +173,8 @@ class TokenChoice(MoR):
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
-        device = self.lm_head.weight.device
-        positions = torch.tensor([position], device=device)
-        x = y = self.embed(torch.tensor([[token]], device=device))
+        x, positions = self.place(token, position)
+        y = x
         depth, gate, _, _ = self.choose(x)
         for layers in cache[: int(depth)]:
             y = self.model.stack(y, positions, None, cache=layers)

@@ -48,6 +48,7 @@ from checkpoint import (
     unreadable,
     write_json,
 )
+from config import PonderConfig
 from data import Windows, describe, is_prepared, load_tokens, prepare, unigram_entropy
 from device import (
     any_process,
@@ -62,7 +63,6 @@ from device import (
     reduce,
 )
 from methods import SETTINGS, build, load
-from model import PonderConfig
 from validation import evaluate, final_report
 
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from config import PonderConfig
 from methods import SETTINGS, build
-from model import PonderConfig
 from train import TrainConfig
 
 GOLDEN = Path(__file__).parent / "golden"

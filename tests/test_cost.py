@@ -5,9 +5,9 @@ import torch
 from conftest import small_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from config import PonderConfig
 from cost import PAPER, PAPER_PARAMETERS, cost, paper_flops, parameters, training_forwards
 from methods import CLASSES, SETTINGS
-from model import PonderConfig
 from train import PRESETS
 
 SHAPE_125M = PonderConfig(50_304, 768, 2064, 12, 12, ponder_steps=0)

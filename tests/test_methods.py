@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from conftest import small_model
 
+from config import PonderConfig
 from methods import CLASSES, SETTINGS, load
-from model import PonderConfig, PonderLM
+from model import PonderLM
 from sample import generate, stream
 from train import parse, train
 

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from conftest import small_model
 
+from config import PonderConfig
 from device import pick_device, pick_precision
-from model import PonderConfig, PonderLM
+from model import PonderLM
 from router import bottom_mass_penalty
 
 
