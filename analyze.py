@@ -18,16 +18,20 @@ frontier    no other row has fewer steps and a lower perplexity (by the means)
 import csv
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tyro
+from tqdm import tqdm
 
 from checkpoint import changes, read_lines, read_results, read_settings
 from config import PonderConfig, read_config
 from cost import cost
-from device import command_line
-from train import TrainConfig
+from data import Windows
+from device import command_line, pick_device
+from methods import load
+from train import TrainConfig, open_corpus
+from validation import evaluate
 
 NAMES = {
     "ponderlm3": "PonderLM-3",
@@ -51,7 +55,7 @@ IRRELEVANT |= {"compile", "recompute", "tokenizer"}
 OF_METHOD = set(PonderConfig.__dataclass_fields__) - {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "block_size",
-}  # fmt: skip
+} | {"tau"}  # fmt: skip
 DEFAULTS = vars(TrainConfig()) | vars(PonderConfig())
 
 
@@ -230,6 +234,24 @@ def save_figure(figure, file):
 # -- Perplexity against executed steps (section 4.1) -----------------------------------------------
 
 
+def at_other_taus(runs, taus, device):
+    """The PonderLM-3 runs, hard-stopped at each of `taus` instead of at the one they have."""
+    found = []
+    pairs = [(run, tau) for run in runs if run.shape.label == "ponderlm3" for tau in taus]
+    for run, tau in tqdm(pairs, desc="other tau", disable=not pairs):
+        _, _, _, tokens = open_corpus(run.config)
+        val = Windows(tokens, run.shape.block_size, seed=0)
+        if len(tokens) != run.corpus["val_tokens"]:
+            raise ValueError(
+                f"{run.path} was trained with another corpus than {run.config.data} is"
+            )
+        count = min(run.config.eval_windows, val.count)
+        hard = evaluate(load(run.path).to(device), val, count, device, tau=tau, tau_steps=tau)
+        config = replace(run.config, tau=tau)
+        found.append(replace(run, config=config, results={"hard": hard}))
+    return found
+
+
 def pareto_rows(runs):
     """One row for each method and K: seeds, executed steps, loss, perplexity, and what it costs."""
     check_comparable(runs)
@@ -268,15 +290,26 @@ def pareto_table(rows):
     return markdown(titles, lines)
 
 
-def pareto(runs: tuple[str, ...] = (), out: Path = Path("out/analyze"), redraw: bool = False):
+def pareto(
+    runs: tuple[str, ...] = (),
+    taus: tuple[float, ...] = (),
+    out: Path = Path("out/analyze"),
+    redraw: bool = False,
+    device: str = "auto",
+):
     """Perplexity against the mean executed extra steps of every method: table and figure.
 
     Args:
         runs: directories of trained runs
+        taus: evaluate the PonderLM-3 among them at these, too; each makes a curve
         out: where pareto.csv, .md and .png go
         redraw: from the numbers saved there, without runs
+        device: auto, cpu, cuda or mps; where they are evaluated
     """
-    rows = None if redraw else pareto_rows(read_runs(runs))
+    rows = None
+    if not redraw:
+        loaded = read_runs(runs)
+        rows = pareto_rows(loaded + at_other_taus(loaded, taus, pick_device(device)))
     rows = save_rows(out, "pareto", rows, pareto_table)
     figure, axes = new_figure("executed extra steps per token", "perplexity per token")
     draw_curves(axes, rows, "steps", "perplexity")
