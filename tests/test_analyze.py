@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from analyze import (
+    at_other_taus,
     check_comparable,
     depth,
     depth_rows,
@@ -18,7 +19,7 @@ from analyze import (
 )
 from cost import cost
 from methods import SETTINGS
-from train import PRESETS
+from train import PRESETS, train
 
 
 @pytest.fixture
@@ -56,6 +57,20 @@ def test_pareto_rows(make_run):
     shape = read_runs(runs)[0].shape
     assert adaptive["paper_flops"] == cost(shape, 2.5).paper_flops
     assert (adaptive["frontier"], looped["frontier"]) == (1, 1)
+
+
+def test_at_other_taus(config):
+    """Catches an evaluation at the old tau, on other windows, or one that is taken for a seed."""
+    path, results = train(replace(config, steps=2))
+    (run,) = read_runs([path])
+    same, earlier = at_other_taus([run], (config.tau, 0.97), "cpu")  # w_2 is 0.95 at the start
+    assert same.results["hard"] == results["hard"]
+    assert earlier.results["hard"]["steps"] < 1.5 < results["hard"]["steps"]
+    rows = pareto_rows([run, earlier])
+    assert [row["method"] for row in rows] == ["PonderLM-3", "PonderLM-3, tau 0.97"]
+    run.corpus["val_tokens"] += 1
+    with pytest.raises(ValueError, match="another corpus"):
+        at_other_taus([run], (0.5,), "cpu")
 
 
 def test_on_frontier():
@@ -129,7 +144,7 @@ def test_redrawing(figure, make_run, tmp_path):
     out, name = tmp_path / "out", figure.__name__
     with pytest.raises(FileNotFoundError, match="draw it once from --runs"):
         figure(out=out, redraw=True)
-    figure(tuple(runs), out)
+    figure(runs=tuple(runs), out=out)
     files = [out / f"{name}{suffix}" for suffix in (".csv", ".md", ".png")]
     before = [file.read_bytes() for file in files]
     files[1].unlink(), files[2].unlink()
