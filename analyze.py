@@ -6,13 +6,13 @@
 
 Writes <out>/<figure>.csv with the numbers, .md with the same as a table, and .png.
 
-word        meaning
-K           extra computations a token may take, of any method (methods.py)
-steps       extra computations it does take in decoding, hard-stopped at tau; mean over tokens
-loss        nats per token on the validation windows, as it decodes: fixed point, hard-stopped
-perplexity  exp(loss), per token: per byte for models of bytes
-seeds       runs that differ in nothing else; a spread is their standard deviation
-frontier    no other row has fewer steps and a lower perplexity (by the means)
+    word        meaning
+    K           extra computations a token may take, of any method (methods.py)
+    steps       those it does take in decoding, hard-stopped at tau; mean over tokens
+    loss        nats per token on the validation windows, as it decodes: fixed point, hard-stopped
+    perplexity  exp(loss), per token: per byte for models of bytes
+    seeds       runs that differ in nothing else; a spread is their standard deviation
+    frontier    no other row is better in steps or perplexity and not worse in the other (means)
 """
 
 import csv
@@ -24,8 +24,8 @@ from pathlib import Path
 import tyro
 from tqdm import tqdm
 
-from checkpoint import changes, read_lines, read_results, read_settings
-from config import PonderConfig, read_config
+from checkpoint import read_lines, read_results, read_settings
+from config import BELONGS_TO, PonderConfig, read_config
 from cost import cost
 from data import Windows
 from device import command_line, pick_device
@@ -48,14 +48,11 @@ STYLES = [
     *zip(["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#56B4E9"], "os^Dv<", strict=True),
     *zip(["#E69F00", "#999999", "#B8A000", "#7A4FA3", "#5B3A00"], ">pP*X", strict=True),
 ]
-# Settings that change neither what is learned nor how it is scored.
-IRRELEVANT = {"preset", "seed", "data", "log_every", "eval_every", "device", "precision", "backend"}
-IRRELEVANT |= {"compile", "recompute", "tokenizer"}
-# Settings that are a method's own; all others should be the same in a comparison.
-OF_METHOD = set(PonderConfig.__dataclass_fields__) - {
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "block_size",
-} | {"tau"}  # fmt: skip
+# Settings that change neither what is learned nor how it is scored; `group_runs` knows the seed.
+IRRELEVANT = {"preset", "name", "out", "resume", "seed", "data", "tokenizer", "model", "log_every"}
+IRRELEVANT |= {"eval_every", "device", "precision", "backend", "compile", "recompute"}
+# Settings that say which method it is; all others should be the same in a comparison.
+OF_METHOD = set(BELONGS_TO) | {"ponder_steps", "iters", "tau"}
 DEFAULTS = vars(TrainConfig()) | vars(PonderConfig())
 
 
@@ -68,76 +65,95 @@ class Run:
     results: dict
 
     @property
-    def group(self):
-        return self.shape.label, self.shape.ponder_steps
+    def settings(self):
+        """What could matter of the settings beside label and seed, {name: value}."""
+        left_out = IRRELEVANT | {"method", "router"}
+        if self.shape.label not in ("ponderlm3", "ponderlm2"):
+            left_out |= {"iters"}
+        found = vars(self.config) | vars(self.config.model)
+        return {name: value for name, value in found.items() if name not in left_out}
 
 
-def read_runs(directories):
-    """The finished ones among some runs; the others are named.
+def read_runs(directories, redraw=False):
+    """The finished ones among some runs; the others are named. To redraw none are needed: [].
 
     Raises:
-        ValueError: none is finished, or a run is damaged.
+        ValueError: none is finished, or a run is damaged; or runs are given to redraw from.
     """
+    if redraw and directories:
+        raise ValueError("--redraw takes the saved numbers and --runs makes new ones; give one")
+    if redraw:
+        return []
     runs = []
     for path in map(Path, directories):
         if not (path / "results.json").is_file():
             print(f"left out, not a finished run: {path}")
             continue
-        _, config, corpus = read_settings(TrainConfig, path.parent, path.name)
-        runs.append(Run(path, config, read_config(path), corpus, read_results(path)))
+        place = path.resolve()
+        _, config, corpus = read_settings(TrainConfig, place.parent, place.name)
+        run = Run(path, config, read_config(path), corpus, read_results(path))
+        if run.results["hard"]["steps"] > run.shape.ponder_steps:
+            raise ValueError(f"{path}/results.json: more steps than its {run.shape.ponder_steps}")
+        runs.append(run)
     if not runs:
         raise ValueError("no finished run among those given; train one: python train.py")
     return runs
 
 
-def differences(a, b):
-    """Settings in which two runs differ, {name: (a's, b's)}, as far as they could matter."""
-    found = changes(a.config, b.config)
-    return {name: pair for name, pair in found.items() if name not in IRRELEVANT}
-
-
-def brief(value):
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def brief(value, others):
+    """A setting in few digits, if that tells it from the others."""
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:.4g}"
+    others = [other for other in others if isinstance(other, float) and other != value]
+    return str(value) if short in [f"{other:.4g}" for other in others] else short
 
 
 def group_runs(runs):
     """{(name, K): runs that differ in their seed alone}, names in the order of NAMES.
 
-    A method's runs with other settings at the same K get a name of their own, which says what is
-    not at its default: 'PonderLM-3, penalty_weight 0'.
+    The name says what is not at its default, of a method's own settings and of those in which its
+    runs with the same K differ: 'PonderLM-3, penalty_weight 0'.
 
     Raises:
         ValueError: the same settings and seed twice.
     """
     groups = {}
     for label, name in NAMES.items():
-        mine = [run for run in runs if run.shape.label == label]
-        odd = set()
+        mine = sorted(
+            (r for r in runs if r.shape.label == label), key=lambda r: r.shape.ponder_steps
+        )
+        named = set(BELONGS_TO) - {"router"}
         for run in mine:
             for other in mine:
-                if run.group == other.group:
-                    odd |= differences(run, other).keys()
-        for run in sorted(mine, key=lambda run: run.shape.ponder_steps):
-            settings = vars(run.config) | vars(run.config.model)
-            special = [key for key in sorted(odd) if settings[key] != DEFAULTS[key]]
-            variant = "".join(f", {key} {brief(settings[key])}" for key in special)
+                if run.shape.ponder_steps == other.shape.ponder_steps:
+                    named |= {k for k, v in run.settings.items() if v != other.settings[k]}
+        for run in mine:
+            special = [k for k in sorted(named) if run.settings[k] != DEFAULTS[k]]
+            values = {k: brief(run.settings[k], [r.settings[k] for r in mine]) for k in special}
+            variant = "".join(f", {k} {value}" for k, value in values.items())
             group = groups.setdefault((name + variant, run.shape.ponder_steps), [])
             for other in group:
                 if other.config.seed == run.config.seed:
-                    raise ValueError(f"{other.path} and {run.path} are the same run twice")
+                    same = f"{other.path} and {run.path} are the same training"
+                    raise ValueError(f"{same}: method, settings and seed; give one of them")
             group.append(run)
     return groups
 
 
 def check_comparable(runs):
-    """Name what differs between the runs beside the method, which a comparison should not have."""
-    odd = {}
+    """Name what differs between the runs beside the method, which a comparison should not have.
+
+    Raises:
+        ValueError: they are scored on different texts.
+    """
+    first, odd = runs[0], {}
     for run in runs:
-        for name, pair in differences(runs[0], run).items():
-            if name not in OF_METHOD:
-                odd.setdefault(name, set()).update(map(str, pair))
-        if run.corpus != runs[0].corpus:
-            odd.setdefault("corpus", set()).update((run.corpus["name"], runs[0].corpus["name"]))
+        if run.corpus != first.corpus:
+            raise ValueError(f"{first.path} and {run.path} have different corpora: not comparable")
+        for name, value in run.settings.items():
+            if name not in OF_METHOD and value != first.settings.get(name, value):
+                odd.setdefault(name, {str(first.settings[name])}).add(str(value))
     for name, values in odd.items():
         print(f"note: the runs differ in {name}, too: {', '.join(sorted(values))}")
 
@@ -189,11 +205,21 @@ def markdown(titles, rows):
 
 
 def save_rows(out, name, rows, table):
-    """Save rows, or without any take the saved ones; print them as a table -> the rows."""
+    """Save rows, or without any take the saved ones; print them as a table -> the rows.
+
+    Raises:
+        FileNotFoundError, ValueError: nothing was saved, or it is damaged.
+    """
+    file = out / f"{name}.csv"
     if rows is not None:
-        write_csv(out / f"{name}.csv", rows)
-    rows = read_csv(out / f"{name}.csv")
-    text = table(rows)
+        write_csv(file, rows)
+    try:
+        rows = read_csv(file)
+        text = table(rows)
+        if not rows:
+            raise ValueError("it has no row")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error!r}; draw it from --runs") from None
     (out / f"{name}.md").write_text(text, encoding="utf-8")
     print(text)
     return rows
@@ -216,10 +242,12 @@ def draw_curves(axes, rows, x, y):
     for i, name in enumerate(dict.fromkeys(row["method"] for row in rows)):
         curve = [row for row in rows if row["method"] == name]
         color, marker = STYLES[i % len(STYLES)]
+        line = ("-", "--", ":")[i // len(STYLES) % 3]
         spread = [[row.get(f"{axis}_std") or 0 for row in curve] for axis in (x, y)]
         axes.errorbar(
             [row[x] for row in curve], [row[y] for row in curve], xerr=spread[0], yerr=spread[1],
             color=color, marker=marker, capsize=3, label=name, linewidth=1.2, markersize=6,
+            markerfacecolor="none", linestyle=line,
         )  # fmt: skip
 
 
@@ -306,14 +334,14 @@ def pareto(
         redraw: from the numbers saved there, without runs
         device: auto, cpu, cuda or mps; where they are evaluated
     """
-    rows = None
+    rows, loaded = None, read_runs(runs, redraw)
     if not redraw:
-        loaded = read_runs(runs)
         rows = pareto_rows(loaded + at_other_taus(loaded, taus, pick_device(device)))
     rows = save_rows(out, "pareto", rows, pareto_table)
     figure, axes = new_figure("executed extra steps per token", "perplexity per token")
     draw_curves(axes, rows, "steps", "perplexity")
-    for row in rows:
+    axes.margins(0.08)
+    for row in (row for row in rows if row["steps"] != row["K"]):  # otherwise the axis says it
         place = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 7}
         axes.annotate(f"K={row['K']:.0f}", (row["steps"], row["perplexity"]), **place)
     best = sorted((row["steps"], row["perplexity"]) for row in rows if row["frontier"])
@@ -329,7 +357,9 @@ def training_loss(run):
     """Mean logged training cross-entropy of the last tenth of the steps, in nats."""
     rows = [row for row in read_lines(run.path / "log.jsonl") if "ce" in row]
     last = [row["ce"] for row in rows if row["step"] > 0.9 * run.config.steps]
-    return statistics.mean(last) if last else math.nan
+    if not last:
+        raise ValueError(f"{run.path}/log.jsonl has no line of the last tenth of the steps")
+    return statistics.mean(last)
 
 
 def depth_rows(runs):
@@ -375,7 +405,8 @@ def depth(runs: tuple[str, ...] = (), out: Path = Path("out/analyze"), redraw: b
         out: where depth.csv, .md and .png go
         redraw: from the numbers saved there, without runs
     """
-    rows = None if redraw else depth_rows(read_runs(runs))
+    loaded = read_runs(runs, redraw)
+    rows = None if redraw else depth_rows(loaded)
     rows = save_rows(out, "depth", rows, depth_table)
     figure, axes = new_figure("K, the step budget", "validation loss, nats per token")
     draw_curves(axes, rows, "K", "loss")

@@ -143,7 +143,7 @@ def read_settings(kind, out, name=None):
         raise FileNotFoundError(f"{file} does not exist: nothing to resume; train without --resume")
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-        return run, from_json(kind, settings["config"]), settings["corpus"]
+        return run, from_json(kind, settings["config"]), dict(settings["corpus"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} does not hold the settings of a run: {error}") from None
 
@@ -156,10 +156,13 @@ def read_results(run):
     """
     file = Path(run) / "results.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist: the run is not there, or not finished")
+        way_out = "a finished run is needed, not one of its checkpoints"
+        raise FileNotFoundError(f"{file} does not exist; {way_out}")
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
-        results["hard"]["loss"], results["hard"]["steps"]
+        loss, steps = results["hard"]["loss"], results["hard"]["steps"]
+        if not (math.isfinite(loss) and 0 <= steps < math.inf):
+            raise ValueError(f"loss {loss}, steps {steps}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error!r}; --resume writes it again") from None
     return results

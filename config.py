@@ -12,7 +12,10 @@ OTHERS = ("looped", "pause", "ponderlm1", "mor-expert", "mor-token")  # see meth
 
 # Fields that mean something to these methods only.
 BELONGS_TO = {
+    "router": PONDER[:2],
     "router_offset": ("ponderlm3",),
+    "penalty": ("ponderlm3",),
+    "penalty_weight": ("ponderlm3",),
     "backprop_passes": PONDER[:2],
     "printed_mask_index": ("ponderlm3",),
     "accumulate": ("ponderlm1",),
@@ -56,6 +59,10 @@ class PonderConfig:
         for name in (*sizes, "num_attention_heads", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: it must be at least 1")
+        if not 0 <= self.penalty_weight < math.inf:
+            raise ValueError(f"penalty_weight = {self.penalty_weight}: it must be 0 or more")
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"embed_scale = {self.embed_scale}: it must be above 0")
         if self.penalty not in ("token", "batch"):
             raise ValueError(f"penalty = {self.penalty!r} is neither 'token' nor 'batch'")
         if K < 0:
@@ -122,9 +129,11 @@ class PonderConfig:
     @property
     def label(self):
         """The name of the method; two settings of PonderLM-3 are methods of their own."""
-        if self.method == "ponderlm3" and self.ponder_steps == 0:
+        if self.method not in PONDER:
+            return self.method
+        if self.ponder_steps == 0:
             return "vanilla"
-        return "ponderlm2" if self.router == "always" else self.method
+        return "ponderlm2" if self.router == "always" else "ponderlm3"
 
 
 def read_config(directory):

@@ -76,7 +76,8 @@ def slots_of_passes(K, R):
 def training_forwards(config, steps):
     """Passes of the stack for each training token, forward. R as its mean over the range.
 
-    Only token-choice MoR decides in training how many: there it is 1 + steps.
+    Only token-choice MoR decides in training how many: there it is 1 + steps, of the tokens
+    themselves (a batch of sequences is padded to the one with the most tokens at each depth).
     """
     K, R = config.ponder_steps, sum(config.iters) / 2
     if config.method == "mor-expert":
@@ -116,11 +117,11 @@ def main(run: str | None = None):
     Args:
         run: directory of a trained model
     """
-    if run:
-        config = read_config(run)
-        steps = read_results(run)["hard"]["steps"]
+    if run is not None:
+        config, steps = read_config(run), read_results(run)["hard"]["steps"]
+        costs = asdict(cost(config, steps))
         print(f"{run}: {config.label}, {steps:.2f} of {config.ponder_steps} extra steps a token")
-        for name, value in asdict(cost(config, steps)).items():
+        for name, value in costs.items():
             print(f"{name:20}{value:18,.2f}")
         return
     print(f"The paper's column, 6 N (1 + steps) with N = {PAPER_PARAMETERS / 1e9:.2f} G parameters")

@@ -34,6 +34,8 @@ class MoR(PonderLM):
         They keep their positions, and see each other only. In front of the others in the order of
         the text, which come last and so are seen by nobody.
         """
+        if not active.any():
+            return torch.zeros_like(x)
         # Scoring always runs T rows: its sums are then the same whatever the later tokens choose.
         n = int(active.sum(1).max()) if self.training else x.size(1)
         order = (~active).sort(dim=1, stable=True).indices[:, :n]  # (B, n)
@@ -80,9 +82,9 @@ class MoR(PonderLM):
 class ExpertChoice(MoR):
     """x_t <- x_t + g_t Stack(x[A_r])_t for t in A_r, g = 0.1 sigmoid(l), l = w_r . x.
 
-    In training A_r are the floor(c_r T) tokens of A_{r-1} with the largest g, and a binary
-    cross-entropy of weight 1e-3 teaches the router to tell who is among them. Otherwise a token
-    goes on while sigmoid(l) >= 1/2.
+    In training A_r are the floor(c_r T) tokens (at least 1) of A_{r-1} with the largest g, and a
+    binary cross-entropy of weight 1e-3 teaches the router to tell who is among them. Otherwise a
+    token goes on while sigmoid(l) >= 1/2.
     """
 
     methods = ("mor-expert",)
@@ -164,8 +166,7 @@ class TokenChoice(MoR):
         h, S = [], self.config.ponder_steps + 1
         for r in range(1, S + 1):
             active = depth >= r
-            if active.any():
-                y = torch.where(active[..., None], self.recur(y, active), y)
+            y = torch.where(active[..., None], self.recur(y, active), y)
             h.append(self.model.norm(x + gate * y))
         f = F.one_hot(depth - 1, S).to(p.dtype).mean((0, 1))  # (N_r,)
         loss = 0.1 * S * (f * p.mean((0, 1))).sum() + 1e-5 * logits.logsumexp(-1).square().mean()

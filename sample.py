@@ -60,7 +60,7 @@ def check(model, prompt, max_new_tokens, tau, alpha, temperature, top_k, top_p):
         raise ValueError(f"alpha = {alpha} must be finite")
     if alpha and not model.masks:
         raise ValueError(
-            f"alpha = {alpha}: a {model.config.label} has no router to shift; leave it"
+            f"alpha = {alpha}: only the router of a PonderLM-3 can be shifted; leave it"
         )
     if temperature != 0 and not 1e-6 <= temperature < math.inf:
         raise ValueError(f"temperature = {temperature} must be 0 (greedy), or 1e-6 or more")

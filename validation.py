@@ -39,14 +39,14 @@ def evaluate(
 
     Returns:
         dict: loss; steps, the mean executed at `tau_steps`; and per depth 0..K `truncated` (the
-        loss of the integration truncated after step i and renormalised), `alone` (of h^(i)
+        loss of the integration truncated after step i and renormalised; [] without a learned
+        router), `alone` (of h^(i)
         alone), `stopped` (share of the tokens that stop there).
     """
     was_training, backend = model.training, model.backend
     model.eval()
     model.backend = "auto"  # one that can do float32
-    S, total = model.config.ponder_steps + 1, 0
-    sums = torch.zeros(1 + 3 * S, dtype=torch.float64)
+    S, total, sums = model.config.ponder_steps + 1, 0, 0
     rank, processes = rank_and_size()
     for first in range(rank * batch_size, count, processes * batch_size):
         rows = [windows.window(i) for i in range(first, min(first + batch_size, count))]
@@ -60,7 +60,7 @@ def evaluate(
         steps = model.executed(log_w, tau_steps)
         h_hat = model.integrate(h, s, steps if tau else None)
         losses = [model.token_losses(h_hat, y).sum()]
-        for i in range(S):
+        for i in range(S if model.masks else 0):  # without weights s there is nothing to truncate
             partial = (s[..., : i + 1, None] * h[:, :, : i + 1]).sum(2)
             partial = partial / s[..., : i + 1].sum(-1, keepdim=True).clamp(
                 min=torch.finfo(s.dtype).tiny
@@ -74,7 +74,7 @@ def evaluate(
     model.backend = backend
     sums, total = reduce(sums, device), reduce(torch.tensor(total), device)
     loss, *per_depth = (sums / total).tolist()
-    truncated, alone, stopped = per_depth[:S], per_depth[S : 2 * S], per_depth[2 * S :]
+    truncated, alone, stopped = per_depth[: -2 * S], per_depth[-2 * S : -S], per_depth[-S:]
     steps = sum(i * share for i, share in enumerate(stopped))
     return dict(loss=loss, steps=steps, truncated=truncated, alone=alone, stopped=stopped)
 

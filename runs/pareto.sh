@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every method at budgets of 2, 3 and 4 extra steps: same data, tokens, optimiser, schedule, seeds.
+# Every method at budgets of 1 to 4 extra steps: same data, tokens, optimiser, schedule, seeds.
 # Then the figures. What is finished is skipped, so that it can be stopped and started again.
 #     bash runs/pareto.sh                  tiny, on a CPU
 #     SCALE=small bash runs/pareto.sh      one GPU; SCALE=70m is the paper's
@@ -19,7 +19,7 @@ train() { # name, flags
 
 for seed in $SEEDS; do
   train vanilla-0 --method vanilla
-  for K in 2 3 4; do
+  for K in 1 2 3 4; do
     train looped-$K --method looped --ponder-steps $K
     # With R refinements in training, the fixed point is at most 0.005 nats worse.
     train ponderlm2-$K --method ponderlm2 --ponder-steps $K --iters $((K > 3 ? 3 : 2)) $((K > 3 ? 3 : 2))
@@ -38,5 +38,5 @@ train mor-expert-3 --method mor-expert
 train mor-token-3 --method mor-token
 
 RUNS=out/pareto/$SCALE
-"${PYTHON:-python}" analyze.py pareto --runs "$RUNS"/*-[0-9]
+"${PYTHON:-python}" analyze.py pareto --runs "$RUNS"/*-[0-9] --taus 0.01 0.1
 "${PYTHON:-python}" analyze.py depth --runs "$RUNS"/ponderlm3-[2-5]-[0-9]

@@ -13,7 +13,6 @@ train() { # name, flags
 
 for seed in 0 1; do
   train no-penalty-3 --penalty-weight 0
-  train no-penalty-2 --penalty-weight 0 --ponder-steps 2
   train refine-3 --iters 2 2
   train deep-start-3 --router-offset 0 4 8 12 --penalty-weight 0.2
 done
@@ -23,6 +22,5 @@ train long-vanilla-0 --method vanilla --steps 2000
 train long-ponderlm2-2 --method ponderlm2 --ponder-steps 2 --iters 2 2 --steps 2000
 train long-ponderlm2-3 --method ponderlm2 --iters 2 2 --steps 2000
 train long-ponderlm3-3 --steps 2000
-train long-no-penalty-3 --penalty-weight 0 --steps 2000
 
 "${PYTHON:-python}" analyze.py pareto --runs "out/remedies/$SCALE"/*-[0-9] --out out/remedies

@@ -36,7 +36,7 @@ def make_run(tmp_path):
         (run / "config.json").write_text(json.dumps({"format": "ponderlm-3", **asdict(model)}))
         (run / "model.safetensors").touch()
         (run / "results.json").write_text(json.dumps({"hard": {"loss": loss, "steps": steps}}))
-        log = [{"step": s, "ce": float(s)} for s in range(10, 101, 10)] + [{"step": 100, "val": 1}]
+        log = [{"step": s, "ce": float(s)} for s in range(5, 101, 5)] + [{"step": 100, "val": 1}]
         (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
         return str(run)
 
@@ -61,13 +61,14 @@ def test_pareto_rows(make_run):
 
 def test_at_other_taus(config):
     """Catches an evaluation at the old tau, on other windows, or one that is taken for a seed."""
-    path, results = train(replace(config, steps=2))
+    path, results = train(replace(config, steps=2, tau=0.97))  # w_2 is 0.95 at the start
     (run,) = read_runs([path])
-    same, earlier = at_other_taus([run], (config.tau, 0.97), "cpu")  # w_2 is 0.95 at the start
+    same, later = at_other_taus([run], (0.97, 1e-4), "cpu")
     assert same.results["hard"] == results["hard"]
-    assert earlier.results["hard"]["steps"] < 1.5 < results["hard"]["steps"]
-    rows = pareto_rows([run, earlier])
-    assert [row["method"] for row in rows] == ["PonderLM-3", "PonderLM-3, tau 0.97"]
+    assert results["hard"]["steps"] < 1.5 < later.results["hard"]["steps"]
+    assert results["hard"]["loss"] != later.results["hard"]["loss"]
+    rows = pareto_rows([run, later])
+    assert {row["method"] for row in rows} == {"PonderLM-3", "PonderLM-3, tau 0.97"}
     run.corpus["val_tokens"] += 1
     with pytest.raises(ValueError, match="another corpus"):
         at_other_taus([run], (0.5,), "cpu")
@@ -88,21 +89,50 @@ def test_mean_std():
 def test_other_settings_are_other_curves(make_run):
     """Catches a mean over runs that are not the same training, in all K of the method."""
     runs = [make_run("a", 1, 2), make_run("b", 1, 2, penalty_weight=0.0)]
-    runs += [make_run("c", 1, 2, ponder_steps=4), make_run("d", 1, 2, method="vanilla")]
+    runs += [make_run("c", 1, 2, ponder_steps=4), make_run("d", 1, 0, method="vanilla")]
     runs += [make_run("e", 1, 2, method="ponderlm1", accumulate=False)]
     assert list(group_runs(read_runs(runs))) == [
         ("PonderLM-3", 3),
         ("PonderLM-3, penalty_weight 0", 3),
         ("PonderLM-3", 4),
         ("vanilla", 0),
-        ("PonderLM-1", 3),
+        ("PonderLM-1, accumulate False", 3),  # named although it is alone: not the paper's
     ]
+
+
+@pytest.mark.parametrize(
+    "name,values", [("embed_scale", (22.63, 22.627417)), ("batch_size", (8, 4))]
+)
+def test_settings_that_look_alike(name, values, make_run):
+    """Catches settings that are one curve because they print alike, or are not looked at."""
+    runs = [make_run(str(v), 1, 2, seed=i, **{name: v}) for i, v in enumerate(values)]
+    assert len(group_runs(read_runs(runs))) == 2
+
+
+def test_two_spellings_of_one_method(make_run):
+    """Catches a method that is two because its settings were given by another flag."""
+    runs = [make_run("a", 1, 3, router="always", iters=(2, 2))]
+    runs += [make_run("b", 1, 3, seed=1, method="ponderlm2", iters=(2, 2))]
+    runs += [make_run("c", 1, 0, ponder_steps=0), make_run("d", 1, 0, seed=1, method="vanilla")]
+    groups = group_runs(read_runs(runs))
+    assert {key: len(group) for key, group in groups.items()} == {
+        ("PonderLM-2", 3): 2,
+        ("vanilla", 0): 2,
+    }
 
 
 def test_the_same_run_twice(make_run):
     """Catches a copy of a run that counts as another seed."""
-    with pytest.raises(ValueError, match="are the same run twice"):
+    with pytest.raises(ValueError, match="are the same training"):
         group_runs(read_runs([make_run("a", 1, 2), make_run("b", 1, 2)]))
+
+
+def test_other_corpora_are_refused(make_run):
+    """Catches losses on different texts in one mean or figure."""
+    runs = read_runs([make_run("a", 1, 2), make_run("b", 1, 2, seed=1)])
+    runs[1].corpus["sha256"] = "another"
+    with pytest.raises(ValueError, match="different corpora"):
+        pareto_rows(runs)
 
 
 def test_unlike_trainings_are_named(make_run, capsys):
@@ -132,7 +162,7 @@ def test_depth_rows(make_run):
     runs = [make_run("a", 1.5, 2.0, ponder_steps=2), make_run("b", 1.0, 2.5)]
     rows = depth_rows(read_runs(runs))
     assert [(r["K"], r["loss"], r["steps"]) for r in rows] == [(2, 1.5, 2.0), (3, 1.0, 2.5)]
-    assert rows[0]["training_loss"] == 100.0  # of steps 91 to 100, logged at 100
+    assert rows[0]["training_loss"] == 97.5  # of steps 91 to 100, logged at 95 and 100
     assert rows[0]["training_forwards"] == 3 + 2 * 3
 
 
@@ -149,6 +179,44 @@ def test_redrawing(figure, make_run, tmp_path):
     before = [file.read_bytes() for file in files]
     files[1].unlink(), files[2].unlink()
     figure(out=out, redraw=True)
+    with pytest.raises(ValueError, match="give one"):
+        figure(runs=tuple(runs), out=out, redraw=True)
     assert [file.read_bytes() for file in files] == before
     rows = (pareto_rows if figure is pareto else depth_rows)(read_runs(runs))
     assert read_csv(files[0]) == rows
+
+
+@pytest.mark.parametrize("figure", [pareto, depth])
+@pytest.mark.parametrize("damage", ["header only", "columns", "a word", "cut", "binary"])
+def test_damaged_numbers(figure, damage, make_run, tmp_path):
+    """Catches a stack trace, or a table that was replaced before the damage was found."""
+    runs = (make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, ponder_steps=2))
+    figure(runs=runs, out=tmp_path)
+    file, table = tmp_path / f"{figure.__name__}.csv", tmp_path / f"{figure.__name__}.md"
+    before, lines = table.read_text(), file.read_text().splitlines()
+    damaged = {
+        "header only": lines[0],
+        "columns": "\n".join(line.rsplit(",", 9)[0] for line in lines),
+        "a word": "\n".join([lines[0], lines[1].replace("1.2", "word")]),
+        "cut": "\n".join([*lines[:-1], lines[-1][:20]]),
+    }
+    file.write_bytes(damaged[damage].encode() if damage != "binary" else b"\xff\xfe\xfa")
+    with pytest.raises(ValueError, match="is damaged"):
+        figure(out=tmp_path, redraw=True)
+    assert table.read_text() == before
+
+
+@pytest.mark.parametrize(
+    "loss,steps", [("abc", 2), (math.nan, 2), (1.0, 30), (1.0, -1), (1.0, None)]
+)
+def test_damaged_results(loss, steps, make_run):
+    """Catches a damaged run that becomes a number or a stack trace."""
+    with pytest.raises(ValueError, match="results"):
+        read_runs([make_run("a", loss, steps)])
+
+
+def test_run_given_from_within(make_run, monkeypatch):
+    """Catches another run that is read when the folder is given as '.'"""
+    monkeypatch.chdir(make_run("a", 1.25, 2))
+    assert read_runs(["."])[0].results["hard"]["loss"] == 1.25
+    assert len(read_runs(["../a/"])) == 1

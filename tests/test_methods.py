@@ -277,6 +277,24 @@ def test_ranking_tokens_reads_the_future():
     assert leak > 0.01
 
 
+def test_shares_of_the_tokens():
+    """Catches a rounding error that takes a token away: 0.29 * 100 is 28.999999999999996."""
+    model = method_model("mor-expert", capacities=(1.0, 0.29, 0.001), ponder_steps=2)
+    logit = torch.rand(2, 100)
+    for share, n in ((0.29, 29), (0.001, 1)):
+        chosen = model.choose(logit, torch.ones(2, 100, dtype=torch.bool), share, top_k=True)
+        assert chosen.sum(1).tolist() == [n, n]
+
+
+def test_routing_is_not_rounded():
+    """Catches a verdict of MoR's routers in bfloat16, which could fall on the other side of 1/2."""
+    model = method_model("mor-token").float()
+    x = model.embed(tokens())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model.route(model.depths, x)
+    assert torch.equal(logits, F.linear(x, model.depths.weight))
+
+
 # -- Settings -----------------------------------------------------------------------------------
 
 
@@ -304,6 +322,10 @@ def test_command_line():
         (dict(method="mor-expert", capacities=(1.0, 0.5)), r"K\+1 = 4 shares"),
         (dict(method="mor-expert", capacities=(1.0, 0.5, 0.6, 0.1)), "from 1 on falling"),
         (dict(method="mor"), "'mor' is not one of ponderlm3"),
+        (dict(method="looped", router="always"), "router is for ponderlm3, ponderlm2, not looped"),
+        (dict(method="looped", penalty_weight=0.1), "penalty_weight is for ponderlm3"),
+        (dict(penalty_weight=-1.0), "penalty_weight = -1.0"),
+        (dict(embed_scale=float("nan")), "embed_scale = nan"),
     ],
 )
 def test_refused_settings(settings, message):
@@ -314,5 +336,5 @@ def test_refused_settings(settings, message):
 
 def test_alpha_without_a_router():
     """Catches a shift of a router that is not there, which would silently do nothing."""
-    with pytest.raises(ValueError, match="a looped has no router"):
+    with pytest.raises(ValueError, match="only the router of a PonderLM-3"):
         generate(method_model("looped"), [[1]], 1, alpha=1.0)

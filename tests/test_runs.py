@@ -47,7 +47,7 @@ def test_pareto(run_script, tmp_path):
     budgets = [(c.model.method, c.model.ponder_steps, c.seed) for c in configs]
     for seed in (0, 1):
         assert ("vanilla", 0, seed) in budgets
-        for K in (2, 3, 4):
+        for K in (1, 2, 3, 4):
             for method in ("looped", "ponderlm2", "ponderlm3"):
                 assert (method, K, seed) in budgets
     assert {method for method, _, _ in budgets} == set(CLASSES)
