@@ -231,7 +231,7 @@ def new_figure(x, y):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     axes.set(xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     return figure, axes
@@ -243,7 +243,8 @@ def draw_curves(axes, rows, x, y):
         curve = [row for row in rows if row["method"] == name]
         color, marker = STYLES[i % len(STYLES)]
         line = ("-", "--", ":")[i // len(STYLES) % 3]
-        spread = [[row.get(f"{axis}_std") or 0 for row in curve] for axis in (x, y)]
+        spread = [[row.get(f"{axis}_std") for row in curve] for axis in (x, y)]
+        spread = [[v or 0 for v in values] if any(values) else None for values in spread]
         axes.errorbar(
             [row[x] for row in curve], [row[y] for row in curve], xerr=spread[0], yerr=spread[1],
             color=color, marker=marker, capsize=3, label=name, linewidth=1.2, markersize=6,

@@ -46,7 +46,8 @@ def evaluate(
     was_training, backend = model.training, model.backend
     model.eval()
     model.backend = "auto"  # one that can do float32
-    S, total, sums = model.config.ponder_steps + 1, 0, 0
+    S, total = model.config.ponder_steps + 1, 0
+    sums = torch.zeros(1 + (3 if model.masks else 2) * S, dtype=torch.float64)
     rank, processes = rank_and_size()
     for first in range(rank * batch_size, count, processes * batch_size):
         rows = [windows.window(i) for i in range(first, min(first + batch_size, count))]
