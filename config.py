@@ -40,7 +40,7 @@ class PonderConfig:
     rope_theta: float = 10_000.0
     tie_word_embeddings: bool = False
     embed_scale: float | None = None  # None: sqrt(2.5 D)
-    method: Literal[PONDER + OTHERS] = "ponderlm3"
+    method: Literal[PONDER + OTHERS] = "ponderlm3"  # what methods.py says of each
     ponder_steps: int = 3  # K, steps beyond the first of any method; 0 is a plain Llama
     router: Literal["learned", "always"] = "learned"  # always: PonderLM-2
     router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6

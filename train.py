@@ -1,7 +1,7 @@
 """Train a PonderLM-3: next-token cross-entropy plus the bottom-mass penalty (section 3.4.2).
 
     python train.py                                  'tiny' on a CPU, 'small' on a GPU
-    python train.py --preset tiny --ponder-steps 0   the same transformer without pondering
+    python train.py --preset tiny --method vanilla   the same transformer without pondering
     python train.py --data my_texts/ --steps 2000
     python train.py --resume                         go on with the newest run, exactly
     torchrun --nproc_per_node=2 train.py --micro-batch-size 4     by 2 processes
@@ -150,7 +150,7 @@ def parse(argv=None):
     """The command line: --preset chooses the defaults that --help shows and other flags change."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="auto")
-    first.add_argument("--method", choices=SETTINGS, default="ponderlm3")
+    first.add_argument("--method", default="ponderlm3")
     first.add_argument("--device", default="auto")
     first.add_argument("--out", default="out")
     first.add_argument("--name")
@@ -164,7 +164,7 @@ def parse(argv=None):
         if preset not in PRESETS:  # 'auto', or a wrong one, which tyro refuses below
             preset = "small" if pick_device(known.device).type == "cuda" else "tiny"
         defaults = PRESETS[preset]
-        model = replace(defaults.model, method=known.method, **SETTINGS[known.method])
+        model = replace(defaults.model, method=known.method, **SETTINGS.get(known.method, {}))
         defaults = replace(defaults, model=model)
     config = tyro.cli(TrainConfig, description=__doc__, default=defaults, args=argv)
     return replace(config, preset=defaults.preset) if config.preset == "auto" else config
