@@ -43,11 +43,11 @@ NAMES = {
     "mor-expert": "MoR, expert choice",
     "mor-token": "MoR, token choice",
 }
-# Colours of Okabe and Ito, which colour-blind people can tell apart, and a marker for each.
-STYLES = [
-    *zip(["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#56B4E9"], "os^Dv<", strict=True),
-    *zip(["#E69F00", "#999999", "#B8A000", "#7A4FA3", "#5B3A00"], ">pP*X", strict=True),
-]
+# Okabe and Ito's colours, which colour-blind people can tell apart, and markers; variants of a
+# method share them and have lines of their own.
+COLORS = ["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777"]
+STYLES = dict(zip(NAMES.values(), zip(COLORS, "os^DvpPX", strict=True), strict=True))
+LINES = ("-", "--", ":", "-.")
 # Settings that change neither what is learned nor how it is scored; `group_runs` knows the seed.
 IRRELEVANT = {"preset", "name", "out", "resume", "seed", "data", "tokenizer", "model", "log_every"}
 IRRELEVANT |= {"eval_every", "device", "precision", "backend", "compile", "recompute"}
@@ -225,31 +225,38 @@ def save_rows(out, name, rows, table):
     return rows
 
 
-def new_figure(x, y):
+def new_figure(x, y, panels=1):
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
-    axes.set(xlabel=x, ylabel=y)
-    axes.grid(alpha=0.3)
-    return figure, axes
+    size = (6.4 * panels, 4.8)
+    figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
+    for panel in axes[0]:
+        panel.set(xlabel=x, ylabel=y)
+        panel.grid(alpha=0.3)
+    return figure, axes[0]
 
 
 def draw_curves(axes, rows, x, y):
-    """One curve for each method of the rows, through its K, with the seeds' spread in x and y."""
-    for i, name in enumerate(dict.fromkeys(row["method"] for row in rows)):
+    """One curve for each method of the rows, its points named by K, with the seeds' spread."""
+    of_base = {}
+    for name in dict.fromkeys(row["method"] for row in rows):
         curve = [row for row in rows if row["method"] == name]
-        color, marker = STYLES[i % len(STYLES)]
-        line = ("-", "--", ":")[i // len(STYLES) % 3]
+        base = max((n for n in STYLES if name.startswith(n)), key=len)
+        variant = of_base[base] = of_base.get(base, -1) + 1
+        color, marker = STYLES[base]
         spread = [[row.get(f"{axis}_std") for row in curve] for axis in (x, y)]
         spread = [[v or 0 for v in values] if any(values) else None for values in spread]
         axes.errorbar(
             [row[x] for row in curve], [row[y] for row in curve], xerr=spread[0], yerr=spread[1],
-            color=color, marker=marker, capsize=3, label=name, linewidth=1.2, markersize=6,
-            markerfacecolor="none", linestyle=line,
+            color=color, marker=marker, label=name, linestyle=LINES[variant % len(LINES)],
+            linewidth=1.2, elinewidth=0.6, capsize=2, markersize=10, markerfacecolor="white",
         )  # fmt: skip
+        place = {"fontsize": 7, "ha": "center", "va": "center_baseline", "clip_on": True}
+        for row in curve:
+            axes.text(row[x], row[y], f"{row['K']:.0f}", color=color, zorder=5, **place)
 
 
 def save_figure(figure, file):
@@ -339,15 +346,18 @@ def pareto(
     if not redraw:
         rows = pareto_rows(loaded + at_other_taus(loaded, taus, pick_device(device)))
     rows = save_rows(out, "pareto", rows, pareto_table)
-    figure, axes = new_figure("executed extra steps per token", "perplexity per token")
-    draw_curves(axes, rows, "steps", "perplexity")
-    axes.margins(0.08)
-    for row in (row for row in rows if row["steps"] != row["K"]):  # otherwise the axis says it
-        place = {"xytext": (4, 5), "textcoords": "offset points", "fontsize": 7}
-        axes.annotate(f"K={row['K']:.0f}", (row["steps"], row["perplexity"]), **place)
     best = sorted((row["steps"], row["perplexity"]) for row in rows if row["frontier"])
-    axes.step(*zip(*best, strict=True), where="post", color="#BBBBBB", zorder=0, label="frontier")
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    labels = "executed extra steps per token (points: K)", "perplexity per token"
+    figure, panels = new_figure(*labels, panels=2)  # all, and what is near the frontier
+    for axes in panels:
+        draw_curves(axes, rows, "steps", "perplexity")
+        axes.step(
+            *zip(*best, strict=True), where="post", color="#BBBBBB", zorder=0, label="frontier"
+        )
+    low, high = min(p for _, p in best), max(p for _, p in best)
+    panels[1].set_ylim(low - 0.15 * (high - low) - 0.01, high + 0.15 * (high - low) + 0.01)
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8, handlelength=5)
     save_figure(figure, out / "pareto.png")
 
 
@@ -409,7 +419,7 @@ def depth(runs: tuple[str, ...] = (), out: Path = Path("out/analyze"), redraw: b
     loaded = read_runs(runs, redraw)
     rows = None if redraw else depth_rows(loaded)
     rows = save_rows(out, "depth", rows, depth_table)
-    figure, axes = new_figure("K, the step budget", "validation loss, nats per token")
+    figure, (axes,) = new_figure("K, the step budget", "validation loss, nats per token")
     draw_curves(axes, rows, "K", "loss")
     axes.set_xticks(sorted({row["K"] for row in rows}))
     axes.xaxis.set_major_formatter("{x:.0f}")
