@@ -3,40 +3,40 @@
 # Then the figures. What is finished is skipped, so that it can be stopped and started again.
 #     bash runs/pareto.sh                  tiny, on a CPU
 #     SCALE=small bash runs/pareto.sh      one GPU; SCALE=70m is the paper's
-#     SEEDS=1 bash runs/pareto.sh          one seed only, so that two shells can share the work
+#     SEEDS=1 bash runs/pareto.sh          the runs of one seed, no figures: two shells share the work
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . runs/once.sh
 
 SCALE=${SCALE:-tiny}
-SEEDS=${SEEDS:-0 1}
-FLAGS=(--preset "$SCALE" --precision bfloat16)
+RUNS=out/pareto/$SCALE
 SQRT_D=$("${PYTHON:-python}" -c "from train import PRESETS; print(PRESETS['$SCALE'].model.hidden_size ** 0.5)")
 
 train() { # name, flags
-  once "out/pareto/$SCALE" "$1" "$seed" "${FLAGS[@]}" "${@:2}"
+  once "$RUNS" "$1" "$seed" --preset "$SCALE" --precision bfloat16 "${@:2}"
 }
 
-for seed in $SEEDS; do
+for seed in ${SEEDS:-0 1}; do
   train vanilla-0 --method vanilla
   for K in 1 2 3 4; do
     train looped-$K --method looped --ponder-steps $K
-    # With R refinements in training, the fixed point is at most 0.005 nats worse.
-    train ponderlm2-$K --method ponderlm2 --ponder-steps $K --iters $((K > 3 ? 3 : 2)) $((K > 3 ? 3 : 2))
+    R=$((K > 3 ? 3 : 2)) # refinements: the fixed point is then at most 0.005 nats worse
+    train ponderlm2-$K --method ponderlm2 --ponder-steps $K --iters $R $R
     train ponderlm3-$K --ponder-steps $K
   done
   train ponderlm3-5 --ponder-steps 5
+
+  [ "$seed" = 0 ] || continue # the others once; sqrt(D) is the scale of embeddings in their own code
+  train pause-3 --method pause
+  train pause-sqrtD-3 --method pause --embed-scale "$SQRT_D"
+  train ponderlm1-3 --method ponderlm1
+  train ponderlm1-sqrtD-3 --method ponderlm1 --embed-scale "$SQRT_D"
+  train ponderlm1-no-accumulation-3 --method ponderlm1 --no-accumulate
+  train mor-expert-3 --method mor-expert
+  train mor-token-3 --method mor-token
 done
 
-seed=${SEEDS%% *} # the others with one seed; sqrt(D) is the scale of embeddings in their own code
-train pause-3 --method pause
-train pause-sqrtD-3 --method pause --embed-scale "$SQRT_D"
-train ponderlm1-3 --method ponderlm1
-train ponderlm1-sqrtD-3 --method ponderlm1 --embed-scale "$SQRT_D"
-train ponderlm1-no-accumulation-3 --method ponderlm1 --no-accumulate
-train mor-expert-3 --method mor-expert
-train mor-token-3 --method mor-token
-
-RUNS=out/pareto/$SCALE
-"${PYTHON:-python}" analyze.py pareto --runs "$RUNS"/*-[0-9] --taus 0.01 0.1
-"${PYTHON:-python}" analyze.py depth --runs "$RUNS"/ponderlm3-[2-5]-[0-9]
+if [ -z "${SEEDS:-}" ]; then
+  "${PYTHON:-python}" analyze.py pareto --runs "$RUNS"/*-[0-9] --taus 0.01 0.1
+  "${PYTHON:-python}" analyze.py depth --runs "$RUNS"/ponderlm3-[1-5]-[0-9]
+fi

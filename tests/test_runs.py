@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,19 @@ def test_pareto(run_script, tmp_path):
     assert ["--resume", "--out", "out/pareto/tiny", "--name", "vanilla-0-1"] in again
 
 
+def test_remedies(run_script, tmp_path):
+    """Catches flags that train.py does not know, and names that hide that two runs are the same."""
+    (tmp_path / "out/remedies/tiny").mkdir(parents=True)
+    trained, analyzed = run_script("remedies.sh")
+    configs = [parse(args) for args in trained]
+    assert len({config.name for config in configs}) == len(configs) and len(analyzed) == 1
+    assert len({repr(replace(config, name=None)) for config in configs}) == len(configs)
+
+
 def test_pareto_scale_and_seeds(run_script, tmp_path):
     """Catches variables of the script that change nothing."""
     (tmp_path / "out/pareto/small").mkdir(parents=True)
-    trained, _ = run_script("pareto.sh", SCALE="small", SEEDS="5")
+    trained, analyzed = run_script("pareto.sh", SCALE="small", SEEDS="5")
+    assert not analyzed
     configs = [parse(args) for args in trained]
     assert {(c.preset, c.seed, c.out) for c in configs} == {("small", 5, "out/pareto/small")}
