@@ -24,5 +24,7 @@ for seed in ${SEEDS:-0 1}; do
 done
 
 if [ -z "${SEEDS:-}" ]; then
-  "${PYTHON:-python}" analyze.py pareto --runs "$RUNS"/*-[0-9] --taus 0.01 --out out/remedies
+  OTHERS=out/pareto/$SCALE # from runs/pareto.sh
+  "${PYTHON:-python}" analyze.py pareto --out out/remedies --taus 0.01 0.1 --runs "$RUNS"/no-penalty-3-[0-9] \
+    "$OTHERS"/vanilla-0-[0-9] "$OTHERS"/looped-[1-3]-[0-9] "$OTHERS"/ponderlm2-[1-3]-[0-9] "$OTHERS"/ponderlm3-[13]-[0-9]
 fi
