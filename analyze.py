@@ -43,11 +43,10 @@ NAMES = {
     "mor-expert": "MoR, expert choice",
     "mor-token": "MoR, token choice",
 }
-# Okabe and Ito's colours, which colour-blind people can tell apart, and markers; variants of a
-# method share them and have lines of their own.
+# Okabe and Ito's colours, which the colour-blind can tell apart, one for each method; its variants
+# share it and have markers and lines of their own.
 COLORS = ["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777"]
-STYLES = dict(zip(NAMES.values(), zip(COLORS, "os^DvpPX", strict=True), strict=True))
-LINES = ("-", "--", ":", "-.")
+MARKERS, LINES = "os^DvpPX", ("-", "--", ":", "-.")
 # Settings that change neither what is learned nor how it is scored; `group_runs` knows the seed.
 IRRELEVANT = {"preset", "name", "out", "resume", "seed", "data", "tokenizer", "model", "log_every"}
 IRRELEVANT |= {"eval_every", "device", "precision", "backend", "compile", "recompute"}
@@ -244,9 +243,9 @@ def draw_curves(axes, rows, x, y):
     of_base = {}
     for name in dict.fromkeys(row["method"] for row in rows):
         curve = [row for row in rows if row["method"] == name]
-        base = max((n for n in STYLES if name.startswith(n)), key=len)
+        base = next(i for i, method in enumerate(NAMES.values()) if name.startswith(method))
         variant = of_base[base] = of_base.get(base, -1) + 1
-        color, marker = STYLES[base]
+        color, marker = COLORS[base], MARKERS[(base + variant) % len(MARKERS)]
         spread = [[row.get(f"{axis}_std") for row in curve] for axis in (x, y)]
         spread = [[v or 0 for v in values] if any(values) else None for values in spread]
         axes.errorbar(
@@ -347,17 +346,21 @@ def pareto(
         rows = pareto_rows(loaded + at_other_taus(loaded, taus, pick_device(device)))
     rows = save_rows(out, "pareto", rows, pareto_table)
     best = sorted((row["steps"], row["perplexity"]) for row in rows if row["frontier"])
+    low, high = min(p for _, p in best), max(p for _, p in best)
+    margin = 0.15 * (high - low) + 0.01
+    far = any(row["perplexity"] > high + margin for row in rows)
     labels = "executed extra steps per token (points: K)", "perplexity per token"
-    figure, panels = new_figure(*labels, panels=2)  # all, and what is near the frontier
+    figure, panels = new_figure(*labels, panels=1 + far)  # all; and what is near the frontier
     for axes in panels:
         draw_curves(axes, rows, "steps", "perplexity")
         axes.step(
             *zip(*best, strict=True), where="post", color="#BBBBBB", zorder=0, label="frontier"
         )
-    low, high = min(p for _, p in best), max(p for _, p in best)
-    panels[1].set_ylim(low - 0.15 * (high - low) - 0.01, high + 0.15 * (high - low) + 0.01)
+    panels[-1].set_ylim(low - margin, high + margin)
     handles = panels[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8, handlelength=5)
+    figure.legend(
+        *handles, loc="outside lower center", ncols=2 * len(panels), fontsize=8, handlelength=5
+    )
     save_figure(figure, out / "pareto.png")
 
 
