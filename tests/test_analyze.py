@@ -4,21 +4,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from analyze import (
-    at_other_taus,
-    check_comparable,
-    depth,
-    depth_rows,
-    group_runs,
-    mean_std,
-    on_frontier,
-    pareto,
-    pareto_rows,
-    read_csv,
-    read_runs,
-)
+from analyze import at_other_taus, depth, depth_rows, on_frontier, pareto, pareto_rows
 from cost import cost
 from methods import SETTINGS
+from tables import check_comparable, group_runs, mean_std, read_csv, read_runs
 from train import PRESETS, train
 
 
@@ -63,7 +52,9 @@ def test_at_other_taus(config):
     """Catches an evaluation at the old tau, on other windows, or one that is taken for a seed."""
     path, results = train(replace(config, steps=2, tau=0.97))  # w_2 is 0.95 at the start
     (run,) = read_runs([path])
-    same, later = at_other_taus([run], (0.97, 1e-4), "cpu")
+    other = replace(run, config=replace(run.config, tau=0.5))  # as if it had been another
+    (same,) = at_other_taus([other], (0.97, 0.5, 0.97), "cpu")
+    (later,) = at_other_taus([run], (0.97, 1e-4), "cpu")
     assert same.results["hard"] == results["hard"]
     assert results["hard"]["steps"] < 1.5 < later.results["hard"]["steps"]
     assert results["hard"]["loss"] != later.results["hard"]["loss"]
