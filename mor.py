@@ -31,8 +31,8 @@ class MoR(PonderLM):
     def recur(self, x, active):
         """The stack on the active tokens alone: (B, T, D), (B, T) -> (B, T, D), 0 for the others.
 
-        They keep their positions, and see each other only. In front of the others in the order of
-        the text, which come last and so are seen by nobody.
+        They keep their positions, and see each other only: they go in front, in the order of the
+        text, and the others come last, where the causal mask hides them.
         """
         if not active.any():
             return torch.zeros_like(x)
@@ -101,9 +101,8 @@ class ExpertChoice(MoR):
             return active
         if not top_k:
             return active & (logit >= 0)
-        n = max(
-            1, int(share * logit.size(1) + 1e-9)
-        )  # floor, but of 0.29 * 100 = 28.999.. it is 29
+        # The floor, but of 0.29 * 100 = 28.999.. it is 29.
+        n = max(1, int(share * logit.size(1) + 1e-9))
         top = logit.masked_fill(~active, -torch.inf).topk(n, dim=1).indices
         return torch.zeros_like(active).scatter(1, top, True)
 
