@@ -309,6 +309,7 @@ def test_command_line():
     assert PonderConfig(method="mor-expert").shares == (1, 0.75, 0.5, 0.25)
     assert PonderConfig(ponder_steps=0).label == "vanilla"
     assert PonderConfig(router="always").label == "ponderlm2"
+    assert PonderConfig(router="always", ponder_steps=0).label == "vanilla"
 
 
 @pytest.mark.parametrize(
