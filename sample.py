@@ -4,8 +4,8 @@
     python sample.py --prompt "Return the" --show-steps
     echo "Return the" | python sample.py --prompt - --tau 0
 
-This is the simple form: one sequence, one slot at a time. Each executed slot leaves one key and one
-value a layer in the cache; a slot that is skipped leaves nothing and costs nothing.
+This is the simple form: one sequence, one slot at a time, see PonderLM.ponder_token. Each executed
+slot leaves one key and one value a layer in the cache; one that is skipped leaves and costs nothing.
 """
 
 import codecs
