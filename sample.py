@@ -5,7 +5,7 @@
     echo "Return the" | python sample.py --prompt - --tau 0
 
 This is the simple form: one sequence, one slot at a time, see PonderLM.ponder_token. Each executed
-slot leaves one key and one value a layer in the cache; one that is skipped leaves and costs nothing.
+slot leaves one key and one value a layer in the cache; a skipped one leaves and costs nothing.
 """
 
 import codecs
