@@ -1,218 +1,470 @@
 """Figures and tables from trained runs.
 
+Of one run, by default the newest in out/; written to <run>/report/:
+
+    python analyze.py converge      the Jacobi iteration approaching its fixed point
+    python analyze.py buckets       which tokens gain by which step, and which take it
+    python analyze.py shift         what fewer or more steps do to easy and to hard tokens
+    python analyze.py tokens        which tokens and words get how many steps
+    python analyze.py tau           loss and steps against where pondering stops
+    python analyze.py penalty       why the printed penalty never acts
+    python analyze.py heatmap       a text, each token shaded by its steps: an HTML page
+    python analyze.py report        all of these on one page, index.html
+
+Of several runs, written to out/analyze/:
+
     python analyze.py pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
     python analyze.py depth --runs out/pareto/tiny/*      loss against the step budget K
-    python analyze.py pareto --redraw                     the same figure from its saved numbers
+    python analyze.py hops --runs out/hops/*              accuracy where the difficulty is known
 
-Writes <out>/<figure>.csv with the numbers, .md with the same as a table, and .png.
-
-    word        meaning
-    K           extra computations a token may take, of any method (methods.py)
-    steps       those it does take in decoding, hard-stopped at tau; mean over tokens
-    loss        nats per token on the validation windows, as it decodes: fixed point, hard-stopped
-    perplexity  exp(loss), per token: per byte for models of bytes
-    seeds       runs that differ in nothing else; a spread is their standard deviation
-    frontier    no other row is better in steps or perplexity and not worse in the other (means)
+Each saves its numbers (<figure>.csv), the same as a table (.md) and a figure (.png), and draws
+again from the saved numbers with --redraw.
 """
 
-import math
-import statistics
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
-from tqdm import tqdm
 
-from checkpoint import read_lines
-from cost import cost
-from data import Windows
+import report as pages
+from checkpoint import find_run
+from compare import depth, hops, pareto
 from device import command_line, pick_device
-from methods import load
-from tables import (
-    check_comparable,
-    draw_curves,
-    group_runs,
-    markdown,
-    mean_std,
-    new_figure,
-    read_runs,
-    save_figure,
-    save_rows,
-    show,
+from measure import (
+    BUCKETS,
+    bucket_rows,
+    convergence_rows,
+    difficulty_rows,
+    exponential_fit,
+    measure,
+    open_subject,
+    penalty_rows,
+    reference_losses,
+    shift_rows,
+    tau_rows,
+    token_rows,
 )
-from train import open_corpus
-from validation import evaluate
+from tables import COLORS, markdown, new_figure, save_figure, save_rows
 
-# -- Perplexity against executed steps (section 4.1) -----------------------------------------------
-
-
-def on_frontier(points):
-    """For each (steps, perplexity): does no other have less of one and not more of the other?"""
-    better = lambda a, b: a[0] <= b[0] and a[1] <= b[1] and a != b  # noqa: E731
-    return [not any(better(other, point) for other in points) for point in points]
+PAPER_L, PAPER_R2 = 0.433, 0.9959  # of the paper's own model (appendix C)
+WORDS = ("a", "an", "the", "of", "in", "to", "on", "for", "and", "is")  # the paper has a, the, of
+TAUS = (0, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
+ALPHAS = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4)
 
 
-def at_other_taus(runs, taus, device):
-    """The PonderLM-3 runs, hard-stopped at each of `taus` instead of at the one they have."""
-    found, mine = [], [run for run in runs if run.shape.label == "ponderlm3"]
-    pairs = [(run, tau) for run in mine for tau in dict.fromkeys(taus) if tau != run.config.tau]
-    for run, tau in tqdm(pairs, desc="other tau", disable=not pairs):
-        _, _, _, tokens = open_corpus(run.config)
-        val = Windows(tokens, run.shape.block_size, seed=0)
-        if len(tokens) != run.corpus["val_tokens"]:
-            raise ValueError(
-                f"{run.path} was trained with another corpus than {run.config.data} is"
-            )
-        count = min(run.config.eval_windows, val.count)
-        hard = evaluate(load(run.path).to(device), val, count, device, tau=tau, tau_steps=tau)
-        config = replace(run.config, tau=tau)
-        found.append(replace(run, config=config, results={"hard": hard}))
-    return found
+@dataclass
+class Options:
+    run: str | None = None  # directory of a trained model; by default the newest in out/
+    windows: int = 256  # validation windows to measure
+    tau: float | None = None  # where pondering stops; by default where the run scored it
+    out: Path | None = None  # where the results go; by default <run>/report
+    redraw: bool = False  # from the numbers saved there, without the model
+    device: str = "auto"  # auto, cpu, cuda or mps
 
 
-def pareto_rows(runs):
-    """One row for each method and K: seeds, executed steps, loss, perplexity, and what it costs."""
-    check_comparable(runs)
-    rows = []
-    for (name, K), group in group_runs(runs).items():
-        hard = [run.results["hard"] for run in group]
-        row = {"method": name, "K": K, "seeds": len(group)}
-        row["steps"], row["steps_std"] = mean_std([h["steps"] for h in hard])
-        row["loss"], row["loss_std"] = mean_std([h["loss"] for h in hard])
-        row["perplexity"], row["perplexity_std"] = mean_std([math.exp(h["loss"]) for h in hard])
-        rows.append(row | vars(cost(group[0].shape, row["steps"])))
-    frontier = on_frontier([(row["steps"], row["perplexity"]) for row in rows])
-    return [row | {"frontier": int(best)} for row, best in zip(rows, frontier, strict=True)]
+@dataclass
+class WithReference(Options):
+    # a trained model without pondering, on the same text: its losses are a second difficulty
+    reference: str | None = None
 
 
-def pareto_table(rows):
-    titles = [
-        "method",
-        "K",
-        "seeds",
-        "extra steps",
-        "loss",
-        "perplexity",
-        "MFLOPs, 6N",
-        "MFLOPs, 2N",
-    ]
-    titles += ["keys a layer", "training forwards", "frontier"]
+Flags = Annotated[Options, tyro.conf.arg(name="")]
+FlagsWithReference = Annotated[WithReference, tyro.conf.arg(name="")]
+
+
+class Study:
+    """One run and where its figures go; the model is loaded when it is first needed."""
+
+    def __init__(self, options, labels=("ponderlm3",)):
+        self.options, self.labels = options, labels
+        saved = options.redraw and (options.run or options.out)  # needs no model
+        self.path = Path(saved or find_run(options.run))
+        self.out = options.out or self.path / "report"
+        self._subject = self._measured = self._difficulties = None
+
+    @property
+    def subject(self):
+        if self._subject is None:
+            o = self.options
+            device = pick_device(o.device)
+            self._subject = open_subject(self.path, o.windows, o.tau, device, self.labels)
+        return self._subject
+
+    @property
+    def measured(self):
+        self._measured = self._measured or measure(self.subject)
+        return self._measured
+
+    @property
+    def difficulties(self):
+        """The loss before pondering; with --reference also that of a model that cannot ponder."""
+        if self._difficulties is None:
+            self._difficulties = {"h(0) alone": self.measured.difficulty}
+            if self.options.reference:
+                losses = reference_losses(self.subject, self.options.reference)
+                self._difficulties["K = 0 model"] = losses
+            else:
+                print("note: only the model's own h(0) says what is difficult; --reference RUN, a")
+                print("      model trained with --method vanilla, would be a second opinion")
+        return self._difficulties
+
+    def rows(self, name, table, compute):
+        """The numbers of a figure, computed or as saved; printed as a table."""
+        return save_rows(self.out, name, None if self.options.redraw else compute(), table)
+
+
+def number(value, digits=3):
+    """A number that a table can show, also where there was nothing to take a mean of."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+# -- The Jacobi iteration (appendix C) -------------------------------------------------------------
+
+
+def converge_fits(rows):
+    """Exponential fits over all refinements -> {"latents": (L, A, R^2), "router": ..}."""
+    n = [row["refinements"] for row in rows]
+    return {key: exponential_fit(n, [row[key] for row in rows]) for key in ("latents", "router")}
+
+
+def converge_table(rows):
+    lines = [[f"{r['refinements']:.0f}", f"{r['latents']:.2e}", f"{r['router']:.2e}"] for r in rows]
+    fits = converge_fits(rows).values()
+    lines.append(["L of the fit", *(number(L) for L, _, _ in fits)])
+    lines.append(["R²", *(number(r2, 4) for _, _, r2 in fits)])
+    return markdown(["refinements", "RMSE of the latents", "RMSE of s"], lines)
+
+
+def converge(flags: Flags):
+    """The Jacobi iteration approaching its fixed point, with an exponential fit."""
+    draw_converge(Study(flags, labels=("ponderlm3", "ponderlm2")))
+
+
+def draw_converge(study, windows=8):
+    def compute():
+        subject = study.subject
+        return convergence_rows(subject.model, subject.rows[:windows, :-1])
+
+    rows = study.rows("converge", converge_table, compute)
+    figure, (axes,) = new_figure("refinement passes after the ladder", "RMSE to the fixed point")
+    n = [row["refinements"] for row in rows]
+    names = {"latents": "latents h", "router": "step distribution s"}
+    for (key, (L, A, r2)), color, marker in zip(
+        converge_fits(rows).items(), COLORS, "os", strict=False
+    ):
+        axes.semilogy(n, [row[key] for row in rows], marker, color=color, label=names[key])
+        if L is not None:
+            label = f"fit, L = {L:.3f}, R² = {r2:.4f}"
+            axes.semilogy(n, [A * L**i for i in n], "--", color=color, linewidth=1, label=label)
+    axes.set_title(f"the paper's model: L = {PAPER_L}, R² = {PAPER_R2}", fontsize=9)
+    axes.legend(fontsize=8)
+    save_figure(figure, study.out / "converge.png")
+
+
+# -- Where more computation helps (section 4.3) ----------------------------------------------------
+
+
+def depths(row, prefix):
+    """The columns prefix_0, prefix_1, .. of a row, in order."""
+    return [row[key] for key in row if key.startswith(prefix) and key[len(prefix) :].isdigit()]
+
+
+def bucket_table(rows):
+    K = len(depths(rows[0], "gain_"))
+    titles = ["difficulty by", "bucket", "tokens", "difficulty", "steps"]
+    titles += [f"ΔCE_{i}" for i in range(1, K + 1)]
+    titles += [f"ΔCE_{i}, not renormalised" for i in range(1, K + 1)]
     lines = []
     for r in rows:
-        line = [r["method"], f"{r['K']:.0f}", f"{r['seeds']:.0f}"]
-        line += [show(r["steps"], r["steps_std"], 2), show(r["loss"], r["loss_std"], 4)]
-        line += [show(r["perplexity"], r["perplexity_std"], 3)]
-        line += [f"{r['paper_flops'] / 1e6:.2f}", f"{r['forward_flops'] / 1e6:.2f}"]
-        line += [f"{r['cache_entries']:.2f}", f"{r['training_forwards']:.1f}"]
-        lines.append([*line, "yes" if r["frontier"] else ""])
+        line = [r["difficulty_by"], r["bucket"], f"{r['tokens']:.0f}", number(r["difficulty"])]
+        gains = depths(r, "gain_") + depths(r, "raw_gain_")
+        lines.append([*line, number(r["steps"], 2), *map(number, gains)])
     return markdown(titles, lines)
 
 
-def pareto(
-    runs: tuple[str, ...] = (),
-    taus: tuple[float, ...] = (),
-    out: Path = Path("out/analyze"),
-    redraw: bool = False,
-    device: str = "auto",
-):
-    """Perplexity against the mean executed extra steps of every method: table and figure.
-
-    Args:
-        runs: directories of trained runs
-        taus: evaluate the PonderLM-3 among them at these, too; each makes a curve
-        out: where pareto.csv, .md and .png go
-        redraw: from the numbers saved there, without runs
-        device: auto, cpu, cuda or mps; where they are evaluated
-    """
-    rows, loaded = None, read_runs(runs, redraw)
-    if not redraw:
-        rows = pareto_rows(loaded + at_other_taus(loaded, taus, pick_device(device)))
-    rows = save_rows(out, "pareto", rows, pareto_table)
-    best = sorted((row["steps"], row["perplexity"]) for row in rows if row["frontier"])
-    low, high = min(p for _, p in best), max(p for _, p in best)
-    margin = 0.15 * (high - low) + 0.01
-    far = any(row["perplexity"] > high + margin for row in rows)
-    labels = "executed extra steps per token (points: K)", "perplexity per token"
-    figure, panels = new_figure(*labels, panels=1 + far)  # all; and what is near the frontier
-    for axes in panels:
-        draw_curves(axes, rows, "steps", "perplexity")
-        axes.step(
-            *zip(*best, strict=True), where="post", color="#BBBBBB", zorder=0, label="frontier"
-        )
-    panels[-1].set_ylim(low - margin, high + margin)
-    handles = panels[0].get_legend_handles_labels()
-    figure.legend(
-        *handles, loc="outside lower center", ncols=2 * len(panels), fontsize=8, handlelength=5
-    )
-    save_figure(figure, out / "pareto.png")
-
-
-# -- Loss against the step budget (section 4.4) ----------------------------------------------------
-
-
-def training_loss(run):
-    """Mean logged training cross-entropy of the last tenth of the steps, in nats."""
-    rows = [row for row in read_lines(run.path / "log.jsonl") if "ce" in row]
-    last = [row["ce"] for row in rows if row["step"] > 0.9 * run.config.steps]
-    if not last:
-        raise ValueError(f"{run.path}/log.jsonl has no line of the last tenth of the steps")
-    return statistics.mean(last)
-
-
-def depth_rows(runs):
-    """One row for each K of PonderLM-3, over the seeds.
-
-    Raises:
-        ValueError: no run is of PonderLM-3.
-    """
-    runs, rows = [run for run in runs if run.shape.label == "ponderlm3"], []
-    if not runs:
-        raise ValueError("none of the runs is a PonderLM-3; train one: python train.py")
-    check_comparable(runs)
-    for (name, K), group in group_runs(runs).items():
-        row = {"method": name, "K": K, "seeds": len(group)}
-        for key, values in {
-            "training_loss": [training_loss(run) for run in group],
-            "loss": [run.results["hard"]["loss"] for run in group],
-            "steps": [run.results["hard"]["steps"] for run in group],
-        }.items():
-            row[key], row[f"{key}_std"] = mean_std(values)
-        rows.append(
-            row | {"training_forwards": cost(group[0].shape, row["steps"]).training_forwards}
-        )
-    return rows
-
-
-def depth_table(rows):
-    titles = ["method", "K", "seeds", "training loss", "validation loss", "extra steps"]
+def difficulty_table(rows):
     lines = []
     for r in rows:
-        keys = (("training_loss", 3), ("loss", 4), ("steps", 2))
-        numbers = [show(r[key], r[f"{key}_std"], digits) for key, digits in keys]
-        line = [r["method"], f"{r['K']:.0f}", f"{r['seeds']:.0f}", *numbers]
-        lines.append([*line, f"{r['training_forwards']:.1f}"])
-    return markdown([*titles, "training forwards"], lines)
+        line = [r["difficulty_by"], f"{r['steps']:.0f}", f"{r['tokens']:.0f}"]
+        lines.append([*line, number(r["difficulty"])])
+    return markdown(["difficulty by", "executed steps", "tokens", "mean difficulty"], lines)
 
 
-def depth(runs: tuple[str, ...] = (), out: Path = Path("out/analyze"), redraw: bool = False):
-    """PonderLM-3's loss against its step budget K: table and figure.
+def buckets(flags: FlagsWithReference):
+    """Which tokens gain by which step, and which of them take it."""
+    draw_buckets(Study(flags))
+
+
+def draw_buckets(study):
+    rows = study.rows(
+        "buckets", bucket_table, lambda: bucket_rows(study.measured, study.difficulties)
+    )
+    stops = study.rows(
+        "difficulty", difficulty_table, lambda: difficulty_rows(study.measured, study.difficulties)
+    )
+    definitions = list(dict.fromkeys(row["difficulty_by"] for row in rows))
+    figure, panels = new_figure("", "", panels=len(definitions) + 1)
+    for axes, name in zip(panels, definitions, strict=False):
+        for row, color in zip(
+            (r for r in rows if r["difficulty_by"] == name), COLORS, strict=False
+        ):
+            gains, b = depths(row, "gain_"), BUCKETS.index(row["bucket"])
+            if row["tokens"]:
+                places = [i + 0.27 * (b - 1) for i in range(1, len(gains) + 1)]
+                axes.bar(places, gains, 0.25, color=color, label=row["bucket"])
+        axes.set(xlabel="step i", ylabel="gain of step i, ΔCE_i, nats", title=f"by {name}")
+        axes.set_xticks(range(1, len(gains) + 1))
+        axes.legend(title="tokens", fontsize=8)
+    for name, marker, color in zip(definitions, "os", COLORS[3:], strict=False):
+        mine = [r for r in stops if r["difficulty_by"] == name and r["tokens"]]
+        place = [r["steps"] for r in mine], [r["difficulty"] for r in mine]
+        panels[-1].plot(*place, marker=marker, color=color, label=f"by {name}")
+    panels[-1].set(xlabel="executed steps", ylabel="mean difficulty of the tokens, nats")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    panels[-1].legend(fontsize=8)
+    save_figure(figure, study.out / "buckets.png")
+
+
+def shift_table(rows):
+    """A line for each alpha; steps and change of the loss of each bucket."""
+    titles = ["difficulty by", "alpha", "steps", *(f"{b}: steps, Δloss" for b in BUCKETS)]
+    lines = {}
+    for r in rows:
+        start = [r["difficulty_by"], f"{r['alpha']:g}", number(r["all_steps"], 2)]
+        line = lines.setdefault((r["difficulty_by"], r["alpha"]), start)
+        line.append(f"{number(r['steps'], 2)}, {number(r['loss_change'], 4)}")
+    return markdown(titles, lines.values())
+
+
+def shift(flags: FlagsWithReference, alphas: tuple[float, ...] = ALPHAS):
+    """What fewer or more steps do to easy and to hard tokens: the router shifted by alpha.
 
     Args:
-        runs: directories of trained runs; those of other methods are left out
-        out: where depth.csv, .md and .png go
-        redraw: from the numbers saved there, without runs
+        alphas: what the router's logits are shifted by, times the step index
     """
-    loaded = read_runs(runs, redraw)
-    rows = None if redraw else depth_rows(loaded)
-    rows = save_rows(out, "depth", rows, depth_table)
-    figure, (axes,) = new_figure("K, the step budget", "validation loss, nats per token")
-    draw_curves(axes, rows, "K", "loss")
-    axes.set_xticks(sorted({row["K"] for row in rows}))
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-    save_figure(figure, out / "depth.png")
+    draw_shift(Study(flags), alphas)
+
+
+def draw_shift(study, alphas=ALPHAS):
+    rows = study.rows(
+        "shift", shift_table, lambda: shift_rows(study.subject, study.difficulties, alphas)
+    )
+    definitions = list(dict.fromkeys(row["difficulty_by"] for row in rows))
+    labels = "executed steps of these tokens", "Δloss to alpha = 0, nats"
+    figure, panels = new_figure(*labels, panels=len(definitions))
+    for axes, name in zip(panels, definitions, strict=True):
+        for bucket, color, marker in zip(BUCKETS, COLORS, "o^s", strict=False):
+            mine = [r for r in rows if (r["difficulty_by"], r["bucket"]) == (name, bucket)]
+            mine = [r for r in mine if r["tokens"]]
+            place = [r["steps"] for r in mine], [r["loss_change"] for r in mine]
+            axes.plot(*place, marker=marker, color=color, label=bucket)
+            middle = [r for r in mine if r["alpha"] == 0]
+            place = [r["steps"] for r in middle], [r["loss_change"] for r in middle]
+            axes.plot(*place, color=color, marker=marker, markersize=11, markerfacecolor="white")
+        axes.set_title(f"difficulty by {name}; large: alpha = 0")
+        axes.legend(title="tokens", fontsize=8)
+    save_figure(figure, study.out / "shift.png")
+
+
+# -- Which tokens (appendix D) ---------------------------------------------------------------------
+
+
+def token_table(rows, most=10):
+    """The words; and of the tokens the ones with most and with fewest steps."""
+    tokens = sorted((r for r in rows if r["kind"] == "token"), key=lambda r: -r["steps"])
+    named = [r for r in rows if r["kind"] == "word"]
+    shown = [("word", r) for r in named]
+    shown += [("most steps", r) for r in tokens[:most]]
+    shown += [("fewest steps", r) for r in tokens[most:][-most:]]
+    lines = []
+    for title, r in shown:
+        pruned = number(None if r["pruned"] is None else 100 * r["pruned"], 2)
+        lines.append([title, f"`{r['text']}`", f"{r['count']:.0f}", number(r["steps"]), pruned])
+    return markdown(["", "token", "count", "mean steps", "pruned %"], lines)
+
+
+def compound_table(rows):
+    inside, at_end = rows[0]["non_terminal_tokens"], rows[0]["terminal_tokens"]
+    titles = ["steps", f"inside, {inside:.0f} tokens", f"last token of a word, {at_end:.0f}"]
+    share = lambda x: "-" if x is None else f"{x:.2%}"  # noqa: E731
+    lines = [[f"{r['steps']:.0f}", share(r["non_terminal"]), share(r["terminal"])] for r in rows]
+    return markdown(titles, lines)
+
+
+def tokens(flags: Flags, words: tuple[str, ...] = WORDS, least: int = 50):
+    """Which tokens and words get how many steps; words of several tokens, inside and at their end.
+
+    Args:
+        words: words to look for; their steps are those after their last token
+        least: leave out tokens that occur less often
+    """
+    draw_tokens(Study(flags), words, least)
+
+
+def draw_tokens(study, names=WORDS, least=50):
+    found = []
+
+    def compute(part):
+        if not found:
+            T, tokenizer = study.subject.rows.size(1) - 1, study.subject.tokenizer
+            found.extend(token_rows(study.measured, tokenizer, T, names, least))
+        return found[part]
+
+    rows = study.rows("tokens", token_table, lambda: compute(0))
+    compound = study.rows("compound", compound_table, lambda: compute(1))
+    figure, (left, right) = new_figure("", "", panels=2)
+    named = [r for r in rows if r["kind"] == "word" and r["count"]]
+    left.bar([r["text"] for r in named], [r["steps"] for r in named], color=COLORS[1])
+    left.set(xlabel="word", ylabel="mean steps after its last token")
+    for key, place, color in (("non_terminal", -0.2, COLORS[1]), ("terminal", 0.2, COLORS[0])):
+        shares = [100 * (r[key] or 0) for r in compound]
+        label = {"non_terminal": "inside a word", "terminal": "last token of a word"}[key]
+        right.bar([r["steps"] + place for r in compound], shares, 0.38, color=color, label=label)
+    right.set(xlabel="executed steps", ylabel="% of the tokens", xticks=range(len(compound)))
+    right.legend(fontsize=8)
+    save_figure(figure, study.out / "tokens.png")
+
+
+# -- Where to stop (section 3.3) -------------------------------------------------------------------
+
+
+def tau_table(rows):
+    titles = ["tau", "precision", "loss", "perplexity", "steps", "Δloss", "mean |Δloss| of a token"]
+    lines = []
+    for r in rows:
+        line = [f"{r['tau']:g}", r["precision"], number(r["loss"], 4), number(r["perplexity"], 4)]
+        line += [number(r["steps"], 2), f"{r['change']:+.1e}", f"{r['moved']:.1e}"]
+        lines.append(line)
+    return markdown(titles, lines)
+
+
+def tau(flags: Flags, taus: tuple[float, ...] = TAUS):
+    """Loss, perplexity and executed steps against tau.
+
+    Args:
+        taus: where pondering stops
+    """
+    draw_tau(Study(flags), taus)
+
+
+def draw_tau(study, taus=TAUS):
+    rows = study.rows("tau", tau_table, lambda: tau_rows(study.subject, taus))
+    curve = [r for r in rows if r["precision"] == "float32"]
+    rounded = next(r for r in rows if r["precision"] == "bfloat16")
+    figure, panels = new_figure("tau; 0 at the left edge", "", panels=3)
+    lowest = min(r["perplexity"] for r in curve)
+    ways = {
+        "perplexity": "perplexity",
+        "steps": "executed steps",
+        "moved": "mean |Δloss| of a token to tau = 0, nats",
+    }
+    for axes, (key, label), color in zip(panels, ways.items(), COLORS, strict=False):
+        axes.plot([r["tau"] for r in curve], [r[key] for r in curve], "o-", color=color)
+        axes.axvline(rounded["tau"], color="#777777", linestyle=":")
+        axes.set_xscale("symlog", linthresh=1e-6)
+        axes.set(xlim=(0, 1.3), ylabel=label)
+    panels[0].set_ylim(0.99 * lowest, 1.15 * lowest)  # the rest is of no use to anyone
+    panels[2].set_yscale("log")
+    label = "what rounding to bfloat16 moves"
+    panels[2].axhline(rounded["moved"], color="#0072B2", linestyle="--", label=label)
+    panels[2].legend(fontsize=8)
+    save_figure(figure, study.out / "tau.png")
+
+
+# -- The penalty's ratio (section 3.4.2) -----------------------------------------------------------
+
+
+def penalty_table(rows):
+    """Means over the batches, depth by depth."""
+    titles = ["depth i", "mean ce_i", "rho_i, per token", "rho_i, printed"]
+    titles += ["w_i penalised, per token", "w_i penalised, printed"]
+    lines = []
+    for i in sorted({r["depth"] for r in rows}):
+        mine = [r for r in rows if r["depth"] == i]
+        average = lambda key: sum(r[key] for r in mine) / len(mine)  # noqa: E731, B023
+        line = [f"{i:.0f}", number(average("ce")), f"{average('rho_token'):.2e}"]
+        line += [f"{average('rho_batch'):.2e}", number(average("count_token"), 1)]
+        lines.append([*line, number(average("count_batch"), 1)])
+    return markdown(titles, lines)
+
+
+def penalty(flags: Flags):
+    """Why the printed penalty never acts: its ratio rho by both readings, on batches of a run."""
+    draw_penalty(Study(flags))
+
+
+def draw_penalty(study):
+    def compute():
+        config, T = study.subject.config, study.subject.rows.size(1) - 1
+        return penalty_rows(study.measured, T, config.micro_batch_size or config.batch_size)
+
+    rows = study.rows("penalty", penalty_table, compute)
+    figure, (axes,) = new_figure("mean cross-entropy ce_i of a batch, nats", "rho_i")
+    for form, label, color, marker in (
+        ("token", "mean of the tokens' sigmoids", COLORS[0], "o"),
+        ("batch", "sigmoid of the mean, as printed", COLORS[1], "^"),
+    ):
+        place = [r["ce"] for r in rows], [r[f"rho_{form}"] for r in rows]
+        axes.semilogy(*place, marker, color=color, markersize=4, alpha=0.6, label=label)
+    size = max(r["tokens"] for r in rows)
+    axes.axhline(
+        1 / size, color="black", linestyle=":", label=f"one token of a batch of {size:.0f}"
+    )
+    axes.legend(fontsize=8)
+    save_figure(figure, study.out / "penalty.png")
+
+
+# -- Pages -----------------------------------------------------------------------------------------
+
+
+def heatmap(flags: Flags, text: Path | None = None):
+    """A text with each token shaded by its steps, or by its loss: an HTML page by itself.
+
+    Args:
+        text: a text file; by default the beginning of the validation text
+    """
+    study = Study(flags)
+    print(f"written: {draw_heatmap(study, text)}")
+
+
+def draw_heatmap(study, text=None):
+    file = study.out / "heatmap.json"
+    if not study.options.redraw:
+        pages.save_text(file, pages.read_text(study.subject, text))
+    return pages.heatmap_page(file)
+
+
+def report(flags: FlagsWithReference):
+    """All figures and tables of one run, the depth map, config and commit, on one page."""
+    study = Study(flags)
+    for draw in (
+        draw_converge,
+        draw_buckets,
+        draw_shift,
+        draw_tokens,
+        draw_tau,
+        draw_penalty,
+        draw_heatmap,
+    ):
+        print(f"\n--- {draw.__name__[5:]}", flush=True)
+        draw(study)
+    print(f"written: {pages.report_page(study.path, study.out)}")
 
 
 if __name__ == "__main__":
-    commands = {"pareto": pareto, "depth": depth}
+    commands = (
+        converge,
+        buckets,
+        shift,
+        tokens,
+        tau,
+        penalty,
+        heatmap,
+        report,
+        pareto,
+        depth,
+        hops,
+    )
+    commands = {command.__name__: command for command in commands}
     command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, description=__doc__))

@@ -31,6 +31,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
+import hops
 from device import command_line
 from tokenizer import (
     CharTokenizer,
@@ -180,10 +181,10 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
     """Make a corpus ready for training, once; later calls find it in the cache.
 
     Args:
-        data: 'pydocs', 'pysource', 'shakespeare', a text file, a folder of text files, or a folder
-            with train.bin and val.bin.
-        tokenizer: 'bytes', 'bpe' (trained on the corpus) or 'gpt2'. None: a .bin folder's own, and
-            bytes for text.
+        data: 'pydocs', 'pysource', 'shakespeare', 'hops', a text file, a folder of text files, or a
+            folder with train.bin and val.bin.
+        tokenizer: 'bytes', 'bpe' (trained on the corpus) or 'gpt2'. None: a .bin folder's own, one
+            token a word for 'hops', and bytes for other text.
         vocab_size: of 'bpe'.
 
     Returns:
@@ -199,8 +200,9 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         check_streamed(path)
         return path, bin_tokenizer(path, tokenizer)
     corpora = {"pydocs": pydocs, "pysource": pysource, "shakespeare": shakespeare}
+    corpora["hops"] = hops.documents
     if data in corpora:
-        versions = [f"{name} {version(name)}" for name in PACKAGES] if data != "shakespeare" else []
+        versions = [f"{name} {version(name)}" for name in PACKAGES] if data[:2] == "py" else []
         source = ", ".join([data, f"Python {sys.version.split()[0]}", *versions])
     elif path.exists():
         documents = [(name, text) for name, text in read_texts(path) if text.strip()]
@@ -210,7 +212,7 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         source = f"{path.name} {hashlib.sha256(repr(texts).encode()).hexdigest()}"
     else:
         raise DataError(f"--data {data}: no such file or folder, nor one of {', '.join(corpora)}")
-    tokenizer = tokenizer or "bytes"
+    tokenizer = tokenizer or ("hops" if data == "hops" else "bytes")
     if tokenizer == "bpe":
         check_bpe_size(vocab_size)
     kind = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
@@ -226,7 +228,8 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         print(f"training a BPE tokenizer of {vocab_size} tokens", flush=True)
         tokenizer = Tokenizer.train((text.decode("utf-8", "ignore") for text in train), vocab_size)
     else:
-        tokenizer = Tokenizer.gpt2() if tokenizer == "gpt2" else Tokenizer.bytes()
+        known = {"gpt2": Tokenizer.gpt2, "bytes": Tokenizer.bytes, "hops": hops.tokenizer}
+        tokenizer = known[tokenizer]()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         half = Path(temporary) / "corpus"  # renamed when complete: no half corpus in the cache
@@ -238,7 +241,11 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         meta = {"source": source, "documents": len(documents), "bytes": len(text)}
         meta |= {"sha256": hashlib.sha256(text).hexdigest()}
         (half / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
-        half.rename(folder)
+        try:
+            half.rename(folder)
+        except OSError:  # another program prepared the same meanwhile
+            if not folder.exists():
+                raise
     return folder, tokenizer
 
 
@@ -403,8 +410,8 @@ def main(
     """Prepare a corpus and show what is in it.
 
     Args:
-        data: pydocs, pysource, shakespeare, a text file, a folder of them, or of .bin files
-        tokenizer: how text becomes tokens; by default bytes, or a prepared folder's own
+        data: pydocs, pysource, shakespeare, hops, a text file, a folder of them, or of .bin files
+        tokenizer: how text becomes tokens; by default bytes, or the corpus's own
         vocab_size: number of tokens of a bpe tokenizer
     """
     folder, tokenizer = prepare(data, tokenizer, vocab_size)

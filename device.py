@@ -1,9 +1,11 @@
 """Where a script runs, in how many processes and how precisely; how it ends."""
 
 import os
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -110,6 +112,15 @@ def first_process_first():
     yield
     if not rank:
         from_first(None)
+
+
+def commit():
+    """The commit of this code, with -dirty if it was changed since; None outside a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    except FileNotFoundError:  # no git here
+        return None
 
 
 def command_line(main):

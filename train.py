@@ -54,6 +54,7 @@ from device import (
     any_process,
     autocast,
     command_line,
+    commit,
     first_process_first,
     from_first,
     join_processes,
@@ -72,8 +73,8 @@ class TrainConfig:
     name: str | None = None  # of the run, in --out; by default preset and time
     out: str = "out"  # where runs are kept
     resume: bool = False  # go on with the run --name, or the newest, with its settings
-    data: str = "pydocs"  # pydocs, pysource, shakespeare, a file, or a folder of texts or .bin
-    # auto: a .bin folder's own; for text, bytes with tiny, bpe with small, gpt2 with 70m and 410m
+    data: str = "pydocs"  # or pysource, shakespeare, hops, a file, a folder of texts or .bin
+    # auto: the own one of a .bin folder and of hops; bytes with tiny, bpe with small, else gpt2
     tokenizer: Literal["auto", "bytes", "bpe", "gpt2"] = "auto"
     model: Annotated[PonderConfig, tyro.conf.arg(name="")] = field(default_factory=PonderConfig)
 
@@ -230,7 +231,7 @@ def open_corpus(config):
     name, V = config.tokenizer, config.model.vocab_size
     if name == "auto":
         of_preset = {"tiny": "bytes", "small": "bpe"}.get(config.preset, "gpt2")
-        name = None if is_prepared(config.data) else of_preset
+        name = None if is_prepared(config.data) or config.data == "hops" else of_preset
     folder, tokenizer = prepare(config.data, name, V)
     tokens = [
         load_tokens(folder, split, tokenizer.vocab_size, config.model.block_size)
@@ -373,6 +374,7 @@ def train(config):
         model, optimizer, start, seconds = open_model(config, V, latest, device)
         model.backend = backend
         machine = {"torch": torch.__version__, "device": device.type, "processes": processes}
+        machine["commit"] = commit()
         if not rank:
             tokenizer.save(run / "tokenizer.json")
             write_json(run / "train.json", {"config": asdict(config), "corpus": corpus})

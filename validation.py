@@ -19,6 +19,17 @@ class PermutedRouter(torch.nn.Module):
         return self.s, self.log_w
 
 
+def truncate(h, s, i, renormalise=True):
+    """The integration sum over k <= i of s_k h^(k), without the later steps. -> (B, T, D).
+
+    Renormalised the weights that are left make 1 again: the first states may have almost none.
+    """
+    s = s[..., : i + 1]
+    if renormalise:
+        s = s / s.sum(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).tiny)
+    return (s[..., None] * h[:, :, : i + 1]).sum(2).to(h.dtype)
+
+
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # compiling for these shapes would take longer
 def evaluate(
@@ -39,9 +50,8 @@ def evaluate(
 
     Returns:
         dict: loss; steps, the mean executed at `tau_steps`; and per depth 0..K `truncated` (the
-        loss of the integration truncated after step i and renormalised; [] without a learned
-        router), `alone` (of h^(i)
-        alone), `stopped` (share of the tokens that stop there).
+        loss of the integration truncated after step i; [] without a learned router), `alone` (of
+        h^(i) alone), `stopped` (share of the tokens that stop there).
     """
     was_training, backend = model.training, model.backend
     model.eval()
@@ -62,11 +72,7 @@ def evaluate(
         h_hat = model.integrate(h, s, steps if tau else None)
         losses = [model.token_losses(h_hat, y).sum()]
         for i in range(S if model.masks else 0):  # without weights s there is nothing to truncate
-            partial = (s[..., : i + 1, None] * h[:, :, : i + 1]).sum(2)
-            partial = partial / s[..., : i + 1].sum(-1, keepdim=True).clamp(
-                min=torch.finfo(s.dtype).tiny
-            )
-            losses.append(model.token_losses(partial.to(h.dtype), y).sum())
+            losses.append(model.token_losses(truncate(h, s, i), y).sum())
         losses += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
         losses += [(steps == i).sum() for i in range(S)]
         sums += torch.stack([loss.cpu().double() for loss in losses])

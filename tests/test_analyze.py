@@ -1,213 +1,145 @@
+"""The figures of one run, from a training of a few steps."""
+
 import json
-import math
-from dataclasses import asdict, replace
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from analyze import at_other_taus, depth, depth_rows, on_frontier, pareto, pareto_rows
-from cost import cost
-from methods import SETTINGS
-from tables import check_comparable, group_runs, mean_std, read_csv, read_runs
-from train import PRESETS, train
+import analyze
+from analyze import Options, WithReference
+from tables import read_csv
+from train import train
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = ("converge", "buckets", "shift", "tokens", "tau", "penalty", "heatmap")
 
 
-@pytest.fixture
-def make_run(tmp_path):
-    """Write a finished run with this loss and these steps: only what analyze.py reads of one."""
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A PonderLM-3 and a model without pondering, on the same text."""
+    from config import PonderConfig
+    from train import TrainConfig
 
-    def make(name, loss, steps, seed=0, method="ponderlm3", batch_size=8, **shape):
-        model = replace(PRESETS["tiny"].model, method=method, **{**SETTINGS[method], **shape})
-        config = replace(PRESETS["tiny"], seed=seed, model=model, steps=100, batch_size=batch_size)
-        run = tmp_path / name
-        run.mkdir()
-        corpus = {"name": "text", "train_tokens": 1, "val_tokens": 1, "sha256": ""}
-        (run / "train.json").write_text(json.dumps({"config": asdict(config), "corpus": corpus}))
-        (run / "config.json").write_text(json.dumps({"format": "ponderlm-3", **asdict(model)}))
-        (run / "model.safetensors").touch()
-        (run / "results.json").write_text(json.dumps({"hard": {"loss": loss, "steps": steps}}))
-        log = [{"step": s, "ce": float(s)} for s in range(5, 101, 5)] + [{"step": 100, "val": 1}]
-        (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
-        return str(run)
-
-    return make
+    folder = tmp_path_factory.mktemp("analyze")
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog, <b>é</b> of a kind.\n" * 200)
+    model = PonderConfig(257, 32, 64, 1, 2, head_dim=16, block_size=16, ponder_steps=2)
+    config = TrainConfig(preset="tiny", data=str(text), out=str(folder / "out"), model=model)
+    config = replace(config, steps=20, learning_rate=1e-2, eval_windows=8, precision="float32")
+    plain = replace(model, method="vanilla", ponder_steps=0)
+    ponder = train(replace(config, name="ponder"))[0]
+    return ponder, train(replace(config, name="plain", model=plain))[0]
 
 
-def test_pareto_rows(make_run):
-    """Catches seeds that are mixed with other K, the perplexity of a mean loss instead of the mean
-    perplexity, a spread over the whole population, and another cost than cost.py's."""
-    runs = [make_run("a", 1.0, 2.0), make_run("b", 2.0, 3.0, seed=1)]
-    runs += [make_run("c", 0.5, 4.0, method="looped", ponder_steps=4)]
-    adaptive, looped = pareto_rows(read_runs(runs))
-    assert (adaptive["method"], adaptive["K"], adaptive["seeds"]) == ("PonderLM-3", 3, 2)
-    assert adaptive["steps"] == 2.5 and adaptive["steps_std"] == pytest.approx(math.sqrt(0.5))
-    assert adaptive["perplexity"] == pytest.approx((math.e + math.e**2) / 2)
-    assert adaptive["perplexity_std"] == pytest.approx((math.e**2 - math.e) / math.sqrt(2))
-    assert (looped["seeds"], looped["loss"], looped["loss_std"]) == (1, 0.5, None)
-    shape = read_runs(runs)[0].shape
-    assert adaptive["paper_flops"] == cost(shape, 2.5).paper_flops
-    assert (adaptive["frontier"], looped["frontier"]) == (1, 1)
+def test_report_and_redraw(runs, capsys, tmp_path):
+    """Catches a figure, table or setting that is missing on the page, and a figure that cannot be
+    drawn again, with the same numbers, from what was saved when the model is gone."""
+    ponder, plain = runs
+    analyze.report(WithReference(run=str(ponder), reference=str(plain), windows=8))
+    out = ponder / "report"
+    page = (out / "index.html").read_text(encoding="utf-8")
+    names = ("converge", "buckets", "shift", "tokens", "tau", "penalty")
+    for name in names:
+        assert f'<img src="{name}.png"' in page and (out / f"{name}.png").stat().st_size > 10_000
+        assert f'href="{name}.csv"' in page
+    for text in (
+        'href="heatmap.html"',
+        "executed steps at tau = 0.0001",
+        "hard-stopped",
+        "commit ",
+    ):
+        assert text in page
+    assert "&quot;ponder_steps&quot;: 2" in page and "paper flops" in page
+    assert page.count("<table>") == 1 + 8 and "K = 0 model" in page
+    first = {f.name: f.read_bytes() for f in out.iterdir() if f.suffix in (".csv", ".md", ".html")}
+    printed = capsys.readouterr().out
+    saved = tmp_path / "saved"
+    out.rename(saved)
+    for name in COMMANDS:
+        getattr(analyze, name)(WithReference(out=saved, redraw=True))
+    again = {f.name: f.read_bytes() for f in saved.iterdir() if f.name in first}
+    assert all(again[name] == first[name] for name in first)
+    redrawn = capsys.readouterr().out
+    assert redrawn.count("written: ") == len(COMMANDS)
+    tables = [line for line in printed.splitlines() if line.startswith("|")]
+    assert tables == [line for line in redrawn.splitlines() if line.startswith("|")]
+    saved.rename(out)
 
 
-def test_at_other_taus(config):
-    """Catches an evaluation at the old tau, on other windows, or one that is taken for a seed."""
-    path, results = train(replace(config, steps=2, tau=0.97))  # w_2 is 0.95 at the start
-    (run,) = read_runs([path])
-    other = replace(run, config=replace(run.config, tau=0.5))  # as if it had been another
-    (same,) = at_other_taus([other], (0.97, 0.5, 0.97), "cpu")
-    (later,) = at_other_taus([run], (0.97, 1e-4), "cpu")
-    assert same.results["hard"] == results["hard"]
-    assert results["hard"]["steps"] < 1.5 < later.results["hard"]["steps"]
-    assert results["hard"]["loss"] != later.results["hard"]["loss"]
-    rows = pareto_rows([run, later])
-    assert {row["method"] for row in rows} == {"PonderLM-3", "PonderLM-3, tau 0.97"}
-    run.corpus["val_tokens"] += 1
-    with pytest.raises(ValueError, match="another corpus"):
-        at_other_taus([run], (0.5,), "cpu")
-
-
-def test_on_frontier():
-    """Catches a frontier that keeps a beaten point, or drops one of two equal ones."""
-    points = [(0, 9), (2, 5), (2, 5), (2, 6), (3, 5), (3, 4), (4, 4.5)]
-    assert on_frontier(points) == [True, True, True, False, False, True, False]
-
-
-def test_mean_std():
-    """Catches a spread of one value that is called 0."""
-    assert mean_std([3.0]) == (3.0, None)
-    assert mean_std([1.0, 2.0, 6.0]) == (3.0, pytest.approx(math.sqrt(7)))
-
-
-def test_other_settings_are_other_curves(make_run):
-    """Catches a mean over runs that are not the same training, in all K of the method."""
-    runs = [make_run("a", 1, 2), make_run("b", 1, 2, penalty_weight=0.0)]
-    runs += [make_run("c", 1, 2, ponder_steps=4), make_run("d", 1, 0, method="vanilla")]
-    runs += [make_run("e", 1, 2, method="ponderlm1", accumulate=False)]
-    assert list(group_runs(read_runs(runs))) == [
-        ("PonderLM-3", 3),
-        ("PonderLM-3, penalty_weight 0", 3),
-        ("PonderLM-3", 4),
-        ("vanilla", 0),
-        ("PonderLM-1, accumulate False", 3),  # named although it is alone: not the paper's
-    ]
+def test_one_window(runs, tmp_path):
+    """Catches a crash where a bucket, a depth or a word has no token."""
+    ponder, _ = runs
+    for name in COMMANDS:
+        getattr(analyze, name)(WithReference(run=str(ponder), windows=1, out=tmp_path))
+    assert {f.name for f in tmp_path.glob("*.csv")} >= {"tokens.csv", "buckets.csv", "tau.csv"}
+    words = [row for row in read_csv(tmp_path / "tokens.csv") if row["kind"] == "word"]
+    assert any(row["count"] == 0 and row["steps"] is None for row in words)
+    assert "| - |" in (tmp_path / "tokens.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "name,values", [("embed_scale", (22.63, 22.627417)), ("batch_size", (8, 4))]
+    "options, message",
+    [
+        (dict(windows=0), "windows = 0: it must be at least 1"),
+        (dict(tau=2.0), "tau = 2.0 is not a probability"),
+        (dict(run="nowhere"), "nowhere holds no model"),
+    ],
 )
-def test_settings_that_look_alike(name, values, make_run):
-    """Catches settings that are one curve because they print alike, or are not looked at."""
-    runs = [make_run(str(v), 1, 2, seed=i, **{name: v}) for i, v in enumerate(values)]
-    assert len(group_runs(read_runs(runs))) == 2
+def test_wrong_options(runs, options, message):
+    """Catches a wrong value that is taken, or fails without saying what to do."""
+    with pytest.raises((ValueError, OSError), match=message):
+        analyze.buckets(WithReference(**{"run": str(runs[0]), **options}))
 
 
-def test_two_spellings_of_one_method(make_run):
-    """Catches a method that is two because its settings were given by another flag."""
-    runs = [make_run("a", 1, 3, router="always", iters=(2, 2))]
-    runs += [make_run("b", 1, 3, seed=1, method="ponderlm2", iters=(2, 2))]
-    runs += [make_run("c", 1, 0, ponder_steps=0), make_run("d", 1, 0, seed=1, method="vanilla")]
-    groups = group_runs(read_runs(runs))
-    assert {key: len(group) for key, group in groups.items()} == {
-        ("PonderLM-2", 3): 2,
-        ("vanilla", 0): 2,
-    }
+def test_wrong_runs(runs, config, tmp_path):
+    """Catches a figure of a model that has no router, a reference on another text, and a redraw of
+    nothing."""
+    ponder, plain = runs
+    with pytest.raises(ValueError, match="is a vanilla"):
+        analyze.tau(Options(run=str(plain)))
+    other, _ = train(replace(config, steps=1))
+    with pytest.raises(ValueError, match="differ in corpus"):
+        analyze.buckets(WithReference(run=str(ponder), reference=str(other), windows=1))
+    with pytest.raises(FileNotFoundError, match="does not exist: draw it once"):
+        analyze.converge(Options(out=tmp_path / "empty", redraw=True))
+    with pytest.raises(FileNotFoundError, match="without --redraw"):
+        analyze.heatmap(Options(out=tmp_path / "empty", redraw=True))
 
 
-def test_the_same_run_twice(make_run):
-    """Catches a copy of a run that counts as another seed."""
-    with pytest.raises(ValueError, match="are the same training"):
-        group_runs(read_runs([make_run("a", 1, 2), make_run("b", 1, 2)]))
+def test_converge_of_ponderlm2(config, tmp_path):
+    """Catches a figure that is refused to the other method that iterates."""
+    model = replace(config.model, method="ponderlm2", router="always")
+    run, _ = train(replace(config, steps=1, model=model))
+    analyze.converge(Options(run=str(run), windows=2, out=tmp_path))
+    rows = read_csv(tmp_path / "converge.csv")
+    assert len(rows) == 13 and rows[0]["latents"] > rows[4]["latents"] > 0 == rows[0]["router"]
 
 
-def test_other_corpora_are_refused(make_run):
-    """Catches losses on different texts in one mean or figure."""
-    runs = read_runs([make_run("a", 1, 2), make_run("b", 1, 2, seed=1)])
-    runs[1].corpus["sha256"] = "another"
-    with pytest.raises(ValueError, match="different corpora"):
-        pareto_rows(runs)
+def test_heatmap_of_a_text(runs, tmp_path, capsys):
+    """Catches texts that are too short, too long or missing, and one that is not the file's."""
+    ponder, _ = runs
+    options, text = Options(run=str(ponder), out=tmp_path), tmp_path / "mine.txt"
+    text.write_text("fox <b>", encoding="utf-8")
+    analyze.heatmap(options, text)
+    fields = json.loads((tmp_path / "heatmap.json").read_text())
+    assert "".join(token["text"] for token in fields["tokens"]) == "fox <b>"
+    for content, message in (("", "0 tokens"), ("a", "1 tokens")):
+        text.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            analyze.heatmap(options, text)
+    with pytest.raises(FileNotFoundError):
+        analyze.heatmap(options, tmp_path / "nowhere.txt")
+    text.write_text("a" * 5000)
+    analyze.heatmap(options, text)
+    assert "of 5,000 tokens the first 4,096 are shown" in capsys.readouterr().out
 
 
-def test_unlike_trainings_are_named(make_run, capsys):
-    """Catches methods that are compared after trainings of other lengths without a word."""
-    runs = [make_run("a", 1, 2), make_run("b", 1, 3, method="looped", batch_size=16)]
-    check_comparable(read_runs(runs))
-    assert "the runs differ in batch_size, too: 16, 8" in capsys.readouterr().out
-    check_comparable(read_runs(runs[:1]))
-    assert not capsys.readouterr().out
-
-
-def test_unfinished_runs(make_run, tmp_path, capsys):
-    """Catches an unfinished or missing run that stops the others, or goes unmentioned."""
-    run = make_run("a", 1, 2)
-    (tmp_path / "empty").mkdir()
-    assert len(read_runs([run, tmp_path / "empty", tmp_path / "missing"])) == 1
-    out = capsys.readouterr().out
-    assert "empty" in out and "missing" in out
-    with pytest.raises(ValueError, match="no finished run"):
-        read_runs([])
-    with pytest.raises(ValueError, match="none of the runs is a PonderLM-3"):
-        depth((make_run("l", 1, 3, method="looped"),), tmp_path)
-
-
-def test_depth_rows(make_run):
-    """Catches a training loss over all steps, or over lines that have none."""
-    runs = [make_run("a", 1.5, 2.0, ponder_steps=2), make_run("b", 1.0, 2.5)]
-    rows = depth_rows(read_runs(runs))
-    assert [(r["K"], r["loss"], r["steps"]) for r in rows] == [(2, 1.5, 2.0), (3, 1.0, 2.5)]
-    assert rows[0]["training_loss"] == 97.5  # of steps 91 to 100, logged at 95 and 100
-    assert rows[0]["training_forwards"] == 3 + 2 * 3
-
-
-@pytest.mark.parametrize("figure", [pareto, depth])
-def test_redrawing(figure, make_run, tmp_path):
-    """Catches numbers that do not survive their file, and a figure that needs the runs."""
-    runs = [make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, ponder_steps=2)]
-    runs += [make_run("c", 1.3, 2.2, seed=1), make_run("v", 1.7, 0, method="vanilla")]
-    out, name = tmp_path / "out", figure.__name__
-    with pytest.raises(FileNotFoundError, match="draw it once from --runs"):
-        figure(out=out, redraw=True)
-    figure(runs=tuple(runs), out=out)
-    files = [out / f"{name}{suffix}" for suffix in (".csv", ".md", ".png")]
-    before = [file.read_bytes() for file in files]
-    files[1].unlink(), files[2].unlink()
-    figure(out=out, redraw=True)
-    with pytest.raises(ValueError, match="give one"):
-        figure(runs=tuple(runs), out=out, redraw=True)
-    assert [file.read_bytes() for file in files] == before
-    rows = (pareto_rows if figure is pareto else depth_rows)(read_runs(runs))
-    assert read_csv(files[0]) == rows
-
-
-@pytest.mark.parametrize("figure", [pareto, depth])
-@pytest.mark.parametrize("damage", ["header only", "columns", "a word", "cut", "binary"])
-def test_damaged_numbers(figure, damage, make_run, tmp_path):
-    """Catches a stack trace, or a table that was replaced before the damage was found."""
-    runs = (make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, ponder_steps=2))
-    figure(runs=runs, out=tmp_path)
-    file, table = tmp_path / f"{figure.__name__}.csv", tmp_path / f"{figure.__name__}.md"
-    before, lines = table.read_text(), file.read_text().splitlines()
-    damaged = {
-        "header only": lines[0],
-        "columns": "\n".join(line.rsplit(",", 9)[0] for line in lines),
-        "a word": "\n".join([lines[0], lines[1].replace("1.2", "word")]),
-        "cut": "\n".join([*lines[:-1], lines[-1][:20]]),
-    }
-    file.write_bytes(damaged[damage].encode() if damage != "binary" else b"\xff\xfe\xfa")
-    with pytest.raises(ValueError, match="is damaged"):
-        figure(out=tmp_path, redraw=True)
-    assert table.read_text() == before
-
-
-@pytest.mark.parametrize(
-    "loss,steps", [("abc", 2), (math.nan, 2), (1.0, 30), (1.0, -1), (1.0, None)]
-)
-def test_damaged_results(loss, steps, make_run):
-    """Catches a damaged run that becomes a number or a stack trace."""
-    with pytest.raises(ValueError, match="results"):
-        read_runs([make_run("a", loss, steps)])
-
-
-def test_run_given_from_within(make_run, monkeypatch):
-    """Catches another run that is read when the folder is given as '.'"""
-    monkeypatch.chdir(make_run("a", 1.25, 2))
-    assert read_runs(["."])[0].results["hard"]["loss"] == 1.25
-    assert len(read_runs(["../a/"])) == 1
+def test_command_line(runs):
+    """Catches a subcommand whose flags cannot be parsed."""
+    for name in (*COMMANDS, "report", "pareto", "depth", "hops"):
+        command = [sys.executable, str(ROOT / "analyze.py"), name, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "--redraw" in done.stdout, done.stderr

@@ -1,0 +1,404 @@
+"""One trained PonderLM, token by token: what each token costs and gains, and statistics over them.
+
+code         paper         shape           meaning
+x, y                       (n,)            the tokens that are read, and those that follow them
+steps        K-hat         (n,)            steps executed after reading x, at tau
+s, w         s, w          (n, K+1)        step distribution and mask score
+ce           CE_i          (n, K+1)        loss, integration truncated after step i, renormalised
+raw_ce       ce_i          (n, K+1)        the same not renormalised, as in the training penalty
+difficulty   l_t           (n,)            loss before any additional computation
+gain         Delta CE_i    (n, K)          CE_{i-1} - CE_i, the marginal utility of step i
+
+n counts the tokens of all windows. Losses are in nats, in float32, at the fixed point.
+"""
+
+import math
+import re
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from checkpoint import read_settings
+from config import read_config
+from data import Windows
+from device import autocast
+from hops import hops_asked
+from methods import load
+from model import PonderLM
+from router import bottom_mass_penalty
+from tokenizer import Tokenizer
+from train import TrainConfig, open_corpus
+from validation import truncate
+
+BATCH = 32  # windows at a time
+BUCKETS = ("easy", "medium", "hard")
+
+
+def validation_windows(path):
+    """The corpus that a run was trained on -> its config, tokenizer and validation windows.
+
+    Raises:
+        FileNotFoundError, ValueError: no run, or its corpus is another one now.
+    """
+    place = Path(path).resolve()
+    _, config, corpus = read_settings(TrainConfig, place.parent, place.name)
+    _, tokenizer, _, tokens = open_corpus(config)
+    if len(tokens) != corpus["val_tokens"]:
+        raise ValueError(f"{path} was trained with another corpus than {config.data} is")
+    return config, tokenizer, Windows(tokens, config.model.block_size, seed=0)
+
+
+@dataclass
+class Subject:
+    """A trained model and the validation windows that it is measured on."""
+
+    path: Path
+    config: TrainConfig
+    model: PonderLM
+    tokenizer: Tokenizer
+    val: Windows
+    rows: torch.Tensor  # (windows, T+1) token ids
+    tau: float
+
+    def batches(self, label):
+        """Inputs and targets (B, T) of the windows, with a progress bar."""
+        for rows in tqdm(self.rows.split(BATCH), desc=label, leave=False):
+            yield rows[:, :-1], rows[:, 1:]
+
+
+def open_subject(path, windows=256, tau=None, device="cpu", labels=("ponderlm3",)):
+    """A run's model with the first `windows` of its validation windows.
+
+    Raises:
+        FileNotFoundError, ValueError: no such run, another corpus, or none of the methods `labels`.
+    """
+    if windows < 1:
+        raise ValueError(f"windows = {windows}: it must be at least 1")
+    if tau is not None and not 0 <= tau <= 1:
+        raise ValueError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
+    label = read_config(path).label
+    if label not in labels:
+        raise ValueError(f"{path} is a {label}; this figure is for {' and '.join(labels)}")
+    config, tokenizer, val = validation_windows(path)
+    rows = np.stack([val.window(i) for i in range(min(windows, val.count))])
+    rows = torch.from_numpy(rows).to(device)
+    tau = config.tau if tau is None else tau
+    return Subject(Path(path), config, load(path).to(device), tokenizer, val, rows, tau)
+
+
+# -- Tokens ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measured:
+    x: torch.Tensor
+    y: torch.Tensor
+    steps: torch.Tensor
+    s: torch.Tensor
+    w: torch.Tensor
+    ce: torch.Tensor
+    raw_ce: torch.Tensor
+
+    @property
+    def difficulty(self):
+        """l_t of section 4.3: the loss of h_t^(0) alone. CE_0 renormalised is the same."""
+        return self.ce[:, 0]
+
+
+@torch.no_grad()
+def measure(subject, label="tokens"):
+    """What each token costs and takes -> Measured, on the CPU.
+
+    All K steps run, with soft masks, so that CE_i is known beyond the step where a token stops;
+    `steps` is where its mask score says to stop.
+    """
+    model, batches = subject.model, []
+    for x, y in subject.batches(label):
+        h, s, log_w = model.states(x)
+        depths = range(s.size(-1))
+        ce, raw_ce = (
+            torch.stack([model.token_losses(truncate(h, s, i, norm), y) for i in depths], dim=-1)
+            for norm in (True, False)
+        )
+        steps = model.executed(log_w, subject.tau)
+        batch = Measured(x, y, steps, s, log_w.exp(), ce, raw_ce)
+        batches.append([getattr(batch, field.name).flatten(0, 1).cpu() for field in fields(batch)])
+    return Measured(*map(torch.cat, zip(*batches, strict=True)))
+
+
+@torch.no_grad()
+def decoded(subject, tau, alpha=0.0, dtype=torch.float32, label="tokens"):
+    """Loss and executed steps of each token as decoding has them: hard-stopped at tau -> (n,) each.
+
+    In bfloat16 rounding keeps the iteration moving, so that it takes 16 refinements, no tolerance.
+    """
+    model, losses, executed = subject.model, [], []
+    iters = None if dtype == torch.float32 else 16
+    for x, y in subject.batches(label):
+        with autocast(x.device, dtype):
+            h, s, log_w = model.states(x, iters, tau=tau or None, alpha=alpha)
+            steps = model.executed(log_w, tau)
+            losses.append(model.token_losses(model.integrate(h, s, steps), y).flatten().cpu())
+        executed.append(steps.flatten().cpu())
+    return torch.cat(losses), torch.cat(executed)
+
+
+def mean(values):
+    """The mean of a tensor as a number; None of nothing."""
+    return values.double().mean().item() if len(values) else None
+
+
+# -- Convergence of the Jacobi iteration (appendix C) ----------------------------------------------
+
+
+def rmse(a, b):
+    """Root-mean-square difference within each token, (B, T, ..) -> its mean over tokens."""
+    return (a - b).square().flatten(2).mean(-1).sqrt().mean().item()
+
+
+@torch.no_grad()
+def convergence_rows(model, idx, refinements=12):
+    """RMSE to the fixed point after n = 0 .. `refinements` refinements of the ladder's latents.
+
+    In float64; the fixed point is where the iteration stands still, which it does after K*T passes
+    at the latest. -> rows {refinements, latents, router}.
+    """
+    model, K = deepcopy(model).double(), model.config.ponder_steps
+
+    def iterates():  # n = -K .. -1 is the ladder, whose last pass leaves latents of all K slots
+        for n, (h, s, _) in enumerate(model.passes(idx), start=1 - K):
+            if n >= 0:
+                yield n, h[:, :, :K], s
+
+    fixed, rows = None, []
+    for n, latents, s in tqdm(iterates(), desc="fixed point", leave=False):
+        before, fixed, fixed_s = fixed, latents, s
+        if (n and (fixed - before).norm() <= 1e-14 * fixed.norm()) or n >= K * idx.size(1):
+            break
+    for n, latents, s in iterates():
+        errors = {"latents": rmse(latents, fixed), "router": rmse(s, fixed_s)}
+        rows.append({"refinements": n, **errors})
+        if n == refinements:
+            return rows
+
+
+def exponential_fit(n, errors):
+    """errors = A L^n by least squares on log(errors) -> L, A and R^2 of the logarithms.
+
+    Errors of 0 are left out; (None, None, None) where less than two are left.
+    """
+    points = [(i, math.log(e)) for i, e in zip(n, errors, strict=True) if e > 0]
+    if len(points) < 2:
+        return None, None, None
+    x, y = np.array(points, dtype=float).T
+    slope, intercept = np.polyfit(x, y, 1)
+    spread = ((y - y.mean()) ** 2).sum()
+    r2 = 1 - ((y - slope * x - intercept) ** 2).sum() / spread if spread else 1.0
+    return math.exp(slope), math.exp(intercept), float(r2)
+
+
+# -- Easy and hard tokens (section 4.3) ------------------------------------------------------------
+
+
+def thirds(difficulty):
+    """Bucket 0 (easy), 1 or 2 (hard) of each token: three equal parts by rank. (n,) -> (n,)."""
+    rank = torch.empty_like(difficulty, dtype=torch.long)
+    rank[difficulty.argsort(stable=True)] = torch.arange(len(difficulty))
+    return rank * 3 // max(len(difficulty), 1)
+
+
+def reference_losses(subject, path):
+    """The loss of each token by another model, on the same windows -> (n,).
+
+    Raises:
+        ValueError: it was trained on another text, or with other windows.
+    """
+    config, _, _ = validation_windows(path)
+    mine, other = subject.config, load(path).to(subject.rows.device)
+    same = (config.data, config.tokenizer, config.model.block_size)
+    if same != (mine.data, mine.tokenizer, mine.model.block_size):
+        raise ValueError(f"{path} and {subject.path} differ in corpus, tokenizer or window")
+    batches = [
+        other.token_losses(other.integrate(*other.states(x)[:2]), y).flatten().cpu()
+        for x, y in subject.batches("the other model")
+    ]
+    return torch.cat(batches)
+
+
+def bucket_rows(measured, difficulties):
+    """Marginal utility of each step in each bucket, {name: difficulty (n,)} -> rows.
+
+    Bucketing by the loss of h^(0) itself, which also enters Delta CE_1, regresses to the mean:
+    a token that h^(0) got wrong by chance counts as hard, and any step seems to help it. By
+    another model's loss it does not.
+    """
+    rows, K = [], measured.ce.size(-1) - 1
+    for name, difficulty in difficulties.items():
+        for b, bucket in enumerate(BUCKETS):
+            mine = thirds(difficulty) == b
+            row = {"difficulty_by": name, "bucket": bucket, "tokens": int(mine.sum())}
+            row |= {"difficulty": mean(difficulty[mine]), "steps": mean(measured.steps[mine])}
+            for form, ce in (("", measured.ce[mine]), ("raw_", measured.raw_ce[mine])):
+                row |= {f"{form}ce_{i}": mean(ce[:, i]) for i in range(K + 1)}
+                row |= {f"{form}gain_{i}": mean(ce[:, i - 1] - ce[:, i]) for i in range(1, K + 1)}
+            rows.append(row)
+    return rows
+
+
+def difficulty_rows(measured, difficulties):
+    """How difficult are the tokens that stop after k steps? {name: difficulty (n,)} -> rows."""
+    rows = []
+    for name, difficulty in difficulties.items():
+        for k in range(measured.ce.size(-1)):
+            mine = measured.steps == k
+            row = {"difficulty_by": name, "steps": k, "tokens": int(mine.sum())}
+            rows.append(row | {"difficulty": mean(difficulty[mine])})
+    return rows
+
+
+def shift_rows(subject, difficulties, alphas):
+    """Loss and steps of easy and hard tokens with the router shifted by each alpha -> rows."""
+    measured = {
+        alpha: decoded(subject, subject.tau, alpha, label=f"alpha {alpha:g}")
+        for alpha in dict.fromkeys((0, *alphas))
+    }
+    rows = []
+    for name, difficulty in difficulties.items():
+        buckets = thirds(difficulty)
+        for alpha in sorted(measured):
+            loss, steps = measured[alpha]
+            for b, bucket in enumerate(BUCKETS):
+                mine = buckets == b
+                change = mean((loss - measured[0][0])[mine])
+                row = {"difficulty_by": name, "bucket": bucket, "alpha": alpha}
+                row |= {"tokens": int(mine.sum()), "steps": mean(steps[mine])}
+                rows.append(row | {"all_steps": mean(steps), "loss_change": change})
+    return rows
+
+
+# -- Where to stop (section 3.3) -------------------------------------------------------------------
+
+
+def tau_rows(subject, taus):
+    """Loss and executed steps hard-stopped at each tau; and how far bfloat16 moves them -> rows.
+
+    change is the difference of the mean loss to that of all K steps in float32, moved the mean over
+    tokens of the absolute difference.
+    """
+    full, _ = decoded(subject, 0.0, label="tau 0")
+    rows = []
+    for tau, dtype in [*((t, torch.float32) for t in taus), (subject.tau, torch.bfloat16)]:
+        base = full if dtype == torch.float32 else decoded(subject, tau)[0]
+        loss, steps = decoded(subject, tau, dtype=dtype, label=f"tau {tau:g}")
+        row = {"tau": tau, "precision": str(dtype)[6:], "loss": mean(loss)}
+        row |= {"perplexity": math.exp(row["loss"]), "steps": mean(steps)}
+        rows.append(row | {"change": mean(loss - base), "moved": mean((loss - base).abs())})
+    return rows
+
+
+# -- Steps of tokens and words (appendix D) --------------------------------------------------------
+
+
+def show_token(token):
+    """The bytes of a token as one readable line."""
+    text = token.decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def step_row(kind, text, steps, K):
+    """count, mean steps, and the share of `steps` that stop before K."""
+    pruned = mean(steps < K)
+    return {"kind": kind, "text": text, "count": len(steps), "steps": mean(steps), "pruned": pruned}
+
+
+def words(pieces):
+    """Tokens (bytes) of one window -> [(word, first, last)]: the tokens that make up each word.
+
+    A word is letters; it may share its first token with a space before it. One that the window
+    cuts, or that shares a token with anything else, is left out.
+    """
+    ends = np.cumsum([len(piece) for piece in pieces])
+    text, found = b"".join(pieces), []
+    for match in re.finditer(rb"[A-Za-z]+", text):
+        if match.start() == 0 or match.end() == len(text):
+            continue
+        first = int(np.searchsorted(ends, match.start(), side="right"))
+        last = int(np.searchsorted(ends, match.end() - 1, side="right"))
+        whole = b"".join(pieces[first : last + 1])
+        if whole.removeprefix(b" ") == match[0]:
+            found.append((match[0].decode(), first, last))
+    return found
+
+
+def token_rows(measured, tokenizer, T, names, least=50):
+    """Steps after each token, and after each word of `names` -> rows; words of one and more tokens.
+
+    Returns:
+        rows {kind, text, count, steps, pruned} of tokens with at least `least` occurrences and of
+        the names; and rows of how words of several tokens stop, inside and at their end.
+    """
+    K, steps, rows = measured.ce.size(-1) - 1, measured.steps, []
+    for token in measured.x.unique().tolist():
+        mine = steps[measured.x == token]
+        if len(mine) >= least:
+            rows.append(step_row("token", show_token(tokenizer.decode([token])), mine, K))
+    of_word, inside, at_end = {name: [] for name in names}, [], []
+    pieces = {token: tokenizer.decode([token]) for token in measured.x.unique().tolist()}
+    for start in range(0, len(steps), T):
+        for word, first, last in words([pieces[t] for t in measured.x[start : start + T].tolist()]):
+            if word.lower() in of_word:
+                of_word[word.lower()].append(start + last)
+            if last > first:
+                inside += range(start + first, start + last)
+                at_end.append(start + last)
+    rows += [step_row("word", name, steps[where], K) for name, where in of_word.items()]
+    compound = []
+    for k in range(K + 1):
+        shares = [mean(steps[where] == k) for where in (inside, at_end)]
+        row = {"steps": k, "non_terminal": shares[0], "terminal": shares[1]}
+        compound.append(row | {"non_terminal_tokens": len(inside), "terminal_tokens": len(at_end)})
+    return rows, compound
+
+
+# -- Known difficulty (hops.py) --------------------------------------------------------------------
+
+
+@torch.no_grad()
+def answers(subject):
+    """Of each token that takes a known number of lookups: hops, whether the next token is predicted
+    (the most probable one), and the executed steps -> (n,) each, decoded at tau."""
+    model, found = subject.model, []
+    for x, y in subject.batches("answers"):
+        h, s, log_w = model.states(x, tau=subject.tau or None)
+        steps = model.executed(log_w, subject.tau)
+        right = model.lm_head(model.integrate(h, s, steps)).argmax(-1) == y
+        asked = hops_asked(x, subject.tokenizer)
+        found.append([values[asked >= 0].cpu() for values in (asked, right, steps)])
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+# -- The penalty's ratio (section 3.4.2) -----------------------------------------------------------
+
+
+def penalty_rows(measured, T, batch_size):
+    """rho and how many w it penalises by both readings, of each batch of a training step -> rows.
+
+    Reading note 2: 'token' is the mean of the sigmoids, 'batch' that of the mean, as printed.
+    """
+    rows, n = [], min(T * batch_size, len(measured.x))
+    for b, (ce, w) in enumerate(zip(measured.raw_ce.split(n), measured.w.split(n), strict=True)):
+        if len(ce) < n:
+            continue  # the rest of the windows makes no whole batch
+        found = {form: bottom_mass_penalty(w.log(), ce, form) for form in ("token", "batch")}
+        for i in range(ce.size(-1)):
+            row = {"batch": b, "depth": i, "tokens": n, "ce": mean(ce[:, i])}
+            for form, (penalty, rho) in found.items():
+                more = max((rho[i] - rho[i - 1]).item(), 0) if i else 0
+                row |= {f"rho_{form}": rho[i].item(), f"count_{form}": math.floor(more * n)}
+                row |= {f"penalty_{form}": penalty.item()}
+            rows.append(row)
+    return rows

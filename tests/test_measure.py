@@ -1,0 +1,339 @@
+import math
+import random
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import small_model
+
+import hops
+from measure import (
+    Measured,
+    Subject,
+    answers,
+    bucket_rows,
+    convergence_rows,
+    decoded,
+    difficulty_rows,
+    exponential_fit,
+    measure,
+    penalty_rows,
+    rmse,
+    shift_rows,
+    show_token,
+    tau_rows,
+    thirds,
+    token_rows,
+    words,
+)
+from tokenizer import Tokenizer
+from train import TrainConfig
+
+
+def subject(model, windows=3, T=8, tau=0.3, V=31):
+    """A model on random windows; small_model's vocabulary is taken for bytes."""
+    rows = torch.randint(V, (windows, T + 1), generator=torch.Generator().manual_seed(1))
+    config = TrainConfig(model=model.config)
+    return Subject(Path("run"), config, model, Tokenizer.bytes(), None, rows, tau)
+
+
+def flat(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@torch.no_grad()
+def test_measure_against_loops():
+    """Catches tokens in another order, a shifted target, a truncation one step off, and weights
+    that are renormalised in the wrong column."""
+    model = small_model(seed=2)
+    one = subject(model, windows=40)  # more than one batch
+    found = measure(one)
+    at = 0
+    for row in one.rows:
+        h, s, log_w = model.jacobi(row[None, :-1], iters=24)
+        for t in range(8):
+            assert (found.x[at], found.y[at]) == (row[t], row[t + 1])
+            mixed, weight = 0, 0
+            for i in range(4):
+                mixed = mixed + s[0, t, i] * h[0, t, i]
+                weight = weight + s[0, t, i]
+                for ce, state in ((found.ce, mixed / weight), (found.raw_ce, mixed)):
+                    p = model.lm_head(state).softmax(-1)[row[t + 1]]
+                    assert ce[at, i].item() == pytest.approx(-p.log().item(), abs=1e-3)
+            w = log_w[0, t].exp()
+            assert found.steps[at] == max(k for k in range(4) if w[k] >= 0.3)
+            torch.testing.assert_close(found.w[at], w, rtol=0, atol=1e-3)
+            torch.testing.assert_close(found.s[at], s[0, t], rtol=0, atol=1e-3)
+            at += 1
+    assert at == len(found.x) and len(set(found.steps.tolist())) > 2
+    assert torch.equal(found.difficulty, found.ce[:, 0])
+
+
+@pytest.mark.parametrize("tau, alpha", [(0.3, 0.0), (0.0, 0.0), (0.1, -2.0)])
+@torch.no_grad()
+def test_decoded_is_what_decoding_does(tau, alpha):
+    """Catches soft masks where hard ones are said, a forgotten alpha, and other steps."""
+    model = small_model(seed=2)
+    one = subject(model, windows=2)
+    loss, steps = decoded(one, tau, alpha)
+    at = 0
+    for row in one.rows:
+        cache = model.new_cache()
+        for t in range(8):
+            logits, k = model.ponder_token(int(row[t]), t, cache, tau, alpha)
+            expected = F.cross_entropy(logits, row[t + 1]).item()
+            assert loss[at].item() == pytest.approx(expected, abs=1e-3)  # jacobi's tolerance
+            assert steps[at] == k
+            at += 1
+
+
+def test_convergence():
+    """Catches a count of refinements that is one off, errors of other slots, a fixed point that is
+    not one, and a model that is left in float64."""
+    model = small_model(seed=1).float()
+    idx = torch.randint(31, (2, 6), generator=torch.Generator().manual_seed(0))
+    K, T = 3, 6
+    rows = convergence_rows(model, idx, refinements=K * T)
+    model = model.double()
+    with torch.no_grad():
+        fixed, fixed_s, _ = model.jacobi(idx, iters=K * T)
+        iterates = [
+            (h, s) for (h, s, _), _ in zip(model.passes(idx), range(K + K * T), strict=False)
+        ]
+    for n, row in enumerate(rows):
+        h, s = iterates[K - 1 + n]
+        errors = []
+        for b, t in product(range(2), range(T)):
+            errors.append(((h[b, t, :K] - fixed[b, t, :K]) ** 2).mean().sqrt().item())
+        assert row["refinements"] == n
+        assert row["latents"] == pytest.approx(sum(errors) / len(errors), rel=1e-3, abs=1e-12)
+        assert row["router"] == pytest.approx(rmse(s, fixed_s), rel=1e-3, abs=1e-12)
+    assert rows[0]["latents"] > 1e-3 and rows[K * (T - 1)]["latents"] < 1e-12
+    fresh = small_model(seed=1).float()
+    convergence_rows(fresh, idx, refinements=1)
+    assert fresh.lm_head.weight.dtype == torch.float32
+
+
+def test_exponential_fit():
+    """Catches a fit that does not find the planted decay, R^2 of something else, zeros that break
+    the logarithm, and too few points."""
+    L, A, r2 = exponential_fit(range(8), [0.3 * 0.433**n for n in range(8)])
+    assert (L, A, r2) == (pytest.approx(0.433), pytest.approx(0.3), pytest.approx(1))
+    errors = [1.0, 0.5, 0.1]  # logs 0, -0.693, -2.303: slope -1.1513, mean -0.9986
+    L, _, r2 = exponential_fit([0, 1, 2], errors)
+    slope = math.log(0.1) / 2
+    total = sum((math.log(e) - math.log(0.05) / 3) ** 2 for e in errors)
+    assert pytest.approx(math.exp(slope)) == L and r2 == pytest.approx(2 * slope**2 / total)
+    assert exponential_fit([0, 1, 2, 3], [1, 0.5, 0, 0.125])[0] == pytest.approx(0.5)
+    assert exponential_fit([0, 1], [0.5, 0]) == (None, None, None)
+
+
+def test_thirds():
+    """Catches buckets in the wrong order, of unequal size, or a crash without tokens."""
+    assert thirds(flat([5, 1, 9, 2, 7, 3])).tolist() == [1, 0, 2, 0, 2, 1]
+    assert thirds(flat([4, 4, 4])).tolist() == [0, 1, 2]
+    assert thirds(flat([3, 1])).tolist() == [1, 0]
+    assert thirds(flat([])).tolist() == []
+    assert thirds(torch.rand(100)).bincount().tolist() == [34, 33, 33]
+
+
+def made_up(ce, raw_ce=None, steps=None, x=None):
+    """A Measured with these losses."""
+    ce = flat(ce)
+    n, S = ce.shape
+    raw_ce = ce if raw_ce is None else flat(raw_ce)
+    steps = torch.tensor(steps or [0] * n)
+    x = torch.tensor(x or [0] * n)
+    return Measured(x, x, steps, torch.ones(n, S) / S, torch.ones(n, S), ce, raw_ce)
+
+
+def test_buckets():
+    """Catches gains with the wrong sign or of the wrong bucket, the two forms mixed up, and a
+    bucket without a token that crashes or counts as 0."""
+    measured = made_up(
+        [[3.0, 1.0], [0.5, 0.5], [1.5, 1.0]], [[6.0, 1.0], [5.0, 0.5], [4.0, 1.0]], [1, 0, 1]
+    )
+    hard_first = {"own": measured.difficulty, "other": flat([0.0, 1.0, 2.0])}
+    rows = bucket_rows(measured, hard_first)
+    own = {row["bucket"]: row for row in rows if row["difficulty_by"] == "own"}
+    assert [own[b]["gain_1"] for b in ("easy", "medium", "hard")] == [0, 0.5, 2]
+    assert [own[b]["raw_gain_1"] for b in ("easy", "medium", "hard")] == [4.5, 3, 5]
+    assert [own[b]["steps"] for b in ("easy", "medium", "hard")] == [0, 1, 1]
+    assert (own["hard"]["ce_0"], own["hard"]["raw_ce_0"], own["hard"]["difficulty"]) == (3, 6, 3)
+    other = {row["bucket"]: row for row in rows if row["difficulty_by"] == "other"}
+    assert [other[b]["gain_1"] for b in ("easy", "medium", "hard")] == [2, 0, 0.5]
+    two = bucket_rows(made_up([[1.0, 2.0], [2.0, 1.0]]), {"own": flat([1, 2])})
+    assert (two[2]["tokens"], two[2]["gain_1"], two[2]["steps"]) == (0, None, None)
+
+
+def test_difficulty_by_steps():
+    """Catches means over the wrong tokens, and steps that nobody takes counted as easy."""
+    measured = made_up([[1.0, 0, 0], [2.0, 0, 0], [6.0, 0, 0]], steps=[0, 2, 2])
+    rows = difficulty_rows(measured, {"own": measured.difficulty})
+    assert [(r["steps"], r["tokens"], r["difficulty"]) for r in rows] == [
+        (0, 1, 1.0),
+        (1, 0, None),
+        (2, 2, 4.0),
+    ]
+
+
+@torch.no_grad()
+def test_shift_against_loops():
+    """Catches a change to another alpha than 0, buckets of another order, and an alpha that is not
+    passed on."""
+    model = small_model(seed=2)
+    one = subject(model, windows=4)
+    difficulty = measure(one).difficulty
+    rows = shift_rows(one, {"own": difficulty}, (-3.0, 3.0))
+    base = decoded(one, 0.3)[0]
+    order = difficulty.argsort(stable=True).tolist()
+    for alpha, (b, name) in product((-3.0, 0, 3.0), enumerate(("easy", "medium", "hard"))):
+        (row,) = [r for r in rows if (r["alpha"], r["bucket"]) == (alpha, name)]
+        loss, steps = decoded(one, 0.3, alpha)
+        mine = [t for rank, t in enumerate(order) if rank * 3 // len(order) == b]
+        assert row["loss_change"] == pytest.approx(sum((loss - base)[mine]).item() / len(mine))
+        assert row["steps"] == pytest.approx(sum(steps[mine].tolist()) / len(mine))
+        assert row["all_steps"] == pytest.approx(steps.double().mean().item())
+    steps = [row["all_steps"] for row in rows if row["bucket"] == "easy"]
+    assert steps == sorted(steps) and steps[0] < steps[-1]
+
+
+@torch.no_grad()
+def test_tau_rows():
+    """Catches changes to something else than all steps, and bfloat16 compared at another tau."""
+    one = subject(small_model(seed=2).float(), windows=2)
+    zero, middle, one_step, rounded = tau_rows(one, (0, 0.3, 1))
+    full, loss = decoded(one, 0.0)[0], decoded(one, 0.3)[0]
+    assert (zero["steps"], zero["change"], zero["moved"]) == (3, 0, 0)
+    assert middle["change"] == pytest.approx((loss - full).double().mean().item())
+    assert middle["moved"] == pytest.approx((loss - full).double().abs().mean().item())
+    assert middle["perplexity"] == pytest.approx(math.exp(loss.double().mean()))
+    assert one_step["steps"] < middle["steps"] < 3
+    assert (rounded["tau"], rounded["precision"]) == (0.3, "bfloat16")
+    low = decoded(one, 0.3, dtype=torch.bfloat16)[0]
+    assert rounded["moved"] == pytest.approx((low - loss).double().abs().mean().item())
+    assert 1e-4 < rounded["moved"] < 0.1
+
+
+def test_words():
+    """Catches words cut by a window's ends or joined with other characters, and spaces."""
+    single = [bytes([b]) for b in b"he cat, it's a do"]
+    assert words(single) == [("cat", 3, 5), ("it", 8, 9), ("s", 11, 11), ("a", 13, 13)]
+    pieces = [b" the", b" bi", b"cy", b"cle", b" of", b"f1", b" in", b"-", b"to", b" it"]
+    assert words(pieces) == [("the", 0, 0), ("bicycle", 1, 3), ("in", 6, 6), ("to", 8, 8)]
+    assert words([]) == []
+
+
+def test_token_rows():
+    """Catches counts, means and pruned shares of the wrong tokens, and ends taken for insides."""
+    text = b" the a the ofx "
+    steps = [3, 0, 1, 2, 3, 1, 3, 0, 0, 3, 3, 1, 2, 0, 3]
+    measured = made_up([[0.0] * 4] * len(text), steps=steps, x=list(text))
+    rows, compound = token_rows(measured, Tokenizer.bytes(), len(text), ("the", "a", "of"), least=2)
+    found = {(row["kind"], row["text"]): row for row in rows}
+    assert set(found) == {("token", c) for c in " the"} | {("word", w) for w in ("the", "a", "of")}
+    the = found["word", "the"]
+    assert (the["count"], the["steps"], the["pruned"]) == (2, 2.5, 0.5)  # after the e: 2, 3
+    assert (found["token", "t"]["steps"], found["token", "t"]["pruned"]) == (0, 1)
+    assert (found["word", "of"]["count"], found["word", "of"]["steps"]) == (0, None)
+    # inside: t h, t h, o f; at the end: e, e, x
+    assert [row["non_terminal"] for row in compound] == [3 / 6, 2 / 6, 1 / 6, 0]
+    assert [row["terminal"] for row in compound] == [1 / 3, 0, 1 / 3, 1 / 3]
+    assert (compound[0]["non_terminal_tokens"], compound[0]["terminal_tokens"]) == (6, 3)
+
+
+def test_show_token():
+    """Catches spaces and line ends that break a table, and bytes that are no character."""
+    assert [show_token(t) for t in (b"\n", b" a", b"'", b"\xe2")] == ["\\n", " a", "'", "\\xe2"]
+
+
+def test_penalty_rows():
+    """Catches the readings mixed up, and counts of another batch size."""
+    low, high = [5.0, 0.1], [5.0, 4.0]
+    measured = made_up([low, high, low, low])
+    rows = penalty_rows(measured, T=1, batch_size=2)
+    assert [(r["batch"], r["depth"], r["tokens"]) for r in rows] == [
+        (0, 0, 2),
+        (0, 1, 2),
+        (1, 0, 2),
+        (1, 1, 2),
+    ]
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    assert rows[1]["ce"] == pytest.approx(2.05)
+    assert rows[1]["rho_token"] == pytest.approx((sigmoid(4) + sigmoid(-35)) / 2)
+    assert rows[1]["rho_batch"] == pytest.approx(sigmoid(-15.5))
+    assert rows[3]["rho_token"] == rows[3]["rho_batch"] == pytest.approx(sigmoid(4))
+    assert [r["count_token"] for r in rows] == [0, 0, 0, 1]  # floor(0.98), floor(2 x 0.98)
+    assert len(penalty_rows(measured, T=1, batch_size=100)) == 2  # what there is
+
+
+# -- hops ------------------------------------------------------------------------------------------
+
+
+def test_hops_lines():
+    """Catches a chain that does not lead to its answer, a table that is no circle, lines of another
+    length, and a word that is more than one token."""
+    tokenizer, rng, asked = hops.tokenizer(), random.Random(3), []
+    for _ in range(50):
+        text = hops.line(rng)
+        ids = tokenizer.encode(text)
+        assert len(ids) == hops.LINE - 1 and min(ids) >= 256
+        assert tokenizer.decode(ids).decode() == text
+        parts = text.split()
+        following = {a: b for a, b in parts[:13]}
+        at, seen = "a", set()
+        while at not in seen:
+            seen.add(at)
+            at = following[at]
+        assert len(seen) == 13
+        for i in range(13, 13 + 48, 4):
+            now, question, answer, comma = parts[i : i + 4]
+            letter = question[1]
+            for _ in range(int(question[0])):
+                letter = following[letter]
+            assert (now, answer, comma) == ("now", letter, ",")
+            asked.append(int(question[0]))
+        assert parts[61:] == ["the", "end"]
+    assert set(asked) == set(range(1, 7)) and asked.count(1) > 3 * asked.count(6)
+
+
+def hops_rows(lines):
+    tokenizer = hops.tokenizer()
+    text = [[*tokenizer.encode(hops.line(random.Random(i))), tokenizer.end_of_text] for i in lines]
+    return tokenizer, torch.tensor(text)
+
+
+def test_hops_asked():
+    """Catches a mask that is one token off, and a text that is something else."""
+    tokenizer, x = hops_rows(range(4))
+    asked = hops.hops_asked(x.view(2, 128), tokenizer).view(4, 64)
+    for line, row in zip(x.tolist(), asked.tolist(), strict=True):
+        words = [tokenizer.decode([token]).decode().strip() for token in line]
+        for i, n in enumerate(row):
+            following = words[i + 1] if i < 63 else "table"
+            filler = following in ("now", ",", "the", "end", "<|endoftext|>")
+            assert n == (int(words[i][0]) if words[i][0].isdigit() else 0 if filler else -1)
+    with pytest.raises(ValueError, match="no lines"):
+        hops.hops_asked(x[:, :60], tokenizer)
+    with pytest.raises(ValueError, match="no text of the task"):
+        hops.hops_asked(x.roll(1, dims=1), tokenizer)
+
+
+@torch.no_grad()
+def test_answers():
+    """Catches answers taken from the wrong place, and steps of other tokens."""
+    tokenizer, x = hops_rows(range(40))
+    model = small_model(vocab_size=tokenizer.vocab_size, block_size=64, seed=3)
+    one = subject(model)
+    one.tokenizer, one.rows = tokenizer, torch.cat([x, x[:, :1]], dim=1)
+    asked, right, steps = answers(one)
+    out = model(x, tau=0.3)
+    expected = []
+    for b in range(40):
+        for t, n in enumerate(hops.hops_asked(x[b : b + 1], tokenizer)[0].tolist()):
+            if n >= 0:
+                guess = out.logits[b, t].argmax() == one.rows[b, t + 1]
+                expected.append((n, guess.item(), out.steps[b, t].item()))
+    assert list(zip(asked.tolist(), right.tolist(), steps.tolist(), strict=True)) == expected
