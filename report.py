@@ -112,7 +112,8 @@ body[data-view=steps] { --tone: var(--steps); } body[data-view=loss] { --tone: v
 .legend span { padding: .1em .6em; margin-right: .3em; color: var(--ink);
   background: color-mix(in srgb, var(--tone) calc(var(--p) * 1%), transparent); }
 #detail { position: fixed; bottom: 0; left: 0; right: 0; height: 11rem; overflow: auto;
-  padding: .5rem 1rem; box-sizing: border-box; background: var(--page); border-top: 2px solid var(--line); }
+  padding: .5rem 1rem; box-sizing: border-box; background: var(--page);
+  border-top: 2px solid var(--line); }
 #detail > div { max-width: 60rem; margin: auto; }
 </style></head>
 <body data-view="steps">

@@ -164,7 +164,7 @@ def main(
         top_k: choose among the k most probable tokens
         top_p: choose among the fewest tokens that hold this probability
         seed: makes the choices repeatable
-        show_steps: colour each token by the pondering steps taken before it was chosen
+        show_steps: colour each token by the steps taken before it was chosen, or read (prompt)
         device: auto, cpu, cuda or mps
         precision: of the computation; one query at a time gains little from bfloat16
     """
@@ -192,23 +192,29 @@ def main(
     if show_steps:
         print("steps: " + " ".join(paint(f" {k} ", k, K, color) for k in range(K + 1)))
 
+    def show(token, steps):
+        piece = decoder.decode(tokenizer.decode([token]))
+        painted = show_steps and piece and steps is not None
+        print(paint(piece, steps, K, color) if painted else piece, end="", flush=True)
+
     read, total, start = [], 0, time.perf_counter()
     for i in range(num_samples):
         print(f"\n--- sample {i + 1} of {num_samples}" if num_samples > 1 else "")
-        print(text, end="", flush=True)
-        decoder = codecs.getincrementaldecoder("utf-8")(
-            "replace"
-        )  # a token may end inside a character
+        paint_prompt = show_steps and text and max_new_tokens
+        print("" if paint_prompt else text, end="", flush=True)
+        before, decoder = len(read), codecs.getincrementaldecoder("utf-8")("replace")
         one = None if seed is None else seed + i
         with autocast(device, dtype):
             pairs = stream(
                 model, ids, max_new_tokens, tau=tau, alpha=alpha, temperature=temperature,
                 top_k=top_k, top_p=top_p, seed=one, read=read,
             )  # fmt: skip
-            for token, steps in pairs:
-                piece = decoder.decode(tokenizer.decode([token]))
-                print(paint(piece, steps, K, color) if show_steps and piece else piece, end="")
-                sys.stdout.flush()
+            for n, (token, steps) in enumerate(pairs):
+                if n == 0 and paint_prompt:  # now that it has been read, its steps are known
+                    known = read[before:-1]
+                    for pair in zip(ids, [None] * (len(ids) - len(known)) + known, strict=True):
+                        show(*pair)
+                show(token, steps)
                 total += 1
         print(decoder.decode(b"", final=True))
     seconds = time.perf_counter() - start

@@ -108,7 +108,8 @@ def browser(tmp_path):
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
     flags = "headless=new window-size=1000,900 no-sandbox disable-gpu disable-sync "
-    flags += f"disable-background-networking no-first-run disable-component-update user-data-dir={tmp_path / 'profile'}"
+    flags += "disable-background-networking no-first-run disable-component-update "
+    flags += f"user-data-dir={tmp_path / 'profile'}"
     for flag in flags.split():
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})

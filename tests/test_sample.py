@@ -2,7 +2,8 @@ import pytest
 import torch
 from conftest import small_model
 
-from sample import choose, generate, paint, stream
+from sample import choose, generate, main, paint, stream
+from tokenizer import Tokenizer
 
 
 def test_generate_is_greedy_argmax_of_the_parallel_form():
@@ -84,3 +85,23 @@ def test_paint():
     """Catches steps that cannot be told apart without colours."""
     assert paint("a", 3, 3, color=False) == "a₃" and paint("a", 12, 12, color=False) == "a₁₂"
     assert len({paint("a", k, 3, color=True) for k in range(4)}) == 4
+
+
+def test_show_steps_paints_the_prompt(tmp_path, capsys):
+    """Catches a prompt whose tokens have the steps of their neighbours, or lose a character."""
+    model, tokenizer = small_model(seed=2, vocab_size=257, block_size=16), Tokenizer.bytes()
+    model.float().save_pretrained(tmp_path)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    options = dict(run=str(tmp_path), tau=0.3, show_steps=True, temperature=0, device="cpu")
+    for prompt in ("fox", "é, a fox of 21 letters"):
+        capsys.readouterr()
+        main(prompt=prompt, max_new_tokens=1, **options)
+        ids = tokenizer.encode(prompt)
+        first = 0 if len(ids) <= 16 else len(ids) - 8  # a longer one is read from its last half on
+        with torch.no_grad():
+            steps = model(torch.tensor([ids[first:]]), tau=0.3).steps[0].tolist()
+        expected = tokenizer.decode(ids[: first + 1]).decode()
+        expected += "".join(
+            f"{chr(i)}{chr(0x2080 + k)}" for i, k in zip(ids[first + 1 :], steps, strict=False)
+        )
+        assert expected in capsys.readouterr().out and len(set(steps)) > 1
