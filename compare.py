@@ -20,7 +20,7 @@ from tqdm import tqdm
 from checkpoint import read_lines
 from cost import cost
 from device import pick_device
-from hops import HOPS, LETTERS
+from hops import CHAINS, HOPS
 from measure import answers, open_subject, validation_windows
 from methods import load
 from tables import (
@@ -264,7 +264,7 @@ def hops(
         for axes, key in ((left, "accuracy"), (right, "steps")):
             place = [row["hops"] for row in mine], [row[key] for row in mine]
             axes.plot(*place, marker=marker, color=color, label=f"{name}, K = {K:.0f}")
-    left.axhline(1 / (len(LETTERS) - 1), color="#777777", linestyle=":", label="guessing")
+    left.axhline(1 / CHAINS, color="#777777", linestyle=":", label="guessing")
     left.set_ylabel("share of right answers")
     right.set_ylabel("executed steps")
     figure.legend(

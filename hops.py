@@ -1,38 +1,44 @@
 """A task whose difficulty is known: lookups in a chain, between words that need none.
 
-    ab bf fc .. now 3a c , now 1f c , .. the end
+    ab mX bf fq .. now 3 b Z now 1 m X .. the end
 
-    table       13 pairs in random order; the second letter of a pair is the first one of another,
-                and all 13 make one circle
-    3a c        3 hops from a: a -> b -> f -> c. The answer c is predicted at the token 3a, so that
-                all lookups have to happen there.
-    now , the   filler, which needs no lookup
+    table       13 pairs in random order, which make 4 chains: one of 6 lookups, three of 7 in all;
+                each leads to an end of its own, a capital
+    3 b Z       3 lookups from b: b -> f -> q -> Z. The end Z is predicted at the b, so that all
+                lookups have to happen at that token; the number is known before it.
+    now, the    filler, which needs no lookup
 
-Chains have 1 to 6 hops, short ones more often (all of them short of half the circle, so that no
-way is shorter backwards), and all letters but the start are as likely an answer: who cannot follow
-the chain guesses one of 12. Each word is one token, and a pair is one, too, so that a lookup takes
-one layer: attend to the pair that begins with the letter that you have. A line has 64 tokens, the
-end of text included: windows of 64 are lines.
+Questions have 1 to 6 lookups, few more often. Who cannot follow a chain guesses one of the 4 ends
+of the table, or one of fewer, if some chains are seen to be too short. Each word is one token, and
+a pair is one, too, so that a lookup takes one layer: attend to the pair that begins with the letter
+that you have. A line has 64 tokens, the end of text included: windows of 64 are lines.
 """
 
 import random
+from itertools import pairwise
 
 import torch
 
 from tokenizer import Tokenizer
 
 LINE = 64  # tokens
-HOPS, CHANCES = range(1, 7), [60 / hops for hops in range(1, 7)]
-LETTERS, QUERIES = "abcdefghijklm", 12
+LETTERS, ENDS, CHAINS, QUESTIONS = "abcdefghijklm", "STUVXYZ", 4, 12
+HOPS = range(1, 7)
+CHANCES = (6, 4, 2, 1.5, 1.2, 1)  # of as many lookups
 
 
 def line(rng):
-    circle = rng.sample(LETTERS, len(LETTERS))
-    words = [a + b for a, b in zip(circle, circle[1:] + circle[:1], strict=True)]
+    letters, words, at = rng.sample(LETTERS, len(LETTERS)), [], {hops: [] for hops in HOPS}
+    cuts = [0, *sorted(rng.sample(range(1, 7), 2)), 7, 13]  # where chains begin
+    for (first, stop), end in zip(pairwise(cuts), rng.sample(ENDS, CHAINS), strict=True):
+        chain = [*letters[first:stop], end]
+        words += [a + b for a, b in pairwise(chain)]
+        for hops in range(1, len(chain)):
+            at[hops].append((chain[-1 - hops], end))  # so far from the end
     rng.shuffle(words)
-    for _ in range(QUERIES):
-        start, hops = rng.randrange(len(circle)), rng.choices(HOPS, CHANCES)[0]
-        words += ["now", f"{hops}{circle[start]}", circle[(start + hops) % len(circle)], ","]
+    for _ in range(QUESTIONS):
+        (hops,) = rng.choices(HOPS, CHANCES)
+        words += ["now", str(hops), *rng.choice(at[hops])]
     return "".join(" " + word for word in [*words, "the", "end"])
 
 
@@ -44,9 +50,8 @@ def documents(lines=100_000, seed=0):
 
 def tokenizer():
     """One token a word, with the space before it; single bytes for anything else."""
-    words = [*LETTERS, *(a + b for a in LETTERS for b in LETTERS if a != b)]
-    words += [f"{hops}{letter}" for hops in HOPS for letter in LETTERS]
-    words += ["now", ",", "the", "end"]
+    words = [*LETTERS, *ENDS, *map(str, HOPS), "now", "the", "end"]
+    words += [a + b for a in LETTERS for b in LETTERS + ENDS if a != b]
     tokens = [bytes([i]) for i in range(256)] + [b" " + word.encode() for word in words]
     return Tokenizer("hops", r" ?[^ ]+| ", tokens)
 
@@ -54,25 +59,22 @@ def tokenizer():
 def hops_asked(x, tokenizer):
     """How many lookups does the token after each of x take? Whole lines (B, T) -> (B, T) integers.
 
-    0 where filler follows, -1 where chance decides: in the table and before a question.
+    0 where filler follows, -1 where chance decides: in the table and before a question's letter.
 
     Raises:
         ValueError: x is not made of lines of this task.
     """
     if x.size(1) % LINE:
         raise ValueError(f"windows of {x.size(1)} tokens are no lines: they have to be of {LINE}")
-    of_token = torch.full((tokenizer.vocab_size,), -1)
-    for hops in HOPS:
-        for letter in LETTERS:
-            of_token[tokenizer.encode(f" {hops}{letter}")[0]] = hops
-    first = len(LETTERS)  # where the first question begins
-    asked = torch.full((LINE,), -1)
-    for start in range(first, first + 4 * QUERIES, 4):
-        asked[[start + 2, start + 3]] = 0
-        asked[start + 1] = 1
-    asked[[first - 1, LINE - 3, LINE - 2]] = 0
-    asked = asked.repeat(x.size(1) // LINE).to(x.device)  # (T,)
-    hops = of_token.to(x.device)[x]
-    if (hops[:, asked == 1] < 1).any():
+    hops = torch.zeros(tokenizer.vocab_size, dtype=torch.long)
+    for n in HOPS:
+        hops[tokenizer.encode(f" {n}")[-1]] = n
+    hops = hops.to(x.device)[x].roll(1, dims=1)  # the number is the token before the letter
+    place = torch.arange(x.size(1), device=x.device) % LINE
+    in_question = (place - len(LETTERS)) % 4  # now, number, letter, end
+    question = (place >= len(LETTERS)) & (place < LINE - 3) & (in_question == 2)
+    filler = (place >= len(LETTERS)) & (in_question == 3) | (place == len(LETTERS) - 1)
+    filler |= (place == LINE - 3) | (place == LINE - 2)
+    if (hops[:, question] == 0).any():
         raise ValueError("this text is no text of the task; train with --data hops")
-    return torch.where(asked == 1, hops, asked)
+    return torch.where(question, hops, torch.where(filler, 0, -1))

@@ -273,30 +273,28 @@ def test_penalty_rows():
 
 
 def test_hops_lines():
-    """Catches a chain that does not lead to its answer, a table that is no circle, lines of another
-    length, and a word that is more than one token."""
-    tokenizer, rng, asked = hops.tokenizer(), random.Random(3), []
-    for _ in range(50):
+    """Catches a chain that does not lead to its answer, or in fewer lookups than it says, chains of
+    other lengths, lines of another length, and a word that is more than one token."""
+    tokenizer, rng, asked, ends = hops.tokenizer(), random.Random(3), [], []
+    for _ in range(100):
         text = hops.line(rng)
         ids = tokenizer.encode(text)
         assert len(ids) == hops.LINE - 1 and min(ids) >= 256
         assert tokenizer.decode(ids).decode() == text
         parts = text.split()
-        following = {a: b for a, b in parts[:13]}
-        at, seen = "a", set()
-        while at not in seen:
-            seen.add(at)
-            at = following[at]
-        assert len(seen) == 13
-        for i in range(13, 13 + 48, 4):
-            now, question, answer, comma = parts[i : i + 4]
-            letter = question[1]
-            for _ in range(int(question[0])):
+        following = dict(parts[:13])
+        assert len(following) == len(set(following.values())) == 13
+        for i in range(13, 61, 4):
+            now, number, letter, answer = parts[i : i + 4]
+            for n in range(int(number)):
+                assert letter in "abcdefghijklm", n
                 letter = following[letter]
-            assert (now, answer, comma) == ("now", letter, ",")
-            asked.append(int(question[0]))
+            assert (now, letter) == ("now", answer) and answer in "STUVXYZ"
+            asked.append(int(number))
+            ends.append(answer)
         assert parts[61:] == ["the", "end"]
     assert set(asked) == set(range(1, 7)) and asked.count(1) > 3 * asked.count(6)
+    assert all(100 < ends.count(end) < 250 for end in "STUVXYZ")
 
 
 def hops_rows(lines):
@@ -313,8 +311,10 @@ def test_hops_asked():
         words = [tokenizer.decode([token]).decode().strip() for token in line]
         for i, n in enumerate(row):
             following = words[i + 1] if i < 63 else "table"
-            filler = following in ("now", ",", "the", "end", "<|endoftext|>")
-            assert n == (int(words[i][0]) if words[i][0].isdigit() else 0 if filler else -1)
+            if following in ("now", "the", "end", "<|endoftext|>"):
+                assert n == 0
+            else:
+                assert n == (int(words[i - 1]) if following in "STUVXYZ" else -1)
     with pytest.raises(ValueError, match="no lines"):
         hops.hops_asked(x[:, :60], tokenizer)
     with pytest.raises(ValueError, match="no text of the task"):
