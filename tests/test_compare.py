@@ -4,8 +4,11 @@ from dataclasses import asdict, replace
 
 import pytest
 
+import compare
+import hops
 from compare import at_other_taus, depth, depth_rows, on_frontier, pareto, pareto_rows
 from cost import cost
+from measure import answers, open_subject
 from methods import SETTINGS
 from tables import check_comparable, group_runs, mean_std, read_csv, read_runs
 from train import PRESETS, train
@@ -65,6 +68,37 @@ def test_at_other_taus(config):
     (path / "train.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="another corpus"):
         at_other_taus([run], (0.5,), "cpu")
+
+
+def test_hops(config, tmp_path, monkeypatch, capsys):
+    """Catches accuracy and steps of other questions, K or seeds, and a text that is another one."""
+    monkeypatch.chdir(tmp_path)
+    few = hops.documents(lines=200)
+    monkeypatch.setattr(hops, "documents", lambda: few)
+    model = replace(config.model, block_size=64)
+    config = replace(config, data="hops", steps=2, batch_size=2, model=model)
+    runs = [train(replace(config, seed=seed, name=f"seed-{seed}"))[0] for seed in (0, 1)]
+    plain = replace(model, method="vanilla", ponder_steps=0)
+    runs += [train(replace(config, name="plain", model=plain))[0]]
+    compare.hops(tuple(map(str, runs)), out=tmp_path)
+    rows = read_csv(tmp_path / "hops.csv")
+    assert [(r["K"], r["hops"], r["seeds"]) for r in rows] == [
+        (K, n, 2 if K else 1) for K in (2, 0) for n in range(7)
+    ]
+    found = [answers(open_subject(run, labels=("ponderlm3",))) for run in runs[:2]]
+    for row in rows[:7]:
+        for part, key in ((1, "accuracy"), (2, "steps")):
+            means = [f[part][f[0] == row["hops"]].double().mean().item() for f in found]
+            assert row[key] == pytest.approx(sum(means) / 2)
+    assert all(row["steps"] == 0 for row in rows[7:])
+    printed = capsys.readouterr().out
+    compare.hops(out=tmp_path, redraw=True)
+    assert capsys.readouterr().out in printed and (tmp_path / "hops.png").exists()
+    text = tmp_path / "other.txt"
+    text.write_text("now 1 a X the end " * 1000)
+    other = train(replace(config, data=str(text), name="other"))[0]
+    with pytest.raises(ValueError, match="no text of the task"):
+        compare.hops((str(other),), out=tmp_path)
 
 
 def test_on_frontier():

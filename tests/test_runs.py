@@ -72,6 +72,19 @@ def test_remedies(run_script, tmp_path):
     assert len({repr(replace(config, name=None)) for config in configs}) == len(configs)
 
 
+def test_hops(run_script, tmp_path):
+    """Catches flags that train.py does not know, and budgets that differ in more than K."""
+    (tmp_path / "out/hops").mkdir(parents=True)
+    trained, analyzed = run_script("hops.sh")
+    configs = [parse(args) for args in trained]
+    assert [config.model.ponder_steps for config in configs] == [0, 1, 2, 3, 4]
+    assert [len(config.model.router_offset) for config in configs] == [1, 2, 3, 4, 5]
+    same = dict(ponder_steps=0, router_offset=(0.0,))
+    same = [replace(c, name=None, model=replace(c.model, **same)) for c in configs]
+    assert all(config == same[0] for config in same) and same[0].data == "hops"
+    assert [args[:2] for args in analyzed] == [["hops", "--runs"]]
+
+
 def test_pareto_scale_and_seeds(run_script, tmp_path):
     """Catches variables of the script that change nothing."""
     (tmp_path / "out/pareto/small").mkdir(parents=True)
