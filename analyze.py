@@ -23,6 +23,7 @@ again from the saved numbers with --redraw.
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Annotated
 
 import tyro
@@ -45,7 +46,7 @@ from measure import (
     tau_rows,
     token_rows,
 )
-from tables import COLORS, markdown, new_figure, save_figure, save_rows
+from tables import COLORS, markdown, new_figure, save_figure, save_rows, tabulate
 
 PAPER_L, PAPER_R2 = 0.433, 0.9959  # of the paper's own model (appendix C)
 WORDS = ("a", "an", "the", "of", "in", "to", "on", "for", "and", "is")  # the paper has a, the, of
@@ -171,24 +172,18 @@ def depths(row, prefix):
 
 
 def bucket_table(rows):
-    K = len(depths(rows[0], "gain_"))
-    titles = ["difficulty by", "bucket", "tokens", "difficulty", "steps"]
-    titles += [f"ΔCE_{i}" for i in range(1, K + 1)]
-    titles += [f"ΔCE_{i}, not renormalised" for i in range(1, K + 1)]
-    lines = []
-    for r in rows:
-        line = [r["difficulty_by"], r["bucket"], f"{r['tokens']:.0f}", number(r["difficulty"])]
-        gains = depths(r, "gain_") + depths(r, "raw_gain_")
-        lines.append([*line, number(r["steps"], 2), *map(number, gains)])
-    return markdown(titles, lines)
+    steps = range(1, len(depths(rows[0], "gain_")) + 1)
+    columns = [("difficulty by", "difficulty_by", ""), ("bucket", "bucket", "")]
+    columns += [("tokens", "tokens", ".0f"), ("difficulty", "difficulty", ".3f")]
+    columns += [("steps", "steps", ".2f"), *((f"ΔCE_{i}", f"gain_{i}", ".3f") for i in steps)]
+    columns += [(f"ΔCE_{i}, not renormalised", f"raw_gain_{i}", ".3f") for i in steps]
+    return tabulate(rows, columns)
 
 
 def difficulty_table(rows):
-    lines = []
-    for r in rows:
-        line = [r["difficulty_by"], f"{r['steps']:.0f}", f"{r['tokens']:.0f}"]
-        lines.append([*line, number(r["difficulty"])])
-    return markdown(["difficulty by", "executed steps", "tokens", "mean difficulty"], lines)
+    columns = [("difficulty by", "difficulty_by", ""), ("executed steps", "steps", ".0f")]
+    columns += [("tokens", "tokens", ".0f"), ("mean difficulty", "difficulty", ".3f")]
+    return tabulate(rows, columns)
 
 
 def buckets(flags: FlagsWithReference):
@@ -273,23 +268,20 @@ def draw_shift(study, alphas=ALPHAS):
 def token_table(rows, most=10):
     """The words; and of the tokens the ones with most and with fewest steps."""
     tokens = sorted((r for r in rows if r["kind"] == "token"), key=lambda r: -r["steps"])
-    named = [r for r in rows if r["kind"] == "word"]
-    shown = [("word", r) for r in named]
-    shown += [("most steps", r) for r in tokens[:most]]
-    shown += [("fewest steps", r) for r in tokens[most:][-most:]]
-    lines = []
-    for title, r in shown:
-        pruned = number(None if r["pruned"] is None else 100 * r["pruned"], 2)
-        lines.append([title, f"`{r['text']}`", f"{r['count']:.0f}", number(r["steps"]), pruned])
-    return markdown(["", "token", "count", "mean steps", "pruned %"], lines)
+    shown = [r | {"kind": "most steps"} for r in tokens[:most]]
+    shown += [r | {"kind": "fewest steps"} for r in tokens[most:][-most:]]
+    shown = [r for r in rows if r["kind"] == "word"] + shown
+    shown = [r | {"text": f"`{r['text']}`"} for r in shown]
+    columns = [("", "kind", ""), ("token", "text", ""), ("count", "count", ".0f")]
+    columns += [("mean steps", "steps", ".3f"), ("pruned", "pruned", ".2%")]
+    return tabulate(shown, columns)
 
 
 def compound_table(rows):
     inside, at_end = rows[0]["non_terminal_tokens"], rows[0]["terminal_tokens"]
-    titles = ["steps", f"inside, {inside:.0f} tokens", f"last token of a word, {at_end:.0f}"]
-    share = lambda x: "-" if x is None else f"{x:.2%}"  # noqa: E731
-    lines = [[f"{r['steps']:.0f}", share(r["non_terminal"]), share(r["terminal"])] for r in rows]
-    return markdown(titles, lines)
+    columns = [("steps", "steps", ".0f"), (f"inside, {inside:.0f} tokens", "non_terminal", ".2%")]
+    columns += [(f"last token of a word, {at_end:.0f}", "terminal", ".2%")]
+    return tabulate(rows, columns)
 
 
 def tokens(flags: Flags, words: tuple[str, ...] = WORDS, least: int = 50):
@@ -330,13 +322,10 @@ def draw_tokens(study, names=WORDS, least=50):
 
 
 def tau_table(rows):
-    titles = ["tau", "precision", "loss", "perplexity", "steps", "Δloss", "mean |Δloss| of a token"]
-    lines = []
-    for r in rows:
-        line = [f"{r['tau']:g}", r["precision"], number(r["loss"], 4), number(r["perplexity"], 4)]
-        line += [number(r["steps"], 2), f"{r['change']:+.1e}", f"{r['moved']:.1e}"]
-        lines.append(line)
-    return markdown(titles, lines)
+    columns = [("tau", "tau", "g"), ("precision", "precision", ""), ("loss", "loss", ".4f")]
+    columns += [("perplexity", "perplexity", ".4f"), ("steps", "steps", ".2f")]
+    columns += [("Δloss", "change", "+.1e"), ("mean |Δloss| of a token", "moved", ".1e")]
+    return tabulate(rows, columns)
 
 
 def tau(flags: Flags, taus: tuple[float, ...] = TAUS):
@@ -377,16 +366,14 @@ def draw_tau(study, taus=TAUS):
 
 def penalty_table(rows):
     """Means over the batches, depth by depth."""
-    titles = ["depth i", "mean ce_i", "rho_i, per token", "rho_i, printed"]
-    titles += ["w_i penalised, per token", "w_i penalised, printed"]
-    lines = []
+    titles = {"ce": "mean ce_i", "rho_token": "rho_i, per token", "rho_batch": "rho_i, printed"}
+    titles |= {"count_token": "w_i penalised, per token", "count_batch": "w_i penalised, printed"}
+    means = []
     for i in sorted({r["depth"] for r in rows}):
         mine = [r for r in rows if r["depth"] == i]
-        average = lambda key: sum(r[key] for r in mine) / len(mine)  # noqa: E731, B023
-        line = [f"{i:.0f}", number(average("ce")), f"{average('rho_token'):.2e}"]
-        line += [f"{average('rho_batch'):.2e}", number(average("count_token"), 1)]
-        lines.append([*line, number(average("count_batch"), 1)])
-    return markdown(titles, lines)
+        means.append({"depth": i} | {key: mean(r[key] for r in mine) for key in titles})
+    columns = [("depth i", "depth", ".0f"), *((title, key, ".3g") for key, title in titles.items())]
+    return tabulate(means, columns)
 
 
 def penalty(flags: Flags):

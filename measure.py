@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from checkpoint import read_settings
 from config import read_config
 from data import Windows
 from device import autocast
@@ -31,7 +30,7 @@ from methods import load
 from model import PonderLM
 from router import bottom_mass_penalty
 from tokenizer import Tokenizer
-from train import TrainConfig, open_corpus
+from train import TrainConfig, open_corpus, read_run
 from validation import truncate
 
 BATCH = 32  # windows at a time
@@ -42,10 +41,9 @@ def validation_windows(path):
     """The corpus that a run was trained on -> its config, tokenizer and validation windows.
 
     Raises:
-        FileNotFoundError, ValueError: no run, or its corpus is another one now.
+        FileNotFoundError, ValueError: it is no run, or its corpus is another one now.
     """
-    place = Path(path).resolve()
-    _, config, corpus = read_settings(TrainConfig, place.parent, place.name)
+    config, corpus = read_run(path)
     _, tokenizer, _, tokens = open_corpus(config)
     if len(tokens) != corpus["val_tokens"]:
         raise ValueError(f"{path} was trained with another corpus than {config.data} is")
@@ -211,6 +209,7 @@ def thirds(difficulty):
     return rank * 3 // max(len(difficulty), 1)
 
 
+@torch.no_grad()
 def reference_losses(subject, path):
     """The loss of each token by another model, on the same windows -> (n,).
 

@@ -13,10 +13,10 @@ from string import Template
 
 import torch
 
-from checkpoint import read_lines, read_results, read_settings
+from checkpoint import read_lines, read_results
 from cost import cost
 from measure import decoded, measure, show_token
-from train import TrainConfig
+from train import read_run
 
 LONGEST = 4096  # tokens of a depth map
 
@@ -292,8 +292,7 @@ def loss_rows(path):
     if not (path / "results.json").is_file():
         return []
     results = read_results(path)
-    place = path.resolve()
-    _, config, _ = read_settings(TrainConfig, place.parent, place.name)
+    config, _ = read_run(path)
     hard, spent = results["hard"], cost(config.model, results["hard"]["steps"])
     losses = {"as trained": "trained", "at the fixed point": "fixed", "hard-stopped": "hard"}
     rows = [
@@ -306,8 +305,7 @@ def loss_rows(path):
 
 def report_page(path, out):
     """What analyze.py left in `out`, and what the run knows of itself -> out/index.html."""
-    place = path.resolve()
-    _, config, corpus = read_settings(TrainConfig, place.parent, place.name)
+    config, corpus = read_run(path)
     started = [row for row in read_lines(path / "log.jsonl") if "torch" in row]
     commit = (started[-1].get("commit") if started else None) or "not recorded"
     rows = loss_rows(path) or [("final evaluation", "none: not trained to the end")]

@@ -10,9 +10,9 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint import read_results, read_settings
+from checkpoint import read_results
 from config import BELONGS_TO, PonderConfig, read_config
-from train import TrainConfig
+from train import TrainConfig, read_run
 
 NAMES = {
     "ponderlm3": "PonderLM-3",
@@ -69,8 +69,7 @@ def read_runs(directories, redraw=False):
         if not (path / "results.json").is_file():
             print(f"left out, not a finished run: {path}")
             continue
-        place = path.resolve()
-        _, config, corpus = read_settings(TrainConfig, place.parent, place.name)
+        config, corpus = read_run(path)
         run = Run(path, config, read_config(path), corpus, read_results(path))
         if run.results["hard"]["steps"] > run.shape.ponder_steps:
             raise ValueError(f"{path}/results.json: more steps than its {run.shape.ponder_steps}")
@@ -176,6 +175,17 @@ def read_csv(file):
 def markdown(titles, rows):
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+
+
+def tabulate(rows, columns):
+    """Rows as a table. columns: (title, key, format), where a row may have None: '-'."""
+
+    def cell(value, form):
+        return "-" if value is None else f"{value:{form}}"
+
+    titles, keys, forms = zip(*columns, strict=True)
+    cells = [[cell(r[k], form) for k, form in zip(keys, forms, strict=True)] for r in rows]
+    return markdown(titles, cells)
 
 
 def save_rows(out, name, rows, table):

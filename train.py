@@ -18,6 +18,7 @@ import shutil
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
@@ -224,6 +225,20 @@ def check(config, processes=1):
             f"{processes} processes cannot share {batch} windows a step in micro-batches of "
             f"{micro or batch}; {way_out}"
         )
+
+
+def read_run(path):
+    """The TrainConfig and the corpus of a run, or of the run that a checkpoint is one of.
+
+    Raises:
+        FileNotFoundError, ValueError: it is no run, or its train.json is damaged.
+    """
+    place = Path(path).resolve()
+    run = next((p for p in (place, place.parent) if (p / "train.json").is_file()), None)
+    if run is None:
+        raise FileNotFoundError(f"{path} is no run: no train.json says how it was trained")
+    _, config, corpus = read_settings(TrainConfig, run.parent, run.name)
+    return config, corpus
 
 
 def open_corpus(config):

@@ -124,6 +124,7 @@ def test_page_in_a_browser(page, browser):
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.wait import WebDriverWait
 
     browser.get(page.as_uri())
     find = lambda css: browser.find_elements(By.CSS_SELECTOR, css)  # noqa: E731
@@ -151,9 +152,14 @@ def test_page_in_a_browser(page, browser):
     assert "token 0: “<”" in detail.text
     text.send_keys(Keys.END)
     assert "token 3: " in detail.text
-    browser.find_element(By.LINK_TEXT, "loss").send_keys(Keys.ENTER)
+
+    def shade_by(view):  # the page follows its address when it is told, which takes a moment
+        browser.find_element(By.LINK_TEXT, view).send_keys(Keys.ENTER)
+        WebDriverWait(browser, 10).until(lambda _: find(f"body[data-view={view}]"))
+
+    shade_by("loss")
     assert shades() == [0, 5, 30, 60]
-    browser.find_element(By.LINK_TEXT, "steps").click()
+    shade_by("steps")
     assert shades() == by_steps
     assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
     assert browser.get_log("browser") == []
@@ -161,7 +167,7 @@ def test_page_in_a_browser(page, browser):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         for view in ("steps", "loss"):
-            browser.find_element(By.LINK_TEXT, view).click()
+            shade_by(view)
             assert contrast(browser, spans[3]) >= 4.5, (scheme, view)
 
 
