@@ -271,7 +271,7 @@ def token_table(rows, most=10):
     shown = [r | {"kind": "most steps"} for r in tokens[:most]]
     shown += [r | {"kind": "fewest steps"} for r in tokens[most:][-most:]]
     shown = [r for r in rows if r["kind"] == "word"] + shown
-    shown = [r | {"text": f"`{r['text']}`"} for r in shown]
+    shown = [r | {"text": f"“{r['text']}”"} for r in shown]
     columns = [("", "kind", ""), ("token", "text", ""), ("count", "count", ".0f")]
     columns += [("mean steps", "steps", ".3f"), ("pruned", "pruned", ".2%")]
     return tabulate(shown, columns)
@@ -324,7 +324,7 @@ def draw_tokens(study, names=WORDS, least=50):
 def tau_table(rows):
     columns = [("tau", "tau", "g"), ("precision", "precision", ""), ("loss", "loss", ".4f")]
     columns += [("perplexity", "perplexity", ".4f"), ("steps", "steps", ".2f")]
-    columns += [("Δloss", "change", "+.1e"), ("mean |Δloss| of a token", "moved", ".1e")]
+    columns += [("Δloss", "change", "+.1e"), ("mean absolute Δloss", "moved", ".1e")]
     return tabulate(rows, columns)
 
 
@@ -346,7 +346,7 @@ def draw_tau(study, taus=TAUS):
     ways = {
         "perplexity": "perplexity",
         "steps": "executed steps",
-        "moved": "mean |Δloss| of a token to tau = 0, nats",
+        "moved": "mean absolute Δloss of a token\nto tau = 0, nats",
     }
     for axes, (key, label), color in zip(panels, ways.items(), COLORS, strict=False):
         axes.plot([r["tau"] for r in curve], [r[key] for r in curve], "o-", color=color)

@@ -93,7 +93,7 @@ a { color: var(--steps); } img { max-width: 100%; background: #ffffff; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; }
 th, td { border-bottom: 1px solid var(--line); padding: .2rem .6rem; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font: .85rem/1.5 ui-monospace, monospace; }
 """
 
@@ -282,7 +282,7 @@ def as_table(markdown):
     rows = []
     for i, line in enumerate(lines):
         tag = "td" if i else "th"
-        cells = (html.escape(cell.strip("`")) for cell in line)
+        cells = (html.escape(cell.replace("\\|", "|")) for cell in line)
         rows.append("<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>")
     return '<div class="wide"><table>' + "".join(rows) + "</table></div>"
 

@@ -174,7 +174,8 @@ def read_csv(file):
 
 def markdown(titles, rows):
     lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+    lines = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def tabulate(rows, columns):
@@ -215,7 +216,7 @@ def new_figure(x, y, panels=1):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    size = (6.4 * panels, 4.8)
+    size = (6.4 * panels, 4.8) if panels < 3 else (4.4 * panels, 3.6)
     figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
     for panel in axes[0]:
         panel.set(xlabel=x, ylabel=y)

@@ -250,9 +250,9 @@ def test_show_token():
 
 
 def test_penalty_rows():
-    """Catches the readings mixed up, and counts of another batch size."""
+    """Catches the readings mixed up, renormalised losses, and counts of another batch size."""
     low, high = [5.0, 0.1], [5.0, 4.0]
-    measured = made_up([low, high, low, low])
+    measured = made_up([[1.0, 1.0]] * 4, [low, high, low, low])
     rows = penalty_rows(measured, T=1, batch_size=2)
     assert [(r["batch"], r["depth"], r["tokens"]) for r in rows] == [
         (0, 0, 2),

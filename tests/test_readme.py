@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+OF_ONE_RUN = ("converge", "buckets", "shift", "tokens", "tau", "penalty", "heatmap", "report")
 SHORT = {  # appended to a command, so that it takes seconds
     "train.py": "--steps 2 --batch-size 2 --eval-windows 2 --log-every 1",
     "train.py --resume": "--steps 4 --eval-windows 2 --log-every 1",
     "sample.py": "--max-new-tokens 3",
+    **{f"analyze.py {name}": "--windows 2" for name in OF_ONE_RUN},
     "bench.py attention": "--lengths 256 --widths 56 --repeats 1",
     "bench.py train": "--preset tiny --windows 1 --repeats 1",
 }

@@ -9,6 +9,7 @@ from test_measure import subject
 
 import report
 from measure import decoded, measure
+from tables import markdown
 from tokenizer import Tokenizer
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -93,7 +94,7 @@ def test_damaged_numbers(tmp_path):
 
 def test_as_table():
     """Catches cells that are lost, and text that is taken for HTML."""
-    table = report.as_table("| a | b |\n| --- | --- |\n| `<x>` | -1 |\n| `|` |  |\n")
+    table = report.as_table(markdown(["a", "b"], [["<x>", -1], ["|", ""]]))
     assert "<th>a</th><th>b</th>" in table and "<td>&lt;x&gt;</td><td>-1</td>" in table
     assert "<td>|</td><td></td>" in table and "---" not in table
 
@@ -146,6 +147,7 @@ def test_page_in_a_browser(page, browser):
     (text,) = find("#text")
     text.send_keys(Keys.ARROW_LEFT)
     assert "token 2: " in detail.text and "pale: not executed" in detail.text
+    assert [cell.text for cell in find("#detail td.faint")] == ["2", "0.2500", "0.250", "1.000"]
     text.send_keys(Keys.HOME)
     assert "nothing came before it" in detail.text
     text.send_keys(Keys.ARROW_LEFT)
