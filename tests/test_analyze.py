@@ -11,7 +11,7 @@ import pytest
 import analyze
 from analyze import Options, WithReference
 from tables import read_csv
-from train import train
+from train import read_run, train
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("converge", "buckets", "shift", "tokens", "tau", "penalty", "heatmap")
@@ -116,6 +116,15 @@ def test_converge_of_ponderlm2(config, tmp_path):
     analyze.converge(Options(run=str(run), windows=2, out=tmp_path))
     rows = read_csv(tmp_path / "converge.csv")
     assert len(rows) == 13 and rows[0]["latents"] > rows[4]["latents"] > 0 == rows[0]["router"]
+
+
+def test_checkpoint(runs, tmp_path):
+    """Catches a checkpoint of a run that is taken for something else."""
+    checkpoint = next(runs[0].glob("step-*"))
+    analyze.converge(Options(run=str(checkpoint), windows=1, out=tmp_path))
+    assert (tmp_path / "converge.png").exists()
+    with pytest.raises(FileNotFoundError, match="no train"):
+        read_run(tmp_path)
 
 
 def test_heatmap_of_a_text(runs, tmp_path, capsys):
