@@ -22,6 +22,7 @@ again from the saved numbers with --redraw.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import mean
 from typing import Annotated
@@ -31,6 +32,7 @@ import tyro
 import report as pages
 from checkpoint import find_run
 from compare import depth, hops, pareto
+from config import read_config
 from device import command_line, pick_device
 from measure import (
     BUCKETS,
@@ -82,33 +84,26 @@ class Study:
         saved = options.redraw and (options.run or options.out)  # needs no model
         self.path = Path(saved or find_run(options.run))
         self.out = options.out or self.path / "report"
-        self._subject = self._measured = self._difficulties = None
 
-    @property
+    @cached_property
     def subject(self):
-        if self._subject is None:
-            o = self.options
-            device = pick_device(o.device)
-            self._subject = open_subject(self.path, o.windows, o.tau, device, self.labels)
-        return self._subject
+        o = self.options
+        return open_subject(self.path, o.windows, o.tau, pick_device(o.device), self.labels)
 
-    @property
+    @cached_property
     def measured(self):
-        self._measured = self._measured or measure(self.subject)
-        return self._measured
+        return measure(self.subject)
 
-    @property
+    @cached_property
     def difficulties(self):
         """The loss before pondering; with --reference also that of a model that cannot ponder."""
-        if self._difficulties is None:
-            self._difficulties = {"h(0) alone": self.measured.difficulty}
-            if self.options.reference:
-                losses = reference_losses(self.subject, self.options.reference)
-                self._difficulties["K = 0 model"] = losses
-            else:
-                print("note: only the model's own h(0) says what is difficult; --reference RUN, a")
-                print("      model trained with --method vanilla, would be a second opinion")
-        return self._difficulties
+        found, other = {"h(0) alone": self.measured.difficulty}, self.options.reference
+        if other:
+            name = f"K = {read_config(other).ponder_steps} model"
+            return found | {name: reference_losses(self.subject, other)}
+        print("note: only the model's own h(0) says what is difficult; --reference RUN, a model")
+        print("      trained with --method vanilla, would be a second opinion")
+        return found
 
     def rows(self, name, table, compute):
         """The numbers of a figure, computed or as saved; printed as a table."""
