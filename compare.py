@@ -26,6 +26,7 @@ from methods import load
 from tables import (
     COLORS,
     MARKERS,
+    NAMES,
     check_comparable,
     draw_curves,
     group_runs,
@@ -207,15 +208,20 @@ def depth(runs: tuple[str, ...] = (), out: Path = Path("out/analyze"), redraw: b
 # -- Accuracy where the difficulty is known --------------------------------------------------------
 
 
-def hops_rows(runs, device):
-    """One row for each method, K and number of lookups, 0 for filler, over the seeds."""
+def hops_rows(runs, tau, device):
+    """One row for each method, K, lambda and number of lookups, 0 for filler, over the seeds."""
     labels = ("ponderlm3", "ponderlm2", "vanilla")
     runs, rows = [run for run in runs if run.shape.label in labels], []
     if not runs:
         raise ValueError(f"none of the runs is of {', '.join(labels)}")
     check_comparable(runs)
-    for (name, K), group in group_runs(runs).items():
-        found = [answers(open_subject(run.path, device=device, labels=labels)) for run in group]
+    groups = {}
+    for run in sorted(runs, key=lambda run: run.shape.ponder_steps):
+        weight = f", λ = {run.shape.penalty_weight:g}" if run.shape.label == "ponderlm3" else ""
+        name = NAMES[run.shape.label] + weight
+        groups.setdefault((name, run.shape.ponder_steps), []).append(run)
+    for (name, K), group in groups.items():
+        found = [answers(open_subject(r.path, 256, tau, device, labels)) for r in group]
         for n in (0, *HOPS):
             row = {"method": name, "K": K, "seeds": len(group), "hops": n}
             for key, part in (("accuracy", 1), ("steps", 2)):
@@ -240,6 +246,7 @@ def hops_table(rows):
 
 def hops(
     runs: tuple[str, ...] = (),
+    tau: float | None = None,
     out: Path = Path("out/analyze"),
     redraw: bool = False,
     device: str = "auto",
@@ -248,12 +255,13 @@ def hops(
 
     Args:
         runs: directories of runs trained with --data hops; PonderLM-3, PonderLM-2 and vanilla
+        tau: where pondering stops; by default where each run scored it
         out: where hops.csv, .md and .png go
         redraw: from the numbers saved there, without runs
         device: auto, cpu, cuda or mps; where they are evaluated
     """
     loaded = read_runs(runs, redraw)
-    rows = None if redraw else hops_rows(loaded, pick_device(device))
+    rows = None if redraw else hops_rows(loaded, tau, pick_device(device))
     rows = save_rows(out, "hops", rows, hops_table)
     figure, (left, right) = new_figure(
         "lookups that the next token takes (0: filler)", "", panels=2
