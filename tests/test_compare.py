@@ -83,15 +83,18 @@ def test_hops(config, tmp_path, monkeypatch, capsys):
     compare.hops(tuple(map(str, runs)), out=tmp_path)
     rows = read_csv(tmp_path / "hops.csv")
     assert [(r["K"], r["hops"], r["seeds"]) for r in rows] == [
-        (K, n, 2 if K else 1) for K in (2, 0) for n in range(7)
+        (K, n, 2 if K else 1) for K in (0, 2) for n in range(7)
     ]
+    assert {r["method"] for r in rows} == {"vanilla", "PonderLM-3, λ = 0.5"}
     found = [answers(open_subject(run, labels=("ponderlm3",))) for run in runs[:2]]
-    for row in rows[:7]:
+    for row in rows[7:]:
         for part, key in ((1, "accuracy"), (2, "steps")):
             means = [f[part][f[0] == row["hops"]].double().mean().item() for f in found]
             assert row[key] == pytest.approx(sum(means) / 2)
-    assert all(row["steps"] == 0 for row in rows[7:])
+    assert all(row["steps"] == 0 for row in rows[:7])
     printed = capsys.readouterr().out
+    compare.hops(tuple(map(str, runs[:1])), tau=1.0, out=tmp_path / "tau")
+    assert all(row["steps"] == 0 for row in read_csv(tmp_path / "tau/hops.csv"))
     compare.hops(out=tmp_path, redraw=True)
     assert capsys.readouterr().out in printed and (tmp_path / "hops.png").exists()
     text = tmp_path / "other.txt"
