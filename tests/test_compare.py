@@ -93,10 +93,10 @@ def test_hops(config, tmp_path, monkeypatch, capsys):
             assert row[key] == pytest.approx(sum(means) / 2)
     assert all(row["steps"] == 0 for row in rows[:7])
     printed = capsys.readouterr().out
-    compare.hops(tuple(map(str, runs[:1])), tau=1.0, out=tmp_path / "tau")
-    assert all(row["steps"] == 0 for row in read_csv(tmp_path / "tau/hops.csv"))
     compare.hops(out=tmp_path, redraw=True)
     assert capsys.readouterr().out in printed and (tmp_path / "hops.png").exists()
+    compare.hops(tuple(map(str, runs[:1])), tau=1.0, out=tmp_path / "tau")
+    assert all(row["steps"] == 0 for row in read_csv(tmp_path / "tau/hops.csv"))
     text = tmp_path / "other.txt"
     text.write_text("now 1 a X the end " * 1000)
     other = train(replace(config, data=str(text), name="other"))[0]
