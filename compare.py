@@ -10,6 +10,7 @@ frontier    no other row is better in steps or perplexity and not worse in the o
 """
 
 import math
+import re
 import statistics
 from dataclasses import replace
 from itertools import cycle
@@ -26,7 +27,6 @@ from methods import load
 from tables import (
     COLORS,
     MARKERS,
-    NAMES,
     check_comparable,
     draw_curves,
     group_runs,
@@ -209,18 +209,14 @@ def depth(runs: tuple[str, ...] = (), out: Path = Path("out/analyze"), redraw: b
 
 
 def hops_rows(runs, tau, device):
-    """One row for each method, K, lambda and number of lookups, 0 for filler, over the seeds."""
+    """One row for each method, K and number of lookups, 0 for filler, over the seeds."""
     labels = ("ponderlm3", "ponderlm2", "vanilla")
     runs, rows = [run for run in runs if run.shape.label in labels], []
     if not runs:
         raise ValueError(f"none of the runs is of {', '.join(labels)}")
     check_comparable(runs)
-    groups = {}
-    for run in sorted(runs, key=lambda run: run.shape.ponder_steps):
-        weight = f", λ = {run.shape.penalty_weight:g}" if run.shape.label == "ponderlm3" else ""
-        name = NAMES[run.shape.label] + weight
-        groups.setdefault((name, run.shape.ponder_steps), []).append(run)
-    for (name, K), group in groups.items():
+    for (name, K), group in sorted(group_runs(runs).items(), key=lambda item: item[0][1]):
+        name = re.sub(r", router_offset \([^)]*\)", "", name)  # as many numbers as K says
         found = [answers(open_subject(r.path, 256, tau, device, labels)) for r in group]
         for n in (0, *HOPS):
             row = {"method": name, "K": K, "seeds": len(group), "hops": n}

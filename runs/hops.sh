@@ -1,26 +1,27 @@
 #!/usr/bin/env bash
 # Does depth follow difficulty where the difficulty is known? One layer, K = 0 to 4.
-#     bash runs/hops.sh      BUDGETS="3 1" PENALIZED=2: these alone, no table
+#     bash runs/hops.sh      RUNS="3 1 long": these alone, no table
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . runs/once.sh
 
-train() { # name, K, lambda
+train() { # name, K, flags
   local uniform=$(printf '0 %.0s' $(seq 0 "$2")) # the router starts undecided
   # A lookup needs no latent of another token, so that no refinement is needed, either.
   once out/hops "$1" 0 --preset tiny --data hops --ponder-steps "$2" --num-hidden-layers 1 \
     --hidden-size 128 --intermediate-size 344 --num-attention-heads 4 --head-dim 32 --iters 0 0 \
-    --learning-rate 3e-3 --steps "${STEPS:-7000}" --eval-every 1000 --log-every 100 \
-    --router-offset $uniform --penalty-weight "$3" --precision bfloat16
+    --learning-rate 3e-3 --steps 7000 --eval-every 1000 --log-every 100 --precision bfloat16 \
+    --penalty-weight 0 --router-offset $uniform "${@:3}"
 }
 
-for K in ${BUDGETS:-0 1 2 3 4}; do
-  train "K$K" "$K" 0
-done
-for K in ${PENALIZED:-1 2}; do
-  train "K$K-penalty" "$K" 0.5
+for run in ${RUNS:-0 1 2 3 4 penalty long}; do
+  case $run in
+    penalty) train K1-penalty 1 --penalty-weight 0.5 ;;
+    long) train K1-long 1 --steps 14000 ;;
+    *) train "K$run" "$run" ;;
+  esac
 done
 
-if [ -z "${BUDGETS:-}" ]; then
+if [ -z "${RUNS:-}" ]; then
   "${PYTHON:-python}" analyze.py hops --runs out/hops/K*-0
 fi

@@ -75,17 +75,17 @@ def test_hops(config, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     few = hops.documents(lines=200)
     monkeypatch.setattr(hops, "documents", lambda: few)
-    model = replace(config.model, block_size=64)
+    model = replace(config.model, block_size=64, router_offset=(0.0, 0.0, 0.0))
     config = replace(config, data="hops", steps=2, batch_size=2, model=model)
     runs = [train(replace(config, seed=seed, name=f"seed-{seed}"))[0] for seed in (0, 1)]
-    plain = replace(model, method="vanilla", ponder_steps=0)
+    plain = replace(model, method="vanilla", ponder_steps=0, router_offset=None)
     runs += [train(replace(config, name="plain", model=plain))[0]]
     compare.hops(tuple(map(str, runs)), out=tmp_path)
     rows = read_csv(tmp_path / "hops.csv")
     assert [(r["K"], r["hops"], r["seeds"]) for r in rows] == [
         (K, n, 2 if K else 1) for K in (0, 2) for n in range(7)
     ]
-    assert {r["method"] for r in rows} == {"vanilla", "PonderLM-3, λ = 0.5"}
+    assert {r["method"] for r in rows} == {"vanilla", "PonderLM-3"}
     found = [answers(open_subject(run, labels=("ponderlm3",))) for run in runs[:2]]
     for row in rows[7:]:
         for part, key in ((1, "accuracy"), (2, "steps")):
