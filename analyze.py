@@ -329,6 +329,8 @@ def tau(flags: Flags, taus: tuple[float, ...] = TAUS):
     Args:
         taus: where pondering stops
     """
+    if not taus:
+        raise ValueError("--taus is empty: give at least one")
     draw_tau(Study(flags), taus)
 
 

@@ -68,6 +68,12 @@ class Subject:
             yield rows[:, :-1], rows[:, 1:]
 
 
+def check_taus(taus):
+    for tau in taus:
+        if not 0 <= tau <= 1:
+            raise ValueError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
+
+
 def open_subject(path, windows=256, tau=None, device="cpu", labels=("ponderlm3",)):
     """A run's model with the first `windows` of its validation windows.
 
@@ -76,15 +82,14 @@ def open_subject(path, windows=256, tau=None, device="cpu", labels=("ponderlm3",
     """
     if windows < 1:
         raise ValueError(f"windows = {windows}: it must be at least 1")
-    if tau is not None and not 0 <= tau <= 1:
-        raise ValueError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
     label = read_config(path).label
     if label not in labels:
-        raise ValueError(f"{path} is a {label}; this figure is for {' and '.join(labels)}")
+        raise ValueError(f"{path} is of method {label}; this figure is for {' and '.join(labels)}")
     config, tokenizer, val = validation_windows(path)
+    tau = config.tau if tau is None else tau
+    check_taus([tau])
     rows = np.stack([val.window(i) for i in range(min(windows, val.count))])
     rows = torch.from_numpy(rows).to(device)
-    tau = config.tau if tau is None else tau
     return Subject(Path(path), config, load(path).to(device), tokenizer, val, rows, tau)
 
 
@@ -261,6 +266,9 @@ def difficulty_rows(measured, difficulties):
 
 def shift_rows(subject, difficulties, alphas):
     """Loss and steps of easy and hard tokens with the router shifted by each alpha -> rows."""
+    for alpha in alphas:
+        if not math.isfinite(alpha):
+            raise ValueError(f"alpha = {alpha} must be finite")
     measured = {
         alpha: decoded(subject, subject.tau, alpha, label=f"alpha {alpha:g}")
         for alpha in dict.fromkeys((0, *alphas))
@@ -288,6 +296,7 @@ def tau_rows(subject, taus):
     change is the difference of the mean loss to that of all K steps in float32, moved the mean over
     tokens of the absolute difference.
     """
+    check_taus(taus)
     full, _ = decoded(subject, 0.0, label="tau 0")
     rows = []
     for tau, dtype in [*((t, torch.float32) for t in taus), (subject.tau, torch.bfloat16)]:

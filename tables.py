@@ -196,6 +196,8 @@ def save_rows(out, name, rows, table):
         FileNotFoundError, ValueError: nothing was saved, or it is damaged.
     """
     file = out / f"{name}.csv"
+    if rows is not None and not rows:
+        raise ValueError(f"there is nothing to put into {file}: give more text")
     if rows is not None:
         write_csv(file, rows)
     try:

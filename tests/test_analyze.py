@@ -94,11 +94,24 @@ def test_wrong_options(runs, options, message):
         analyze.buckets(WithReference(**{"run": str(runs[0]), **options}))
 
 
+def test_wrong_values(runs):
+    """Catches a value that fails only after minutes, or gives nan."""
+    options = WithReference(run=str(runs[0]), windows=1)
+    with pytest.raises(ValueError, match="tau = 2.0 is not a prob"):  # noqa: RUF043
+        analyze.tau(options, taus=(0.5, 2.0))
+    with pytest.raises(ValueError, match="--taus is empty"):
+        analyze.tau(options, taus=())
+    with pytest.raises(ValueError, match="alpha = nan must be finite"):
+        analyze.shift(options, alphas=(float("nan"),))
+    with pytest.raises(ValueError, match="nothing to put into"):
+        analyze.tokens(options, words=())
+
+
 def test_wrong_runs(runs, config, tmp_path):
     """Catches a figure of a model that has no router, a reference on another text, and a redraw of
     nothing."""
     ponder, plain = runs
-    with pytest.raises(ValueError, match="is a vanilla"):
+    with pytest.raises(ValueError, match="is of method vanilla"):
         analyze.tau(Options(run=str(plain)))
     other, _ = train(replace(config, steps=1))
     with pytest.raises(ValueError, match="differ in corpus"):
