@@ -21,7 +21,7 @@ Each saves its numbers (<figure>.csv), the same as a table (.md) and a figure (.
 again from the saved numbers with --redraw.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from statistics import mean
@@ -30,9 +30,8 @@ from typing import Annotated
 import tyro
 
 import report as pages
-from checkpoint import find_run
+from checkpoint import find_run, write_json
 from compare import depth, hops, pareto
-from config import read_config
 from device import command_line, pick_device
 from measure import (
     BUCKETS,
@@ -79,11 +78,28 @@ FlagsWithReference = Annotated[WithReference, tyro.conf.arg(name="")]
 class Study:
     """One run and where its figures go; the model is loaded when it is first needed."""
 
-    def __init__(self, options, labels=("ponderlm3",)):
+    def __init__(self, options, labels=("ponderlm3",), **changed):
+        """changed: {flag of the figure: whether it is not at its default}."""
         self.options, self.labels = options, labels
         saved = options.redraw and (options.run or options.out)  # needs no model
         self.path = Path(saved or find_run(options.run))
-        self.out = options.out or self.path / "report"
+        name = "report" if (self.path / "train.json").exists() else f"../report-{self.path.name}"
+        self.out = (
+            options.out or self.path / name
+        )  # a checkpoint may go away, with all that is in it
+        if not options.redraw:
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                way_out = "cannot be made a folder; choose another --out"
+                raise ValueError(f"{self.out} {way_out} ({error.strerror})") from None
+            return
+        for field in fields(options):
+            if field.name not in ("run", "out", "redraw"):
+                changed[field.name] = getattr(options, field.name) != field.default
+        if any(changed.values()):
+            names = ", ".join(f"--{name}" for name, is_so in changed.items() if is_so)
+            raise ValueError(f"--redraw takes the saved numbers and cannot follow {names}")
 
     @cached_property
     def subject(self):
@@ -99,15 +115,21 @@ class Study:
         """The loss before pondering; with --reference also that of a model that cannot ponder."""
         found, other = {"h(0) alone": self.measured.difficulty}, self.options.reference
         if other:
-            name = f"K = {read_config(other).ponder_steps} model"
-            return found | {name: reference_losses(self.subject, other)}
+            return found | {"K = 0 model": reference_losses(self.subject, other)}
         print("note: only the model's own h(0) says what is difficult; --reference RUN, a model")
         print("      trained with --method vanilla, would be a second opinion")
         return found
 
-    def rows(self, name, table, compute):
+    def rows(self, name, table, compute, windows=None):
         """The numbers of a figure, computed or as saved; printed as a table."""
-        return save_rows(self.out, name, None if self.options.redraw else compute(), table)
+        if self.options.redraw:
+            return save_rows(self.out, name, None, table)
+        rows = save_rows(self.out, name, compute(), table)
+        tokens = self.subject.rows[:windows, 1:].numel()
+        settings = {"run": str(self.path), "tokens": tokens, "tau": self.subject.tau}
+        settings["reference"] = getattr(self.options, "reference", None)
+        write_json(self.out / f"{name}.json", settings)
+        return rows
 
 
 def number(value, digits=3):
@@ -133,16 +155,16 @@ def converge_table(rows):
 
 
 def converge(flags: Flags):
-    """The Jacobi iteration approaching its fixed point, with an exponential fit."""
+    """The Jacobi iteration approaching its fixed point, with an exponential fit (8 windows)."""
     draw_converge(Study(flags, labels=("ponderlm3", "ponderlm2")))
 
 
-def draw_converge(study, windows=8):
+def draw_converge(study, windows=8):  # float64, and many passes: fewer of them
     def compute():
         subject = study.subject
         return convergence_rows(subject.model, subject.rows[:windows, :-1])
 
-    rows = study.rows("converge", converge_table, compute)
+    rows = study.rows("converge", converge_table, compute, windows)
     figure, (axes,) = new_figure("refinement passes after the ladder", "RMSE to the fixed point")
     n = [row["refinements"] for row in rows]
     names = {"latents": "latents h", "router": "step distribution s"}
@@ -206,6 +228,8 @@ def draw_buckets(study):
         axes.set(xlabel="step i", ylabel="gain of step i, ΔCE_i, nats", title=f"by {name}")
         axes.set_xticks(range(1, len(gains) + 1))
         axes.legend(title="tokens", fontsize=8)
+    for axes in panels[1 : len(definitions)]:
+        axes.sharey(panels[0])
     for name, marker, color in zip(definitions, "os", COLORS[3:], strict=False):
         mine = [r for r in stops if r["difficulty_by"] == name and r["tokens"]]
         place = [r["steps"] for r in mine], [r["difficulty"] for r in mine]
@@ -233,7 +257,7 @@ def shift(flags: FlagsWithReference, alphas: tuple[float, ...] = ALPHAS):
     Args:
         alphas: what the router's logits are shifted by, times the step index
     """
-    draw_shift(Study(flags), alphas)
+    draw_shift(Study(flags, alphas=alphas != ALPHAS), alphas)
 
 
 def draw_shift(study, alphas=ALPHAS):
@@ -254,6 +278,7 @@ def draw_shift(study, alphas=ALPHAS):
             axes.plot(*place, color=color, marker=marker, markersize=11, markerfacecolor="white")
         axes.set_title(f"difficulty by {name}; large: alpha = 0")
         axes.legend(title="tokens", fontsize=8)
+        axes.sharey(panels[0])
     save_figure(figure, study.out / "shift.png")
 
 
@@ -286,7 +311,7 @@ def tokens(flags: Flags, words: tuple[str, ...] = WORDS, least: int = 50):
         words: words to look for; their steps are those after their last token
         least: leave out tokens that occur less often
     """
-    draw_tokens(Study(flags), words, least)
+    draw_tokens(Study(flags, words=words != WORDS, least=least != 50), words, least)
 
 
 def draw_tokens(study, names=WORDS, least=50):
@@ -302,8 +327,9 @@ def draw_tokens(study, names=WORDS, least=50):
     compound = study.rows("compound", compound_table, lambda: compute(1))
     figure, (left, right) = new_figure("", "", panels=2)
     named = [r for r in rows if r["kind"] == "word" and r["count"]]
-    left.bar([r["text"] for r in named], [r["steps"] for r in named], color=COLORS[1])
-    left.set(xlabel="word", ylabel="mean steps after its last token")
+    names = [f"{r['text']}\n{r['count']:.0f}" for r in named]
+    left.bar(names, [r["steps"] for r in named], color=COLORS[1])
+    left.set(xlabel="word, and how often it comes", ylabel="mean steps after its last token")
     for key, place, color in (("non_terminal", -0.2, COLORS[1]), ("terminal", 0.2, COLORS[0])):
         shares = [100 * (r[key] or 0) for r in compound]
         label = {"non_terminal": "inside a word", "terminal": "last token of a word"}[key]
@@ -331,7 +357,7 @@ def tau(flags: Flags, taus: tuple[float, ...] = TAUS):
     """
     if not taus:
         raise ValueError("--taus is empty: give at least one")
-    draw_tau(Study(flags), taus)
+    draw_tau(Study(flags, taus=taus != TAUS), taus)
 
 
 def draw_tau(study, taus=TAUS):
@@ -346,7 +372,8 @@ def draw_tau(study, taus=TAUS):
         "moved": "mean absolute Δloss of a token\nto tau = 0, nats",
     }
     for axes, (key, label), color in zip(panels, ways.items(), COLORS, strict=False):
-        axes.plot([r["tau"] for r in curve], [r[key] for r in curve], "o-", color=color)
+        shown = [r for r in curve if r[key] or key == "steps"]  # no 0 on the logarithmic axis
+        axes.plot([r["tau"] for r in shown], [r[key] for r in shown], "o-", color=color)
         axes.axvline(rounded["tau"], color="#777777", linestyle=":")
         axes.set_xscale("symlog", linthresh=1e-6)
         axes.set(xlim=(0, 1.3), ylabel=label)
@@ -408,19 +435,20 @@ def heatmap(flags: Flags, text: Path | None = None):
     Args:
         text: a text file; by default the beginning of the validation text
     """
-    study = Study(flags)
-    print(f"written: {draw_heatmap(study, text)}")
+    draw_heatmap(Study(flags, text=text is not None), text)
 
 
 def draw_heatmap(study, text=None):
     file = study.out / "heatmap.json"
     if not study.options.redraw:
         pages.save_text(file, pages.read_text(study.subject, text))
-    return pages.heatmap_page(file)
+    print(f"written: {pages.heatmap_page(file)}")
 
 
 def report(flags: FlagsWithReference):
     """All figures and tables of one run, the depth map, config and commit, on one page."""
+    if flags.redraw and not flags.run:
+        raise ValueError("report --redraw needs --run, the run that the page is about")
     study = Study(flags)
     for draw in (
         draw_converge,

@@ -22,7 +22,7 @@ from checkpoint import read_lines
 from cost import cost
 from device import pick_device
 from hops import CHAINS, HOPS
-from measure import answers, open_subject, validation_windows
+from measure import answers, mean, open_subject, validation_windows
 from methods import load
 from tables import (
     COLORS,
@@ -217,12 +217,13 @@ def hops_rows(runs, tau, device):
     check_comparable(runs)
     for (name, K), group in sorted(group_runs(runs).items(), key=lambda item: item[0][1]):
         name = re.sub(r", router_offset \([^)]*\)", "", name)  # as many numbers as K says
-        found = [answers(open_subject(r.path, 256, tau, device, labels)) for r in group]
+        found = [answers(open_subject(r.path, 1024, tau, device, labels)) for r in group]
         for n in (0, *HOPS):
             row = {"method": name, "K": K, "seeds": len(group), "hops": n}
             for key, part in (("accuracy", 1), ("steps", 2)):
-                values = [each[part][each[0] == n].double().mean().item() for each in found]
-                row[key], row[f"{key}_std"] = mean_std(values)
+                values = [mean(each[part][each[0] == n]) for each in found]
+                known = None not in values  # where there was such a question
+                row[key], row[f"{key}_std"] = mean_std(values) if known else (None, None)
             rows.append(row)
     return rows
 
@@ -235,7 +236,10 @@ def hops_table(rows):
     for name, K in dict.fromkeys((row["method"], row["K"]) for row in rows):
         mine = [row for row in rows if (row["method"], row["K"]) == (name, K)]
         for key, digits in (("accuracy", 3), ("steps", 2)):
-            numbers = [show(row[key], row[f"{key}_std"], digits) for row in mine]
+            numbers = [
+                "-" if row[key] is None else show(row[key], row[f"{key}_std"], digits)
+                for row in mine
+            ]
             lines.append([name, f"{K:.0f}", key, *numbers])
     return markdown(titles, lines)
 

@@ -115,11 +115,11 @@ def first_process_first():
 
 
 def commit():
-    """The commit of this code, with -dirty if it was changed since; None outside a repository."""
+    """The commit of this code, with -dirty if it was changed since; None without git."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-    except FileNotFoundError:  # no git here
+    except OSError:  # no git here
         return None
 
 

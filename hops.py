@@ -8,8 +8,10 @@
                 lookups have to happen at that token; the number is known before it.
     now, the    filler, which needs no lookup
 
-Questions have 1 to 6 lookups, few more often. Who cannot follow a chain guesses one of the 4 ends
-of the table, or one of fewer, if some chains are seen to be too short. Each word is one token, and
+Questions have 1 to 6 lookups, few more often. Answers to earlier questions of a line help with
+later ones (a letter may come again), so that only the first question of a line is scored. Who
+cannot follow a chain guesses one of the 4 ends of the table, or of fewer: chains that are seen to
+be too short are out. Each word is one token, and
 a pair is one, too, so that a lookup takes one layer: attend to the pair that begins with the letter
 that you have. A line has 64 tokens, the end of text included: windows of 64 are lines.
 """
@@ -59,7 +61,8 @@ def tokenizer():
 def hops_asked(x, tokenizer):
     """How many lookups does the token after each of x take? Whole lines (B, T) -> (B, T) integers.
 
-    0 where filler follows, -1 where chance decides: in the table and before a question's letter.
+    0 where filler follows; -1 where chance decides, in the table and before a question's letter,
+    and at all questions of a line but the first, which earlier answers help with.
 
     Raises:
         ValueError: x is not made of lines of this task.
@@ -77,4 +80,5 @@ def hops_asked(x, tokenizer):
     filler |= (place == LINE - 3) | (place == LINE - 2)
     if (hops[:, question] == 0).any():
         raise ValueError("this text is no text of the task; train with --data hops")
+    question &= place == len(LETTERS) + 2
     return torch.where(question, hops, torch.where(filler, 0, -1))

@@ -30,7 +30,7 @@ from methods import load
 from model import PonderLM
 from router import bottom_mass_penalty
 from tokenizer import Tokenizer
-from train import TrainConfig, open_corpus, read_run
+from train import TrainConfig, describe_corpus, open_corpus, read_run
 from validation import truncate
 
 BATCH = 32  # windows at a time
@@ -43,11 +43,12 @@ def validation_windows(path):
     Raises:
         FileNotFoundError, ValueError: it is no run, or its corpus is another one now.
     """
-    config, corpus = read_run(path)
-    _, tokenizer, _, tokens = open_corpus(config)
-    if len(tokens) != corpus["val_tokens"]:
-        raise ValueError(f"{path} was trained with another corpus than {config.data} is")
-    return config, tokenizer, Windows(tokens, config.model.block_size, seed=0)
+    _, config, corpus = read_run(path)
+    folder, tokenizer, train, val = open_corpus(config)
+    now = describe_corpus(folder, train, val)
+    if any(now[key] != corpus[key] for key in ("train_tokens", "val_tokens", "sha256")):
+        raise ValueError(f"{path} was trained with another corpus than {config.data} is now")
+    return config, tokenizer, Windows(val, config.model.block_size, seed=0)
 
 
 @dataclass
@@ -172,7 +173,7 @@ def convergence_rows(model, idx, refinements=12):
     """
     model, K = deepcopy(model).double(), model.config.ponder_steps
 
-    def iterates():  # n = -K .. -1 is the ladder, whose last pass leaves latents of all K slots
+    def iterates():  # the ladder's last pass is n = 0: the first that makes latents of all K slots
         for n, (h, s, _) in enumerate(model.passes(idx), start=1 - K):
             if n >= 0:
                 yield n, h[:, :, :K], s
@@ -192,9 +193,11 @@ def convergence_rows(model, idx, refinements=12):
 def exponential_fit(n, errors):
     """errors = A L^n by least squares on log(errors) -> L, A and R^2 of the logarithms.
 
-    Errors of 0 are left out; (None, None, None) where less than two are left.
+    Errors below 1e-12 of the largest, which rounding makes, are left out; (None, None, None) where
+    less than two are left.
     """
-    points = [(i, math.log(e)) for i, e in zip(n, errors, strict=True) if e > 0]
+    floor = 1e-12 * max(errors)
+    points = [(i, math.log(e)) for i, e in zip(n, errors, strict=True) if e > floor]
     if len(points) < 2:
         return None, None, None
     x, y = np.array(points, dtype=float).T
@@ -219,8 +222,10 @@ def reference_losses(subject, path):
     """The loss of each token by another model, on the same windows -> (n,).
 
     Raises:
-        ValueError: it was trained on another text, or with other windows.
+        ValueError: it is no vanilla model, or was trained on another text or with other windows.
     """
+    if (label := read_config(path).label) != "vanilla":
+        raise ValueError(f"--reference {path} is of method {label}: it has to be a vanilla model")
     config, _, _ = validation_windows(path)
     mine, other = subject.config, load(path).to(subject.rows.device)
     same = (config.data, config.tokenizer, config.model.block_size)
@@ -267,8 +272,8 @@ def difficulty_rows(measured, difficulties):
 def shift_rows(subject, difficulties, alphas):
     """Loss and steps of easy and hard tokens with the router shifted by each alpha -> rows."""
     for alpha in alphas:
-        if not math.isfinite(alpha):
-            raise ValueError(f"alpha = {alpha} must be finite")
+        if not abs(alpha) <= 1e6:
+            raise ValueError(f"alpha = {alpha} must be finite, and at most a million")
     measured = {
         alpha: decoded(subject, subject.tau, alpha, label=f"alpha {alpha:g}")
         for alpha in dict.fromkeys((0, *alphas))
@@ -299,7 +304,7 @@ def tau_rows(subject, taus):
     check_taus(taus)
     full, _ = decoded(subject, 0.0, label="tau 0")
     rows = []
-    for tau, dtype in [*((t, torch.float32) for t in taus), (subject.tau, torch.bfloat16)]:
+    for tau, dtype in [*((t, torch.float32) for t in sorted(taus)), (subject.tau, torch.bfloat16)]:
         base = full if dtype == torch.float32 else decoded(subject, tau)[0]
         loss, steps = decoded(subject, tau, dtype=dtype, label=f"tau {tau:g}")
         row = {"tau": tau, "precision": str(dtype)[6:], "loss": mean(loss)}
@@ -326,12 +331,13 @@ def step_row(kind, text, steps, K):
 def words(pieces):
     """Tokens (bytes) of one window -> [(word, first, last)]: the tokens that make up each word.
 
-    A word is letters; it may share its first token with a space before it. One that the window
-    cuts, or that shares a token with anything else, is left out.
+    A word is ASCII letters, with none of any other kind, digit or underscore beside them; it may
+    share its first token with a space before it. One that the window cuts, or that shares a token
+    with anything else, is left out.
     """
     ends = np.cumsum([len(piece) for piece in pieces])
     text, found = b"".join(pieces), []
-    for match in re.finditer(rb"[A-Za-z]+", text):
+    for match in re.finditer(rb"(?<![\w\x80-\xff])[A-Za-z]+(?![\w\x80-\xff])", text):
         if match.start() == 0 or match.end() == len(text):
             continue
         first = int(np.searchsorted(ends, match.start(), side="right"))
@@ -349,6 +355,9 @@ def token_rows(measured, tokenizer, T, names, least=50):
         rows {kind, text, count, steps, pruned} of tokens with at least `least` occurrences and of
         the names; and rows of how words of several tokens stop, inside and at their end.
     """
+    if least < 1:
+        raise ValueError(f"least = {least}: it must be at least 1")
+    names = [name.lower() for name in names]
     K, steps, rows = measured.ce.size(-1) - 1, measured.steps, []
     for token in measured.x.unique().tolist():
         mine = steps[measured.x == token]
@@ -404,9 +413,8 @@ def penalty_rows(measured, T, batch_size):
         found = {form: bottom_mass_penalty(w.log(), ce, form) for form in ("token", "batch")}
         for i in range(ce.size(-1)):
             row = {"batch": b, "depth": i, "tokens": n, "ce": mean(ce[:, i])}
-            for form, (penalty, rho) in found.items():
+            for form, (_, rho) in found.items():
                 more = max((rho[i] - rho[i - 1]).item(), 0) if i else 0
                 row |= {f"rho_{form}": rho[i].item(), f"count_{form}": math.floor(more * n)}
-                row |= {f"penalty_{form}": penalty.item()}
             rows.append(row)
     return rows

@@ -23,11 +23,12 @@ LONGEST = 4096  # tokens of a depth map
 # -- The depth map ---------------------------------------------------------------------------------
 
 
-def overlapping(ids, T):
-    """Token ids -> windows (.., T+1) in which each token but the first half window's has at least
-    half a window before it; and for each window the first of its targets that is new."""
+def overlapping(ids, T, stride):
+    """Token ids -> windows (.., T+1), a stride from each other, so that all tokens but the first
+    have at least T - stride before them; and for each window the first of its targets that is new.
+    """
     last = max(len(ids) - 1 - T, 0)
-    starts = sorted({*range(0, last, max(T // 2, 1)), last})
+    starts = sorted({*range(0, last, stride), last})
     rows = torch.stack([ids[start : start + T + 1] for start in starts])
     ends = [0] + [start + rows.size(1) - 1 for start in starts]  # targets up to here are done
     return rows, [end - start for start, end in zip(starts, ends, strict=False)]
@@ -36,7 +37,9 @@ def overlapping(ids, T):
 def readable(tokenizer, ids):
     """Each token as text. One that ends inside a character leaves it to the token that ends it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    return [decoder.decode(tokenizer.decode([token])) or "·" for token in ids]
+    texts = [decoder.decode(tokenizer.decode([token])) or "·" for token in ids]
+    symbols = {i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\n\t"}  # control characters
+    return [text.translate(symbols) for text in texts]
 
 
 def read_text(subject, file=None):
@@ -50,7 +53,7 @@ def read_text(subject, file=None):
         FileNotFoundError, ValueError: no such file, or a text of less than two tokens.
     """
     if file is None:
-        ids = subject.val.tokens[:1024].tolist()
+        ids = subject.val.tokens[:1025].tolist()
     else:
         ids = subject.tokenizer.encode(file.read_bytes())
     if len(ids) < 2:
@@ -58,7 +61,9 @@ def read_text(subject, file=None):
     if len(ids) > LONGEST:
         print(f"note: of {len(ids):,} tokens the first {LONGEST:,} are shown")
     ids = torch.tensor(ids[:LONGEST], device=subject.rows.device)
-    rows, firsts = overlapping(ids, subject.model.config.block_size)
+    T = subject.model.config.block_size
+    stride = T if subject.tokenizer.name == "hops" else max(T // 2, 1)  # its windows are lines
+    rows, firsts = overlapping(ids, T, stride)
     part = replace(subject, rows=rows)
     measured, (loss, steps) = measure(part, "depths"), decoded(part, subject.tau, label="losses")
     T, tokens = rows.size(1) - 1, [None]
@@ -92,7 +97,7 @@ a { color: var(--steps); } img { max-width: 100%; background: #ffffff; }
 .faint, caption { color: var(--faint); }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; }
-th, td { border-bottom: 1px solid var(--line); padding: .2rem .6rem; text-align: right; }
+th, td { border-bottom: 1px solid var(--line); padding: .1rem .6rem; text-align: right; }
 th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font: .85rem/1.5 ui-monospace, monospace; }
 """
@@ -105,7 +110,8 @@ HEATMAP = Template("""<!doctype html>
 body { padding-bottom: 13rem; }
 nav a { margin-right: .6rem; } nav a[aria-current] { color: var(--ink); font-weight: bold; }
 #text { white-space: pre-wrap; overflow-wrap: anywhere; font: 1.05rem/1.9 ui-monospace, monospace; }
-#text span { padding: .15em 0; border-radius: 2px; cursor: default; scroll-margin-bottom: 12rem;
+#text span { padding: .15em 0; border-radius: 2px; cursor: default; unicode-bidi: isolate;
+  scroll-margin-bottom: 12rem;
   background: color-mix(in srgb, var(--tone) calc(var(--p) * 1%), transparent); }
 #text span:hover, #text span.on { outline: 2px solid var(--ink); }
 body[data-view=steps] { --tone: var(--steps); } body[data-view=loss] { --tone: var(--loss); }
@@ -125,7 +131,7 @@ its loss. Point at a token, or walk with the arrow keys.</p>
 <p class="legend faint" id="legend"></p>
 <div id="text" tabindex="0" role="application" aria-label="the text; arrow keys walk through it"
   aria-describedby="detail"></div>
-<div id="detail" aria-live="polite"><div></div></div>
+<div id="detail" aria-live="polite" tabindex="0"><div></div></div>
 <script type="application/json" id="data">$data</script>
 <script>
 "use strict";
@@ -155,18 +161,16 @@ function point(i) {  // show what is known of token i
   detail.append(" after “" + tokens[i - 1].bytes + "”: " + token.steps + " of " + K
     + " steps, loss " + token.loss.toFixed(3) + " nats");
   const table = element("table");
-  for (const [title, values] of [["step", token.s.map((_, k) => k)],
-      ["s", token.s.map(x => x.toFixed(4))], ["w", token.w.map(x => x.toPrecision(3))],
-      ["loss, integrated up to it", token.ce.map(x => x.toFixed(3))]]) {
+  const heads = element("tr");
+  heads.append(...["step", "s", "w", "loss up to it"].map(title => element("th", title)));
+  table.append(heads);
+  token.s.forEach((s, k) => {
     const row = element("tr");
-    row.append(element("th", title));
-    values.forEach((value, k) => {
-      const cell = element("td", value);
-      if (k > token.steps) cell.className = "faint";
-      row.append(cell);
-    });
+    if (k > token.steps) row.className = "faint";
+    const values = [k, s.toFixed(4), token.w[k].toPrecision(3), token.ce[k].toFixed(3)];
+    row.append(...values.map(value => element("td", value)));
     table.append(row);
-  }
+  });
   detail.append(table);
   if (token.steps < K) detail.append(element("p", "pale: not executed in decoding"));
 }
@@ -182,14 +186,14 @@ function view() {  // shade by what the address says after #
   const legend = document.getElementById("legend");
   legend.replaceChildren(chosen === "steps" ? "steps: " : "nats: ");
   for (let k = 0; k <= (chosen === "steps" ? K : HIGHEST); k++) {
-    const sample = element("span", k);
+    const sample = element("span", k === HIGHEST && chosen === "loss" ? "≥ " + k : k);
     sample.style.setProperty("--p", shade({steps: k, loss: k}, chosen));
     legend.append(sample);
   }
 }
 
 for (const [i, token] of tokens.entries()) {
-  const span = element("span", token.text.replace("\\n", "↵\\n"));
+  const span = element("span", token.text.replaceAll("\\n", "↵\\n"));
   span.addEventListener("pointerenter", () => point(i));
   text.append(span);
 }
@@ -221,10 +225,12 @@ def heatmap_page(file):
         mean = {key: sum(token[key] for token in known) / len(known) for key in ("steps", "loss")}
         shown = {"run": html.escape(fields["run"]), "K": f"{fields['K']:d}"}
         shown |= {"tau": f"{fields['tau']:g}", "style": STYLE}
-    except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{file} is damaged: {error!r}; draw it without --redraw") from None
+        data = json.dumps({"K": fields["K"], "tokens": fields["tokens"]}, allow_nan=False)
+        if any(len(token[key]) != fields["K"] + 1 for token in known for key in ("s", "w", "ce")):
+            raise ValueError("a token has not K + 1 values of s, w and ce")
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{file} is damaged: {error!r:.200}; draw it without --redraw") from None
     shown |= {"mean": f"{mean['steps']:.2f}", "loss": f"{mean['loss']:.3f}"}
-    data = json.dumps({"K": fields["K"], "tokens": fields["tokens"]})
     page = HEATMAP.substitute(shown, data=data.replace("<", "\\u003c"))  # no tag ends inside
     page_file = file.with_suffix(".html")
     page_file.write_text(page, encoding="utf-8")
@@ -292,7 +298,7 @@ def loss_rows(path):
     if not (path / "results.json").is_file():
         return []
     results = read_results(path)
-    config, _ = read_run(path)
+    _, config, _ = read_run(path)
     hard, spent = results["hard"], cost(config.model, results["hard"]["steps"])
     losses = {"as trained": "trained", "at the fixed point": "fixed", "hard-stopped": "hard"}
     rows = [
@@ -303,12 +309,22 @@ def loss_rows(path):
     return rows + [(name.replace("_", " "), f"{value:,.4g}") for name, value in vars(spent).items()]
 
 
+def settings(out, name):
+    """What a figure was measured on, as analyze.py saved it."""
+    file = out / f"{name}.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found = {key: value for key, value in found.items() if value is not None}
+    return html.escape(", ".join(f"{key} {value}" for key, value in found.items()))
+
+
 def report_page(path, out):
     """What analyze.py left in `out`, and what the run knows of itself -> out/index.html."""
-    config, corpus = read_run(path)
-    started = [row for row in read_lines(path / "log.jsonl") if "torch" in row]
+    run, config, corpus = read_run(path)
+    started = [row for row in read_lines(run / "log.jsonl") if "torch" in row]
     commit = (started[-1].get("commit") if started else None) or "not recorded"
-    rows = loss_rows(path) or [("final evaluation", "none: not trained to the end")]
+    rows = loss_rows(path) or [
+        ("final evaluation", "none: a checkpoint, or not trained to the end")
+    ]
     body = [f"<h1>{html.escape(str(path))}</h1>"]
     body += [
         f"<p>{html.escape(config.model.label)}, K = {config.model.ponder_steps}; ",
@@ -326,9 +342,9 @@ def report_page(path, out):
         if (out / f"{name}.png").is_file():
             body += [f'<img src="{name}.png" alt="{title}; the numbers are in the table">']
         body += [as_table((out / f"{name}.md").read_text(encoding="utf-8"))]
-        body += [f'<p class="faint"><a href="{name}.csv">{name}.csv</a></p>']
-    settings = json.dumps(vars(config) | {"model": vars(config.model)}, indent=2, default=str)
-    body += ["<h2>Settings</h2>", f"<pre>{html.escape(settings)}</pre>"]
+        body += [f'<p class="faint"><a href="{name}.csv">{name}.csv</a>, {settings(out, name)}</p>']
+    all_settings = json.dumps(vars(config) | {"model": vars(config.model)}, indent=2, default=str)
+    body += ["<h2>Settings</h2>", f"<pre>{html.escape(all_settings)}</pre>"]
     page = PAGE.substitute(run=html.escape(str(path)), style=STYLE, body="\n".join(body))
     (out / "index.html").write_text(page, encoding="utf-8")
     return out / "index.html"

@@ -69,7 +69,7 @@ def read_runs(directories, redraw=False):
         if not (path / "results.json").is_file():
             print(f"left out, not a finished run: {path}")
             continue
-        config, corpus = read_run(path)
+        _, config, corpus = read_run(path)
         run = Run(path, config, read_config(path), corpus, read_results(path))
         if run.results["hard"]["steps"] > run.shape.ponder_steps:
             raise ValueError(f"{path}/results.json: more steps than its {run.shape.ponder_steps}")
@@ -160,7 +160,7 @@ def write_csv(file, rows):
 def read_csv(file):
     """What write_csv wrote: numbers as float, nothing as None, other text as it is."""
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist: draw it once from --runs")
+        raise FileNotFoundError(f"{file} does not exist: draw it once without --redraw")
 
     def value(text):
         try:
@@ -202,11 +202,12 @@ def save_rows(out, name, rows, table):
         write_csv(file, rows)
     try:
         rows = read_csv(file)
-        text = table(rows)
         if not rows:
             raise ValueError("it has no row")
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is damaged: {error!r}; draw it from --runs") from None
+        text = table(rows)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        reason = f"{error!r:.200}"  # which may quote the whole file
+        raise ValueError(f"{file} is damaged: {reason}; draw it without --redraw") from None
     (out / f"{name}.md").write_text(text, encoding="utf-8")
     print(text)
     return rows

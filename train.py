@@ -228,7 +228,7 @@ def check(config, processes=1):
 
 
 def read_run(path):
-    """The TrainConfig and the corpus of a run, or of the run that a checkpoint is one of.
+    """A run's directory, TrainConfig and corpus; of a checkpoint, those of its run.
 
     Raises:
         FileNotFoundError, ValueError: it is no run, or its train.json is damaged.
@@ -237,8 +237,14 @@ def read_run(path):
     run = next((p for p in (place, place.parent) if (p / "train.json").is_file()), None)
     if run is None:
         raise FileNotFoundError(f"{path} is no run: no train.json says how it was trained")
-    _, config, corpus = read_settings(TrainConfig, run.parent, run.name)
-    return config, corpus
+    return read_settings(TrainConfig, run.parent, run.name)
+
+
+def describe_corpus(folder, train, val):
+    """Name, size and hash of a corpus. Its ends stand for the whole, which may be of gigabytes."""
+    ends = np.concatenate([train[: 10**6], train[-(10**6) :]])
+    corpus = {"name": folder.name, "train_tokens": len(train), "val_tokens": len(val)}
+    return corpus | {"sha256": hashlib.sha256(ends.tobytes()).hexdigest()}
 
 
 def open_corpus(config):
@@ -380,10 +386,7 @@ def train(config):
     windows, val = Windows(train_tokens, T, config.seed), Windows(val_tokens, T, seed=0)
     entropy = unigram_entropy(val_tokens, V)
 
-    # The same corpus after a resume? Its ends stand for the whole, which may be of many gigabytes.
-    ends = np.concatenate([train_tokens[: 10**6], train_tokens[-(10**6) :]])
-    corpus = {"name": folder.name, "train_tokens": len(train_tokens), "val_tokens": len(val_tokens)}
-    corpus["sha256"] = hashlib.sha256(ends.tobytes()).hexdigest()
+    corpus = describe_corpus(folder, train_tokens, val_tokens)  # the same after a resume?
     run, latest, changed = from_first(None if rank else open_run(config, corpus, MAY_CHANGE))
     with nullcontext() if rank else locked(run):
         model, optimizer, start, seconds = open_model(config, V, latest, device)

@@ -54,12 +54,17 @@ def test_report_and_redraw(runs, capsys, tmp_path):
         assert text in page
     assert "&quot;ponder_steps&quot;: 2" in page and "paper flops" in page
     assert page.count("<table>") == 1 + 8 and "K = 0 model" in page
+    assert page.count(f"tokens 128, tau 0.0001, reference {plain}") == 8
     first = {f.name: f.read_bytes() for f in out.iterdir() if f.suffix in (".csv", ".md", ".html")}
     printed = capsys.readouterr().out
     saved = tmp_path / "saved"
     out.rename(saved)
     for name in COMMANDS:
         getattr(analyze, name)(WithReference(out=saved, redraw=True))
+    with pytest.raises(ValueError, match="needs --run"):
+        analyze.report(WithReference(out=saved, redraw=True))
+    with pytest.raises(ValueError, match="cannot follow --taus, --windows"):
+        analyze.tau(Options(out=saved, redraw=True, windows=3), taus=(0.5,))
     again = {f.name: f.read_bytes() for f in saved.iterdir() if f.name in first}
     assert all(again[name] == first[name] for name in first)
     redrawn = capsys.readouterr().out
@@ -114,8 +119,20 @@ def test_wrong_runs(runs, config, tmp_path):
     with pytest.raises(ValueError, match="is of method vanilla"):
         analyze.tau(Options(run=str(plain)))
     other, _ = train(replace(config, steps=1))
+    train_again = other
+    with pytest.raises(ValueError, match="has to be a vanilla"):
+        analyze.buckets(WithReference(run=str(ponder), reference=str(other), windows=1))
+    model = replace(config.model, method="vanilla", ponder_steps=0)
+    other, _ = train(replace(config, steps=1, model=model, name="other"))
     with pytest.raises(ValueError, match="differ in corpus"):
         analyze.buckets(WithReference(run=str(ponder), reference=str(other), windows=1))
+    text = Path(config.data)
+    text.write_text(text.read_text().replace("lazy", "busy"))
+    with pytest.raises(ValueError, match="another corpus"):
+        analyze.tau(Options(run=str(train_again), windows=1))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot be made a folder"):
+        analyze.tau(Options(run=str(ponder), out=tmp_path / "file"))
     with pytest.raises(FileNotFoundError, match="does not exist: draw it once"):
         analyze.converge(Options(out=tmp_path / "empty", redraw=True))
     with pytest.raises(FileNotFoundError, match="without --redraw"):
@@ -134,8 +151,8 @@ def test_converge_of_ponderlm2(config, tmp_path):
 def test_checkpoint(runs, tmp_path):
     """Catches a checkpoint of a run that is taken for something else."""
     checkpoint = next(runs[0].glob("step-*"))
-    analyze.converge(Options(run=str(checkpoint), windows=1, out=tmp_path))
-    assert (tmp_path / "converge.png").exists()
+    analyze.converge(Options(run=str(checkpoint), windows=1))
+    assert (runs[0] / f"report-{checkpoint.name}/converge.png").exists()
     with pytest.raises(FileNotFoundError, match="no train"):
         read_run(tmp_path)
 

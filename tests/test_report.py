@@ -19,16 +19,18 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 def test_overlapping(n, T):
     """Catches tokens that are predicted twice or never, in another order, or with less than half a
     window before them."""
-    rows, firsts = report.overlapping(torch.arange(n), T)
+    rows, firsts = report.overlapping(torch.arange(n), T, max(T // 2, 1))
     new = [row[first + 1 :].tolist() for row, first in zip(rows, firsts, strict=True)]
     assert [i for part in new for i in part] == list(range(1, n))
     assert all(first >= T // 2 for first in firsts[1:])
     assert rows.shape[1] == min(n, T + 1)
+    rows, firsts = report.overlapping(torch.arange(3 * T + 1), T, T)
+    assert rows[:, 0].tolist() == [0, T, 2 * T] and firsts == [0, 0, 0]
 
 
 def test_readable():
     """Catches a character of several tokens that is lost or torn."""
-    tokenizer, text = Tokenizer.bytes(), "aé€\n"
+    tokenizer, text = Tokenizer.bytes(), "aé€\n\r"
     assert report.readable(tokenizer, tokenizer.encode(text)) == [
         "a",
         "·",
@@ -37,6 +39,7 @@ def test_readable():
         "·",
         "€",
         "\n",
+        "␍",
     ]
 
 
@@ -66,6 +69,10 @@ def token(text, steps, loss):
     return {"text": text, "bytes": text, "steps": steps, "loss": loss, **values}
 
 
+BROKEN = {"run": "a", "K": 2, "tau": 0, "tokens": [token("a", 1, 1.0) | {"s": [1]}]}
+BROKEN = json.dumps(BROKEN)
+
+
 @pytest.fixture
 def page(tmp_path):
     """A depth map of a few tokens, one of which looks like the end of a script."""
@@ -86,7 +93,7 @@ def test_page_is_self_contained(page):
 def test_damaged_numbers(tmp_path):
     """Catches a stack trace where saved numbers are no longer whole."""
     file = tmp_path / "heatmap.json"
-    for content in ("{", "{}", json.dumps({"run": "a", "K": 1, "tau": 0, "tokens": []})):
+    for content in ("{", "{}", json.dumps({"run": "a", "K": 1, "tau": 0, "tokens": []}), BROKEN):
         file.write_text(content)
         with pytest.raises(ValueError, match="is damaged"):
             report.heatmap_page(file)
@@ -139,15 +146,15 @@ def test_page_in_a_browser(page, browser):
     ActionChains(browser).move_to_element(spans[3]).perform()
     assert "token 3: “&amp;” after “" in detail.text and "2 of 2 steps, loss 9.000" in detail.text
     assert [row.text for row in find("#detail tr")] == [
-        "step 0 1 2",
-        "s 0.5000 0.2500 0.2500",
-        "w 1.00 0.500 0.250",
-        "loss, integrated up to it 3.000 2.000 1.000",
+        "step s w loss up to it",
+        "0 0.5000 1.00 3.000",
+        "1 0.2500 0.500 2.000",
+        "2 0.2500 0.250 1.000",
     ]
     (text,) = find("#text")
     text.send_keys(Keys.ARROW_LEFT)
     assert "token 2: " in detail.text and "pale: not executed" in detail.text
-    assert [cell.text for cell in find("#detail td.faint")] == ["2", "0.2500", "0.250", "1.000"]
+    assert [row.text for row in find("#detail tr.faint")] == ["2 0.2500 0.250 1.000"]
     text.send_keys(Keys.HOME)
     assert "nothing came before it" in detail.text
     text.send_keys(Keys.ARROW_LEFT)
