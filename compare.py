@@ -217,6 +217,7 @@ def hops_rows(runs, tau, device):
     check_comparable(runs)
     for (name, K), group in sorted(group_runs(runs).items(), key=lambda item: item[0][1]):
         name = re.sub(r", router_offset \([^)]*\)", "", name)  # as many numbers as K says
+        name = name if K else "vanilla"  # whose router does not matter
         found = [answers(open_subject(r.path, 1024, tau, device, labels)) for r in group]
         for n in (0, *HOPS):
             row = {"method": name, "K": K, "seeds": len(group), "hops": n}

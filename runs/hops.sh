@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Does depth follow difficulty where the difficulty is known? One layer, K = 0 to 4.
-#     bash runs/hops.sh      RUNS="3 1 long": these alone, no table
+#     bash runs/hops.sh      RUNS="3 1 long" SEED=1: these alone, no table
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . runs/once.sh
@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 train() { # name, K, flags
   local uniform=$(printf '0 %.0s' $(seq 0 "$2")) # the router starts undecided
   # A lookup needs no latent of another token, so that no refinement is needed, either.
-  once out/hops "$1" 0 --preset tiny --data hops --ponder-steps "$2" --num-hidden-layers 1 \
+  once out/hops "$1" "${SEED:-0}" --preset tiny --data hops --ponder-steps "$2" --num-hidden-layers 1 \
     --hidden-size 128 --intermediate-size 344 --num-attention-heads 4 --head-dim 32 --iters 0 0 \
     --learning-rate 3e-3 --steps 7000 --eval-every 1000 --log-every 100 --precision bfloat16 \
     --penalty-weight 0 --router-offset $uniform "${@:3}"
@@ -23,5 +23,5 @@ for run in ${RUNS:-0 1 2 3 4 penalty long}; do
 done
 
 if [ -z "${RUNS:-}" ]; then
-  "${PYTHON:-python}" analyze.py hops --runs out/hops/K*-0
+  "${PYTHON:-python}" analyze.py hops --runs out/hops/K*
 fi
