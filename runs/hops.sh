@@ -14,14 +14,13 @@ train() { # name, K, flags
     --penalty-weight 0 --router-offset $uniform "${@:3}"
 }
 
-for run in ${RUNS:-0 1 2 3 4 penalty long}; do
+for run in ${RUNS:-0 1 2 3 4 long}; do
   case $run in
-    penalty) train K1-penalty 1 --penalty-weight 0.5 ;;
     long) train K1-long 1 --steps 14000 ;;
     *) train "K$run" "$run" ;;
   esac
 done
 
 if [ -z "${RUNS:-}" ]; then
-  "${PYTHON:-python}" analyze.py hops --runs out/hops/K*
+  "${PYTHON:-python}" analyze.py hops --tau 0.1 --runs out/hops/K*
 fi

@@ -77,14 +77,13 @@ def test_hops(run_script, tmp_path):
     (tmp_path / "out/hops").mkdir(parents=True)
     trained, analyzed = run_script("hops.sh")
     configs = [parse(args) for args in trained]
-    assert [config.model.ponder_steps for config in configs] == [0, 1, 2, 3, 4, 1, 1]
-    assert [len(config.model.router_offset) for config in configs] == [1, 2, 3, 4, 5, 2, 2]
-    assert [config.model.penalty_weight for config in configs] == [0] * 5 + [0.5, 0]
-    assert [config.steps for config in configs] == [7000] * 6 + [14000]
-    same = dict(ponder_steps=0, router_offset=(0.0,), penalty_weight=0)
+    assert [config.model.ponder_steps for config in configs] == [0, 1, 2, 3, 4, 1]
+    assert [len(config.model.router_offset) for config in configs] == [1, 2, 3, 4, 5, 2]
+    assert [config.steps for config in configs] == [7000] * 5 + [14000]
+    same = dict(ponder_steps=0, router_offset=(0.0,))
     same = [replace(c, name=None, steps=1, model=replace(c.model, **same)) for c in configs]
     assert all(config == same[0] for config in same) and same[0].data == "hops"
-    assert [args[:2] for args in analyzed] == [["hops", "--runs"]]
+    assert [args[:2] for args in analyzed] == [["hops", "--tau"]]
 
 
 def test_pareto_scale_and_seeds(run_script, tmp_path):
