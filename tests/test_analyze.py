@@ -99,6 +99,47 @@ def test_wrong_options(runs, options, message):
         analyze.buckets(WithReference(**{"run": str(runs[0]), **options}))
 
 
+def test_flags_reach_the_figure(runs, tmp_path):
+    """Catches a flag that changes nothing."""
+    options = WithReference(run=str(runs[0]), windows=1, tau=0.5, out=tmp_path)
+    analyze.tau(options, taus=(0.5, 0.25))
+    assert [row["tau"] for row in read_csv(tmp_path / "tau.csv")] == [0.25, 0.5, 0.5]
+    analyze.shift(options, alphas=(2.0,))
+    assert {row["alpha"] for row in read_csv(tmp_path / "shift.csv")} == {0, 2}
+    analyze.tokens(options, words=("fox",), least=1)
+    rows = read_csv(tmp_path / "tokens.csv")
+    assert [row["text"] for row in rows if row["kind"] == "word"] == ["fox"]
+    assert sum(row["count"] for row in rows if row["kind"] == "token") == 16
+
+
+def test_tables():
+    """Catches columns that are mixed up, and tokens that are ranked the wrong way."""
+    row = {"difficulty_by": "x", "bucket": "easy", "tokens": 1, "difficulty": 2, "steps": None}
+    row |= {"gain_1": 3, "gain_2": 4, "raw_gain_1": 5, "raw_gain_2": 6}
+    last = analyze.bucket_table([row]).splitlines()[-1]
+    assert last == "| x | easy | 1 | 2.000 | - | 3.000 | 4.000 | 5.000 | 6.000 |"
+    rows = [{"bucket": b, "steps": i, "loss_change": i / 10} for i, b in enumerate(analyze.BUCKETS)]
+    rows = [row | {"difficulty_by": "x", "alpha": -1.0, "all_steps": 9} for row in rows]
+    last = analyze.shift_table(rows).splitlines()[-1]
+    assert last == "| x | -1 | 9.00 | 0.00, 0.0000 | 1.00, 0.1000 | 2.00, 0.2000 |"
+    rows = [
+        {"kind": "token", "text": str(i), "count": 5, "steps": i, "pruned": 0.5} for i in range(4)
+    ]
+    lines = analyze.token_table(rows, most=2).splitlines()[2:]
+    assert [line.split("|")[1:3] for line in lines] == [
+        [" most steps ", " “3” "],
+        [" most steps ", " “2” "],
+        [" fewest steps ", " “1” "],
+        [" fewest steps ", " “0” "],
+    ]
+    assert lines[0].endswith("| 5 | 3.000 | 50.00% |")
+    keys = ("ce", "rho_token", "rho_batch", "count_token", "count_batch")
+    rows = [{"depth": 0, **dict.fromkeys(keys, value)} for value in (1.0, 4.0)]
+    assert analyze.penalty_table(rows).splitlines()[-1] == "| 0 " + "| 2.5 " * 5 + "|"
+    rows = [{"refinements": n, "latents": 0.5**n, "router": 0.25**n} for n in range(4)]
+    assert "| L of the fit | 0.500 | 0.250 |" in analyze.converge_table(rows)
+
+
 def test_wrong_values(runs):
     """Catches a value that fails only after minutes, or gives nan."""
     options = WithReference(run=str(runs[0]), windows=1)
