@@ -51,7 +51,13 @@ def test_readme_has_the_main_commands():
     assert "make test" in readme_commands() and "make demo" in readme_commands()
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+def slow_if_in_report(line):
+    """`analyze.py report` is one of the commands, and makes each of these figures."""
+    in_report = line.split()[1] == "analyze.py" and line.split()[2] in OF_ONE_RUN[:6]
+    return pytest.param(line, marks=pytest.mark.slow) if in_report else line
+
+
+@pytest.mark.parametrize("line", map(slow_if_in_report, COMMANDS))
 def test_readme_command(line, directory):
     """Catches a README whose commands have drifted from the scripts; in its order, since sampling
     takes the newest run."""
