@@ -57,7 +57,7 @@ def slow_if_in_report(line):
     return pytest.param(line, marks=pytest.mark.slow) if in_report else line
 
 
-@pytest.mark.parametrize("line", map(slow_if_in_report, COMMANDS))
+@pytest.mark.parametrize("line", [slow_if_in_report(line) for line in COMMANDS])
 def test_readme_command(line, directory):
     """Catches a README whose commands have drifted from the scripts; in its order, since sampling
     takes the newest run."""
