@@ -29,6 +29,8 @@ def readme_commands():
 
 COMMANDS = [line for line in readme_commands() if line.startswith(("python ", "torchrun "))]
 COMMANDS = [line for line in COMMANDS if "--nnodes" not in line]  # which takes two machines
+IN_REPORT = tuple(f"python analyze.py {name} " for name in OF_ONE_RUN[:6])  # which is run, too
+COMMANDS = [line for line in COMMANDS if not line.startswith(IN_REPORT)]
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +53,7 @@ def test_readme_has_the_main_commands():
     assert "make test" in readme_commands() and "make demo" in readme_commands()
 
 
-def slow_if_in_report(line):
-    """`analyze.py report` is one of the commands, and makes each of these figures."""
-    in_report = line.split()[1] == "analyze.py" and line.split()[2] in OF_ONE_RUN[:6]
-    return pytest.param(line, marks=pytest.mark.slow) if in_report else line
-
-
-@pytest.mark.parametrize("line", [slow_if_in_report(line) for line in COMMANDS])
+@pytest.mark.parametrize("line", COMMANDS)
 def test_readme_command(line, directory):
     """Catches a README whose commands have drifted from the scripts; in its order, since sampling
     takes the newest run."""
