@@ -84,9 +84,8 @@ class Study:
         saved = options.redraw and (options.run or options.out)  # needs no model
         self.path = Path(saved or find_run(options.run))
         name = "report" if (self.path / "train.json").exists() else f"../report-{self.path.name}"
-        self.out = (
-            options.out or self.path / name
-        )  # a checkpoint may go away, with all that is in it
+        # Beside a checkpoint, not in it: it may go away, with all that it holds.
+        self.out = options.out or self.path / name
         if not options.redraw:
             try:
                 self.out.mkdir(parents=True, exist_ok=True)

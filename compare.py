@@ -232,7 +232,12 @@ def hops_rows(runs, tau, device):
 def hops_table(rows):
     """Accuracy and executed steps, a column for each number of lookups."""
     asked = list(dict.fromkeys(row["hops"] for row in rows))
-    titles = ["method", "K", "", *(f"{n:.0f} lookups" if n else "filler" for n in asked)]
+    titles = [
+        "method",
+        "K",
+        "",
+        *(f"{n:.0f} lookup{'s' * (n > 1)}" if n else "filler" for n in asked),
+    ]
     lines = []
     for name, K in dict.fromkeys((row["method"], row["K"]) for row in rows):
         mine = [row for row in rows if (row["method"], row["K"]) == (name, K)]

@@ -8,12 +8,12 @@
                 lookups have to happen at that token; the number is known before it.
     now, the    filler, which needs no lookup
 
-Questions have 1 to 6 lookups, few more often. Answers to earlier questions of a line help with
-later ones (a letter may come again), so that only the first question of a line is scored. Who
+Questions have 1 to 6 lookups, short ones more often. Answers to earlier questions of a line help
+with later ones (a letter may come again), so that only the first question of a line is scored. Who
 cannot follow a chain guesses one of the 4 ends of the table, or of fewer: chains that are seen to
-be too short are out. Each word is one token, and
-a pair is one, too, so that a lookup takes one layer: attend to the pair that begins with the letter
-that you have. A line has 64 tokens, the end of text included: windows of 64 are lines.
+be too short are out. Each word is one token, and a pair is one, too, so that a lookup takes one
+layer: attend to the pair that begins with the letter that you have. A line has 64 tokens, the end
+of text included: windows of 64 are lines.
 """
 
 import random
