@@ -64,12 +64,16 @@ def _append(x, channel, pad):
 
 def sdpa(q, k, v, log_w):
     """Through torch's fused kernels: no N x N matrix in memory, neither forward nor backward."""
-    d, grouped = q.size(-1), q.size(1) != k.size(1)
+    return attend_causally(*augment(q, k, v, log_w), q.size(-1))
+
+
+def attend_causally(q, k, v, d):
+    """Attention of q (B, H, N, d') and k, v (B, G, N, d') that `augment` made of width d."""
+    grouped = q.size(1) != k.size(1)
     if grouped and q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
         # Only the half-precision CUDA kernel shares keys; float32 would fall to N x N scores.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         grouped = False
-    q, k, v = augment(q, k, v, log_w)
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=1 / math.sqrt(d), enable_gqa=grouped
     )

@@ -61,9 +61,8 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is None:
             out = soft_mask_attention(q, k, v, log_w, backend)
-        else:  # new slots; the bias enters the cache as a channel of the key
-            q, k, v = augment(q, k, v, log_w)
-            out = attend_to_cache(q, *cache.append(k, v), self.d)
+        else:
+            out = cache.attend(q, k, v, log_w)
         return self.o_proj(out.transpose(1, 2).reshape(B, N, -1))  # (B, N, D)
 
 
@@ -121,11 +120,14 @@ class LayerCache:
     def __init__(self):
         self.keys = self.values = None
 
-    def append(self, k, v):
+    def attend(self, q, k, v, log_w):
+        """New slots against all so far. The bias enters the cache as a channel of the key."""
+        d = q.size(-1)
+        q, k, v = augment(q, k, v, log_w)
         if self.keys is not None:
             k, v = torch.cat([self.keys, k], dim=2), torch.cat([self.values, v], dim=2)
         self.keys, self.values = k, v
-        return k, v
+        return attend_to_cache(q, k, v, d)
 
 
 # -- Pondering ---------------------------------------------------------------------------------

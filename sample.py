@@ -19,60 +19,15 @@ import torch
 import tyro
 
 from checkpoint import find_run
+from choose import Sample, check, choose, uniform
 from device import autocast, command_line, pick_device, pick_precision
 from methods import load
 from tokenizer import load_tokenizer
 
 
-@dataclass
-class Sample:
-    tokens: list[int]  # the generated ids
-    steps: list[int]  # pondering steps executed before each of them was chosen
-
-
-def choose(logits, temperature, top_k, top_p, generator):
-    """Logits (V,) -> one token id. Temperature 0 takes the most probable."""
-    if temperature == 0:
-        return int(logits.argmax())
-    logits, order = (logits.float() / temperature).sort(descending=True)
-    keep = torch.ones_like(logits, dtype=torch.bool)
-    if top_k is not None:
-        keep[top_k:] = False
-    if top_p is not None:  # the fewest tokens whose probabilities reach top_p
-        p = logits.masked_fill(~keep, -torch.inf).softmax(-1)
-        keep &= p.cumsum(-1) - p < top_p
-    p = logits.masked_fill(~keep, -torch.inf).softmax(-1).cpu()
-    return int(order[torch.multinomial(p, 1, generator=generator)])
-
-
-def check(model, prompt, max_new_tokens, tau, alpha, temperature, top_k, top_p):
-    """Refuse what cannot be sampled from; the errors of `generate`."""
-    V = model.config.vocab_size
-    if len(prompt) == 0:
-        raise ValueError("the prompt has no token: a model needs at least one to go on from")
-    if not all(0 <= int(token) < V for token in prompt):
-        raise ValueError(f"the prompt has ids outside the vocabulary, 0 to {V - 1}")
-    if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens = {max_new_tokens}: it must be 0 or more")
-    if not 0 <= tau <= 1:
-        raise ValueError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
-    if not math.isfinite(alpha):
-        raise ValueError(f"alpha = {alpha} must be finite")
-    if alpha and not model.masks:
-        raise ValueError(
-            f"alpha = {alpha}: only the router of a PonderLM-3 can be shifted; leave it"
-        )
-    if temperature != 0 and not 1e-6 <= temperature < math.inf:
-        raise ValueError(f"temperature = {temperature} must be 0 (greedy), or 1e-6 or more")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k = {top_k}: it must be 1 or more")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p = {top_p}: it must lie in (0, 1]")
-
-
 def stream(
     model, prompt, max_new_tokens, *, tau=1e-4, alpha=0.0, temperature=1.0, top_k=None, top_p=None,
-    seed=None, read=None,
+    seed=None, end=None, read=None,
 ):  # fmt: skip
     """Yield (token, steps) for each generated token. Arguments as `generate`, for one prompt.
 
@@ -81,11 +36,12 @@ def stream(
     """
     context = [int(token) for token in prompt]
     window = model.config.block_size
-    check(model, context, max_new_tokens, tau, alpha, temperature, top_k, top_p)
-    generator = torch.Generator()
-    generator.seed() if seed is None else generator.manual_seed(seed)
+    check(
+        model, [context], max_new_tokens, tau=tau, alpha=alpha, temperature=temperature,
+        top_k=top_k, top_p=top_p, end=end,
+    )  # fmt: skip
     done = 0  # tokens of the context that are in the cache
-    for _ in range(max_new_tokens):
+    for u in uniform(seed, max_new_tokens):
         if len(context) > window:
             context, done = context[-max(window // 2, 1) :], 0
         if done == 0:
@@ -95,9 +51,11 @@ def stream(
             done += 1
             if read is not None:
                 read.append(steps)
-        token = choose(logits, temperature, top_k, top_p, generator)
+        token = int(choose(logits, u, temperature, top_k, top_p))
         context.append(token)
         yield token, steps
+        if token == end:
+            return
 
 
 def generate(model, prompts, max_new_tokens, *, seed=None, **kwargs):
@@ -110,6 +68,7 @@ def generate(model, prompts, max_new_tokens, *, seed=None, **kwargs):
         alpha: shifts the router to more or fewer steps (reading note 3).
         temperature: 0 is greedy. top_k, top_p: keep the most probable tokens only; None keeps all.
         seed: of the random choices; prompt i uses seed + i. None: different at every call.
+        end: the token after which a sequence ends. None: none does.
 
     Returns:
         One Sample a prompt.

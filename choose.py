@@ -1,0 +1,79 @@
+"""From logits to a token: greedy, or by chance among the most probable ones.
+
+Each sequence draws one random number a token, in advance and from a seed of its own. So what is
+chosen does not depend on which decoder computes the logits, nor on who else is decoded beside it.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Sample:
+    tokens: list[int]  # the generated ids
+    steps: list[int]  # pondering steps executed before each of them was chosen
+
+
+def uniform(seed, n):
+    """n random numbers in [0, 1) for one sequence, in float64; seed None: others at every call."""
+    generator = torch.Generator()
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    return torch.rand(n, generator=generator, dtype=torch.float64)
+
+
+def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
+    """The token at which the cumulative probability passes u. (..., V), (...) -> (...).
+
+    Temperature 0 takes the most probable one. top_k and top_p leave the k most probable, and the
+    fewest whose probabilities reach top_p.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k is None and top_p is None:
+        order = None
+    else:
+        logits, order = logits.sort(dim=-1, descending=True)
+    if top_k is not None:
+        logits[..., top_k:] = -torch.inf
+    if top_p is not None:
+        p = logits.softmax(-1)
+        logits = logits.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)
+    total = logits.softmax(-1).double().cumsum(-1)
+    u = (u.to(total.device) * total[..., -1])[..., None]
+    index = torch.searchsorted(total, u, right=True)  # (..., 1), the first with total > u
+    return (index if order is None else order.gather(-1, index))[..., 0]
+
+
+def check(
+    model, prompts, max_new_tokens, *, tau=1e-4, alpha=0.0, temperature=1.0, top_k=None, top_p=None,
+    end=None,
+):  # fmt: skip
+    """Refuse what cannot be sampled from, with a ValueError: the errors of every `generate`."""
+    V = model.config.vocab_size
+    for i, prompt in enumerate(prompts):
+        which = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
+        if len(prompt) == 0:
+            raise ValueError(f"{which} has no token: a model needs at least one to go on from")
+        if not all(0 <= int(token) < V for token in prompt):
+            raise ValueError(f"{which} has ids outside the vocabulary, 0 to {V - 1}")
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens = {max_new_tokens}: it must be 0 or more")
+    if not 0 <= tau <= 1:
+        raise ValueError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
+    if not math.isfinite(alpha):
+        raise ValueError(f"alpha = {alpha} must be finite")
+    if alpha and not model.masks:
+        raise ValueError(
+            f"alpha = {alpha}: only the router of a PonderLM-3 can be shifted; leave it"
+        )
+    if temperature != 0 and not 1e-6 <= temperature < math.inf:
+        raise ValueError(f"temperature = {temperature} must be 0 (greedy), or 1e-6 or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k = {top_k}: it must be 1 or more")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p = {top_p}: it must lie in (0, 1]")
+    if end is not None and not 0 <= end < V:
+        raise ValueError(f"end = {end} is outside the vocabulary, 0 to {V - 1}")
