@@ -75,7 +75,7 @@ def settle(
     rows, slots, exact = torch.arange(B, device=device), 0, (S - 1) * T + 1
     last = exact if max_passes is None else min(exact, max_passes)
     following = slots_to_run(rows)
-    for n in range(1, last + 1):
+    for passes in range(1, last + 1):  # noqa: B007
         active = following
         counts = active.flatten(1).sum(1)
         slots += int(counts.sum())
@@ -113,4 +113,4 @@ def settle(
         )
     steps = steps * inside
     h = h * (torch.arange(S, device=device) <= steps[..., None])[..., None]
-    return Settled(h, s, log_w, steps, n, slots)
+    return Settled(h, s, log_w, steps, passes, slots)

@@ -38,6 +38,7 @@ from choose import Sample, check, choose, uniform
 from compact import settle
 from config import PONDER
 from device import autocast
+from graph import StaticStep
 from model import rotary
 
 BLOCK = 256  # places by which the cache grows
@@ -72,7 +73,7 @@ class Layer(NamedTuple):
 
 
 def add_product(x, y, matrix):
-    """x + y @ matrix; in one operation if the residual stream x has the precision of the product."""
+    """x + y @ matrix, in one operation where both have the same precision."""
     return torch.addmm(x, y, matrix) if x.dtype == y.dtype else x + y @ matrix
 
 
@@ -120,8 +121,6 @@ class Stats:
     passes: int = 0
     slots: int = 0
     tokens: int = 0  # chosen
-    cached: int = 0  # places used, and what always running all K steps would have used
-    cached_full: int = 0
 
 
 class Engine:
@@ -131,10 +130,11 @@ class Engine:
         model: a PonderLM, in evaluation mode; its weights are copied.
         batch_size: sequences that run at once.
         tau, alpha: as PonderLM.ponder_token.
-        prefill: 'jacobi' reads prompts in parallel, to `tolerance`; 'sequential' slot by slot.
-        tolerance, max_passes: see compact.settle.
+        prefill: 'jacobi' reads prompts in parallel; 'sequential' slot by slot, which is exact.
+        tolerance, max_passes: of the former, see compact.settle. None: 1e-5, in half precision,
+            which keeps moving by 3e-3, 1e-2.
         dtype: of the matrix products and the cache; None: that of the weights.
-        compile: the slot step becomes one kernel launch: a CUDA graph, on a CPU torch.compile.
+        graphs: the slot step with static shapes, a single launch on CUDA; see graph.py.
 
     Raises:
         ValueError: another method, or a setting out of its range.
@@ -142,8 +142,8 @@ class Engine:
 
     @torch.inference_mode()
     def __init__(
-        self, model, batch_size=8, *, tau=1e-4, alpha=0.0, prefill="jacobi", tolerance=1e-5,
-        max_passes=100, dtype=None, compile=False,
+        self, model, batch_size=8, *, tau=1e-4, alpha=0.0, prefill="jacobi", tolerance=None,
+        max_passes=100, dtype=None, graphs=False,
     ):  # fmt: skip
         config = model.config
         if config.method not in PONDER:
@@ -153,6 +153,11 @@ class Engine:
             raise ValueError(f"batch_size = {batch_size}: it must be at least 1")
         if prefill not in ("jacobi", "sequential"):
             raise ValueError(f"prefill = {prefill!r} is neither 'jacobi' nor 'sequential'")
+        weight = model.lm_head.weight
+        self.device, self.dtype = weight.device, dtype or weight.dtype
+        self.half = self.dtype in (torch.bfloat16, torch.float16)
+        if tolerance is None:
+            tolerance = 1e-2 if self.half else 1e-5
         if not 0 <= tolerance < 1 or max_passes < 1:
             raise ValueError(
                 f"tolerance = {tolerance}, max_passes = {max_passes}: a tolerance lies in [0, 1), "
@@ -160,12 +165,14 @@ class Engine:
             )
         self.model, self.batch_size, self.tau, self.alpha = model, batch_size, tau, alpha
         self.prefill, self.tolerance, self.max_passes = prefill, tolerance, max_passes
-        weight = model.lm_head.weight
-        self.device, self.dtype = weight.device, dtype or weight.dtype
         self.head = weight.to(self.dtype).T.contiguous()
         self.eps = torch.tensor(config.rms_norm_eps, dtype=weight.dtype, device=self.device)
         self.layers = [Layer.of(block, self.dtype) for block in model.model.layers]
-        self.H, self.G, self.d = config.num_attention_heads, config.key_value_heads, config.head_width
+        self.H, self.G, self.d = (
+            config.num_attention_heads,
+            config.key_value_heads,
+            config.head_width,
+        )
         self.width = self.d + 1 + -(self.d + 1) % 8  # d', see attention.augment
         positions = torch.arange(config.block_size, device=self.device)
         cos, sin = (x[0].to(self.dtype) for x in rotary(positions, self.d, config.rope_theta))
@@ -184,9 +191,7 @@ class Engine:
         self.channels = self.kv[0].new_zeros(B, heads, self.width - self.d)  # see attention.augment
         self.channels[:, : self.H, 0] = math.sqrt(self.d)
         self.stats = Stats()
-        self.step = self.slot_step
-        if compile:
-            self.step = torch.compile(self.slot_step, dynamic=True)
+        self.step = StaticStep(self.slot_step, BLOCK) if graphs else self.slot_step
 
     # -- The cache ---------------------------------------------------------------------------------
 
@@ -224,8 +229,10 @@ class Engine:
     def slot_step(self, x, kv, places, position, length, bias):
         """The backbone for one slot of each of A rows: (A, D) -> (A, D), and the cache grows.
 
-        kv: the cache; each row sees its first `places`, which are beyond every length. position,
-        length (A,): the token's place in the text, the slot's in the cache. bias (A, 1): of its key.
+        Args:
+            kv: the cache, of which each row sees the first `places`, more than any length.
+            position, length: (A,) the token's place in the text, the slot's in the cache.
+            bias: (A, 1) of the slot's key.
         """
         (A, _), H, G, d, dtype = x.shape, self.H, self.G, self.d, self.dtype
         # Once for all layers. Values are turned by no angle: see self.kind.
@@ -269,8 +276,8 @@ class Engine:
                 q.read.append(q.stop)
                 q.position, q.k = q.position + 1, 0
                 (done if q.position == len(q.context) else following).append(row)
-        if following:  # a prompt that is read token by token
-            self.feed(following, torch.tensor([running[i].context[running[i].position] for i in following]))
+        if following:  # a prompt that is read slot by slot
+            self.feed(following, [running[row].context[running[row].position] for row in following])
         self.stats.passes += 1
         self.stats.slots += A
         return done, self.logits(self.h_hat[self.at(done)]) if done else None
@@ -284,15 +291,18 @@ class Engine:
             running[row].stop = stop
 
     def at(self, rows):
-        """An index of rows, a slice where it can be: that is faster."""
-        return slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] == len(rows) - 1 else rows
+        """An index of ascending rows, a slice where it can be: that is faster."""
+        if rows[-1] - rows[0] == len(rows) - 1:
+            return slice(rows[0], rows[-1] + 1)
+        return torch.tensor(rows, device=self.device)
 
     def logits(self, h_hat):
         return h_hat.to(self.dtype) @ self.head
 
     def feed(self, rows, tokens):
         """The embeddings of tokens become the next inputs of rows."""
-        e = F.embedding(tokens.to(self.device), self.model.model.embed_tokens.weight)
+        tokens = torch.as_tensor(tokens, device=self.device)
+        e = F.embedding(tokens, self.model.model.embed_tokens.weight)
         self.x[self.at(rows)] = e * self.model.config.scale
 
     # -- Prompts -----------------------------------------------------------------------------------
@@ -306,11 +316,11 @@ class Engine:
             idx[i, : len(context)] = torch.tensor(context)
         lengths, idx = lengths.to(self.device), idx.to(self.device)
         at = torch.tensor(rows, device=self.device)
-        half = self.dtype if self.dtype in (torch.bfloat16, torch.float16) else torch.float32
-        with autocast(self.device, half):
+        with autocast(self.device, self.dtype if self.half else torch.float32):
             found = settle(
                 self.model, idx, self.tau, self.alpha, lengths=lengths, tolerance=self.tolerance,
-                max_passes=self.max_passes, cache=[PromptCache(self, layer, at) for layer in range(len(self.layers))],
+                max_passes=self.max_passes,
+                cache=[PromptCache(self, i, at) for i in range(len(self.layers))],
             )  # fmt: skip
         h_hat = self.model.integrate(found.h, found.s, found.steps)
         for i, row in enumerate(rows):
@@ -336,7 +346,7 @@ class Engine:
             self.clear(row)
         if self.prefill == "jacobi":
             return rows, self.read_prompts(rows, running)
-        self.feed(rows, torch.tensor([running[row].context[0] for row in rows]))
+        self.feed(rows, [running[row].context[0] for row in rows])
         return [], None
 
     def drop(self, row, running):
@@ -351,11 +361,6 @@ class Engine:
                 state[row] = state[last]
             running[row] = running[last]
         running.pop()
-
-    def count(self, q):
-        """What a sequence leaves in the cache when it ends, or starts anew."""
-        self.stats.cached += q.length
-        self.stats.cached_full += q.position * self.s.size(1)
 
     @torch.inference_mode()  # also saves a fifth of the time of small operations
     def stream(
@@ -388,7 +393,9 @@ class Engine:
             if not done:
                 self.stats.seconds += time.perf_counter() - start
                 continue
-            u = torch.tensor([running[row].uniform[running[row].chosen] for row in done], dtype=torch.float64)
+            u = torch.tensor(
+                [running[row].uniform[running[row].chosen] for row in done], dtype=torch.float64
+            )
             tokens = choose(logits, u, temperature, top_k, top_p)
             self.feed(done, tokens)
             events, ended = [], []
@@ -399,8 +406,6 @@ class Engine:
                 events.append((q.index, token, q.read[-1]))
                 over = q.chosen == max_new_tokens or token == end
                 q.new = not over and len(q.context) > self.model.config.block_size
-                if over or q.new:
-                    self.count(q)
                 if over:
                     ended.append(row)
             for row in reversed(ended):

@@ -1,26 +1,31 @@
-"""Continue a prompt, thinking about each token only as long as its router asks for (section 3.3).
+"""Continue prompts, thinking about each token only as long as its router asks for (section 3.3).
 
     python sample.py                                   the newest run, from an empty prompt
     python sample.py --prompt "Return the" --show-steps
     echo "Return the" | python sample.py --prompt - --tau 0
+    python sample.py --prompts prompts.txt --num-samples 4 --out samples.jsonl
 
-This is the simple form: one sequence, one slot at a time, see PonderLM.ponder_token. Each executed
-slot leaves one key and one value a layer in the cache; a skipped one leaves and costs nothing.
+Here is the simple form of it: one sequence, one slot at a time, see PonderLM.ponder_token. Each
+executed slot leaves one key and one value a layer in the cache; a skipped one leaves and costs
+nothing. The command line uses engine.py, which does the same faster and for many sequences.
 """
 
 import codecs
-import math
+import json
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
+from tqdm import tqdm
 
 from checkpoint import find_run
 from choose import Sample, check, choose, uniform
+from config import PONDER
 from device import autocast, command_line, pick_device, pick_precision
+from engine import Engine
 from methods import load
 from tokenizer import load_tokenizer
 
@@ -95,37 +100,135 @@ def paint(text, steps, K, color):
     return f"\x1b[48;5;{shade};38;5;{16 if shade > 60 else 231}m{text}\x1b[0m"
 
 
+class Printer:
+    """Prints a sample token by token, painted by `K` steps or (K None) plain; end is not shown."""
+
+    def __init__(self, tokenizer, K, end):
+        self.tokenizer, self.K, self.end, self.color = tokenizer, K, end, sys.stdout.isatty()
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def prompt(self, text, ids, read):
+        """`read`: steps of the prompt's tokens that were read, of a long one the last.
+
+        A token is painted with the steps that were taken before it; of the first nothing is known.
+        """
+        if self.K is None or not text:
+            print(text, end="", flush=True)
+            return
+        for pair in zip(ids, [None] * (len(ids) - len(read) + 1) + read[:-1], strict=True):
+            self.token(*pair)
+
+    def token(self, token, steps):
+        piece = "" if token == self.end else self.decoder.decode(self.tokenizer.decode([token]))
+        if self.K is not None and piece and steps is not None:
+            piece = paint(piece, steps, self.K, self.color)
+        print(piece, end="", flush=True)
+
+    def close(self):
+        print(self.decoder.decode(b"", final=True))
+
+
+def read_prompts(prompt, prompts):
+    """The texts to go on from: one, or the lines of a file without the empty ones."""
+    if prompts is None:
+        return [sys.stdin.read() if prompt == "-" else prompt]
+    if prompt:
+        raise ValueError("--prompt and --prompts exclude each other: give one of them")
+    try:
+        lines = Path(prompts).read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{prompts} is not UTF-8 text: {error}") from None
+    texts = [line.rstrip("\r") for line in lines if line.strip()]
+    if not texts:
+        raise ValueError(f"{prompts} has no prompt in it: write one a line")
+    return texts
+
+
+def one_by_one(model, prompts, max_new_tokens, seed, read, **kwargs):
+    """The events of Engine.stream, (i, token, steps), from the simple decoder."""
+    for i, prompt in enumerate(prompts):
+        one = None if seed is None else seed + i
+        for pair in stream(model, prompt, max_new_tokens, seed=one, read=read[i], **kwargs):
+            yield i, *pair
+
+
+def show_one(events, printer, text, ids, read):
+    """Print the one sample as it grows. -> the tokens generated"""
+    n = 0
+    for n, (_, token, steps) in enumerate(events, start=1):
+        if n == 1:  # now that the prompt has been read, its steps are known
+            printer.prompt(text, ids, read)
+        printer.token(token, steps)
+    if n == 0:
+        print(text, end="")
+    printer.close()
+    return n
+
+
+def show_many(events, n, max_new_tokens, end, show):
+    """A progress bar; `show(i, sample)` in the order of the prompts. -> the tokens generated"""
+    samples, finished, shown = [Sample([], []) for _ in range(n)], set(), 0
+    with tqdm(total=n * max_new_tokens, unit=" tokens", leave=False) as bar:
+        for i, token, steps in events:
+            samples[i].tokens.append(token)
+            samples[i].steps.append(steps)
+            left = max_new_tokens - len(samples[i].tokens)
+            if token == end or not left:
+                finished.add(i)
+                bar.update(left)
+            bar.update()
+            while shown in finished:
+                bar.clear()
+                show(shown, samples[shown])
+                shown += 1
+    for i in range(shown, n):  # where no token was to be generated
+        show(i, samples[i])
+    return sum(len(sample.tokens) for sample in samples)
+
+
 def main(
     run: str | None = None,
     prompt: str = "",
+    prompts: str | None = None,
     max_new_tokens: int = 200,
     num_samples: int = 1,
+    batch_size: int = 8,
     tau: float = 1e-4,
     alpha: float = 0.0,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | None = None,
+    stop: bool = True,
     show_steps: bool = False,
+    out: Path | None = None,
+    prefill: Literal["jacobi", "sequential"] = "jacobi",
+    decoder: Literal["auto", "engine", "simple"] = "auto",
     device: str = "auto",
     precision: Literal["auto", "float32", "bfloat16"] = "float32",
 ):
-    """Continue a prompt, with early exit.
+    """Continue prompts, with early exit.
 
     Args:
         run: directory of a trained model; by default the newest in out/
         prompt: text to go on from; - reads it from standard input
+        prompts: file of prompts, one a line
         max_new_tokens: tokens to generate
-        num_samples: how many continuations
+        num_samples: how many continuations of each prompt
+        batch_size: how many sequences run at once
         tau: stop pondering when the mask score falls below it; 0 always runs all K steps
         alpha: shift the router towards more (> 0) or fewer (< 0) steps
         temperature: 0 is greedy
         top_k: choose among the k most probable tokens
         top_p: choose among the fewest tokens that hold this probability
         seed: makes the choices repeatable
+        stop: a text ends where the model ends it
         show_steps: colour each token by the steps taken before it was chosen, or read (prompt)
+        out: write the samples to this file, as JSON, one a line
+        prefill: read prompts in parallel, up to rounding, or slot by slot
+        decoder: engine.py, or the simple one of this file; auto: the engine for every PonderLM
         device: auto, cpu, cuda or mps
-        precision: of the computation; one query at a time gains little from bfloat16
+        precision: of the computation; a few queries at a time gain little from bfloat16
     """
     directory = find_run(run)
     device = pick_device(device)
@@ -135,53 +238,65 @@ def main(
     K, window = model.config.ponder_steps, model.config.block_size
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(f"{directory}: the tokenizer has more tokens than the model; not its own?")
-    text = sys.stdin.read() if prompt == "-" else prompt
-    ids = tokenizer.encode(text)
-    if not ids:  # an empty prompt: where a document begins
-        ids = [tokenizer.end_of_text or 0]
-    check(model, ids, max_new_tokens, tau, alpha, temperature, top_k, top_p)
     if num_samples < 1:
         raise ValueError(f"num_samples = {num_samples}: it must be at least 1")
-    color = sys.stdout.isatty()
-    print(f"{directory}: K = {K}, tau = {tau:g}, device {device.type}, precision {str(dtype)[6:]}")
-    if len(ids) > window:
-        print(
-            f"note: of {len(ids)} prompt tokens the last {window // 2} are read (window {window})"
+    texts = [text for text in read_prompts(prompt, prompts) for _ in range(num_samples)]
+    # An empty prompt is where a document begins.
+    ids = [tokenizer.encode(text) or [tokenizer.end_of_text or 0] for text in texts]
+    n, end, read = len(texts), tokenizer.end_of_text if stop else None, [[] for _ in texts]
+    chosen = dict(temperature=temperature, top_k=top_k, top_p=top_p, end=end)
+    check(model, ids, max_new_tokens, tau=tau, alpha=alpha, **chosen)
+    if decoder == "auto":
+        decoder = "engine" if model.config.method in PONDER else "simple"
+    if decoder == "engine":
+        engine = Engine(
+            model, min(batch_size, n), tau=tau, alpha=alpha, prefill=prefill, dtype=dtype
         )
-    if show_steps:
+        events = engine.stream(ids, max_new_tokens, seed=seed, read=read, **chosen)
+    else:
+        events = one_by_one(model, ids, max_new_tokens, seed, read, tau=tau, alpha=alpha, **chosen)
+    print(
+        f"{directory}: K = {K}, tau = {tau:g}, device {device.type}, precision {str(dtype)[6:]}, "
+        f"decoder {decoder}"
+    )
+    longest, half = max(map(len, ids)), max(window // 2, 1)
+    if longest > window:
+        print(f"note: of {longest} prompt tokens the last {half} are read (window {window})")
+    if show_steps and not out:
+        color = sys.stdout.isatty()
         print("steps: " + " ".join(paint(f" {k} ", k, K, color) for k in range(K + 1)))
 
-    def show(token, steps):
-        piece = decoder.decode(tokenizer.decode([token]))
-        painted = show_steps and piece and steps is not None
-        print(paint(piece, steps, K, color) if painted else piece, end="", flush=True)
+    def show(i, sample):
+        if out:
+            kept = [token for token in sample.tokens if token != end]
+            text = tokenizer.decode(kept).decode("utf-8", "replace")
+            line = {"prompt": texts[i], "text": text, **vars(sample)}
+            print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
+        else:
+            print(f"\n--- sample {i + 1} of {n}")
+            pairs = zip(sample.tokens, sample.steps, strict=True)
+            known = read[i][: len(ids[i]) if len(ids[i]) <= window else half]
+            show_one(((i, *pair) for pair in pairs), Printer(*painted), texts[i], ids[i], known)
 
-    read, total, start = [], 0, time.perf_counter()
-    for i in range(num_samples):
-        print(f"\n--- sample {i + 1} of {num_samples}" if num_samples > 1 else "")
-        paint_prompt = show_steps and text and max_new_tokens
-        print("" if paint_prompt else text, end="", flush=True)
-        before, decoder = len(read), codecs.getincrementaldecoder("utf-8")("replace")
-        one = None if seed is None else seed + i
-        with autocast(device, dtype):
-            pairs = stream(
-                model, ids, max_new_tokens, tau=tau, alpha=alpha, temperature=temperature,
-                top_k=top_k, top_p=top_p, seed=one, read=read,
-            )  # fmt: skip
-            for n, (token, steps) in enumerate(pairs):
-                if n == 0 and paint_prompt:  # now that it has been read, its steps are known
-                    known = read[before:-1]
-                    for pair in zip(ids, [None] * (len(ids) - len(known)) + known, strict=True):
-                        show(*pair)
-                show(token, steps)
-                total += 1
-        print(decoder.decode(b"", final=True))
+    painted, start = (tokenizer, K if show_steps else None, end), time.perf_counter()
+    with (
+        autocast(device, dtype) if decoder == "simple" else nullcontext(),
+        out.open("w", encoding="utf-8") if out else nullcontext() as file,
+    ):
+        if n == 1 and not out:
+            print()
+            total = show_one(events, Printer(*painted), texts[0], ids[0], read[0])
+        else:
+            total = show_many(events, n, max_new_tokens, end, show)
     seconds = time.perf_counter() - start
+    if out:
+        print(f"written: {out}, {n} samples")
     if total:
-        slots, most = len(read) + sum(read), len(read) * (K + 1)
+        steps = [k for one in read for k in one]
         print(
-            f"\n{sum(read) / len(read):.2f} of {K} pondering steps per token, prompt included; "
-            f"{1 - slots / most:.0%} of the slots saved against always running {K}; "
+            f"\n{sum(steps) / len(steps):.2f} of {K} pondering steps per token, prompts included; "
+            f"{len(steps) + sum(steps):,} slots run and cached where always running {K} takes "
+            f"{len(steps) * (K + 1):,} ({1 - (1 + sum(steps) / len(steps)) / (K + 1):.0%} saved); "
             f"{total / seconds:.1f} tokens/s"
         )
 
