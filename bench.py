@@ -3,14 +3,12 @@
     python bench.py attention                 forward and backward of each backend, against plain
     python bench.py attention --lengths 1024 --repeats 9
     python bench.py train                     a training step against plain forward and backward
+    python bench.py decode                    early exit against no exit, the cache, transformers
 
-Writes <out>/attention-<device>.json and .png, or <out>/train-<preset>-<device>.json, and prints the
-table.
+Writes <out>/attention-<device>.json, train-<preset>-<device>.json or decode-<device>.json, for the
+first and the last a picture, too, and prints the table.
 """
 
-import json
-import platform
-import statistics
 import sys
 import time
 from dataclasses import asdict, replace
@@ -24,9 +22,11 @@ import tyro
 from tqdm import tqdm
 
 from attention import pick_backend, soft_mask_attention
+from bench_decode import decode
 from cost import slots_of_passes
 from device import autocast, command_line, pick_device, pick_precision
 from model import PonderLM
+from timing import machine, medians, write_results
 from train import PRESETS
 
 EAGER_LIMIT = 4096  # beyond, its N x N matrices take gigabytes
@@ -72,43 +72,22 @@ def peak_memory(arguments):
 
 
 def measure(make, cases, repeats, warm_up):
-    """Median seconds of each case and its peak memory in MiB (nan where it cannot be told).
-
-    Rounds alternate between the cases, so that a machine that slows down slows all of them.
-    """
-    if repeats < 1:
-        raise ValueError(f"repeats = {repeats}: it must be at least 1")
+    """Median seconds of each case and its peak memory in MiB (nan where it cannot be told)."""
     runs = {name: make(*case) for name, case in cases.items()}
-    seconds = {name: [] for name in runs}
-    for i in range(repeats + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if i:  # the first round warms up
-                seconds[name].append(time.perf_counter() - start)
+    seconds = medians(runs, repeats)
     del runs
     memory = dict.fromkeys(cases, float("nan"))
     if torch.cuda.is_available() or sys.platform == "linux":
         tasks = [(make, warm_up, case) for case in cases.values()]
         with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             memory = dict(zip(cases, pool.map(peak_memory, tasks, 1), strict=True))
-    return {name: statistics.median(times) for name, times in seconds.items()}, memory
+    return seconds, memory
 
 
 def resident(field):
     """MiB in memory now (VmRSS) or at the peak (VmHWM), from Linux's account of this process."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(field + ":")[1].split()[0]) / 2**10
-
-
-def machine(device):
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    return {
-        "device": f"{device.type} {name}".strip(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "time": time.strftime("%Y-%m-%d %H:%M"),
-    }
 
 
 def attention(
@@ -168,12 +147,6 @@ def attention(
         )
     draw_attention(results, file.with_suffix(".png"))
     print(f"written: {file} and {file.with_suffix('.png').name}")
-
-
-def write_results(file, results):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    return file
 
 
 def draw_attention(results, file):
@@ -357,5 +330,5 @@ def train(
 
 
 if __name__ == "__main__":
-    commands = {"attention": attention, "train": train}
+    commands = {"attention": attention, "train": train, "decode": decode}
     command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, description=__doc__))

@@ -1,8 +1,12 @@
+import json
+
 import pytest
 import torch
 from conftest import small_model
 
-from sample import choose, generate, main, paint, stream
+from choose import choose, uniform
+from methods import load
+from sample import generate, main, paint, stream
 from tokenizer import Tokenizer
 
 
@@ -49,9 +53,8 @@ def test_longer_than_the_window():
 
 def test_choices():
     """Catches top-k or top-p that keeps one too many or few, and an unused temperature."""
-    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-    g = torch.Generator().manual_seed(0)
-    draw = lambda *args: {choose(logits, *args, g) for _ in range(300)}  # noqa: E731
+    logits, u = torch.tensor([0.1, 0.4, 0.2, 0.3]).log(), uniform(0, 1000)
+    draw = lambda *args: set(choose(logits.expand(1000, 4), u, *args).tolist())  # noqa: E731
     assert draw(0, None, None) == {1}
     assert draw(1, None, None) == {0, 1, 2, 3}
     assert draw(1, 2, None) == {1, 3}
@@ -59,6 +62,22 @@ def test_choices():
     assert draw(1, None, 0.41) == {1, 3}
     assert draw(1, 3, 0.99) == {1, 2, 3}
     assert draw(0.02, None, None) == {1}
+
+
+@pytest.mark.parametrize("args", [(1.0,), (0.5,), (1.0, 3), (1.0, None, 0.65)])
+def test_frequencies(args):
+    """Catches tokens chosen more or less often than their probability, and rows mixed up."""
+    rows, u = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.7, 0.0, 0.2, 0.1]]), uniform(1, 20_000)
+    for row in rows:
+        p = row ** (1 / args[0])
+        if len(args) == 2:
+            p[row.argsort()[: 4 - args[1]]] = 0
+        if len(args) == 3:
+            p = torch.where(row >= 0.3, p, 0)
+        counts = choose(row.log().expand(20_000, 4), u, *args).bincount(minlength=4)
+        assert ((counts / 20_000 - p / p.sum()).abs() < 0.015).all()
+    two = choose(rows.log(), u[:2], *args).tolist()
+    assert two == [int(choose(row.log(), u[i], *args)) for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize(
@@ -105,3 +124,71 @@ def test_show_steps_paints_the_prompt(tmp_path, capsys):
             f"{chr(i)}{chr(0x2080 + k)}" for i, k in zip(ids[first + 1 :], steps, strict=False)
         )
         assert expected in capsys.readouterr().out and len(set(steps)) > 1
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A directory of a model with a window of 16 bytes."""
+    model = small_model(seed=2, vocab_size=257, block_size=16).float()
+    model.save_pretrained(tmp_path / "run")
+    Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
+    return str(tmp_path / "run")
+
+
+def test_many_prompts(run, tmp_path, capsys):
+    """Catches lines in another order than the prompts', a lost sample, and a text that is not what
+    the model said; the simple decoder writes the same file."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\ntwo, which is longer than the window\r\nthree\n", encoding="utf-8")
+    options = dict(run=run, prompts=str(file), num_samples=2, max_new_tokens=6, seed=4, tau=0.3)
+    written = []
+    for decoder in ("engine", "simple"):
+        out = tmp_path / f"{decoder}.jsonl"
+        main(out=out, decoder=decoder, device="cpu", batch_size=3, **options)
+        written.append([json.loads(line) for line in out.read_text().splitlines()])
+        assert f"written: {out}, 6 samples" in capsys.readouterr().out
+    assert written[0] == written[1]
+    texts = ["one", "two, which is longer than the window", "three"]
+    assert [line["prompt"] for line in written[0]] == [text for text in texts for _ in range(2)]
+    model = load(run)
+    for i, line in enumerate(written[0]):
+        ids = list(line["prompt"].encode())
+        (expected,) = generate(model, [ids], 6, seed=4 + i, tau=0.3, temperature=0.8, end=256)
+        assert (line["tokens"], line["steps"]) == (expected.tokens, expected.steps)
+        shown = bytes(token for token in line["tokens"] if token < 256)
+        assert line["text"] == shown.decode("utf-8", "replace")
+    assert written[0][0]["tokens"] != written[0][1]["tokens"]
+
+
+def test_samples_are_printed_whole(run, capsys):
+    """Catches samples that are torn apart where several run at once, or a shown end token."""
+    main(run=run, prompt="fox", num_samples=3, max_new_tokens=5, seed=0, device="cpu", tau=0.3)
+    printed = capsys.readouterr().out
+    samples = generate(load(run), [list(b"fox")] * 3, 5, seed=0, tau=0.3, temperature=0.8)
+    for i, sample in enumerate(samples):
+        text = bytes(token for token in sample.tokens if token < 256).decode("utf-8", "replace")
+        assert f"--- sample {i + 1} of 3\nfox{text}\n" in printed
+    assert "pondering steps per token, prompts included" in printed
+
+
+@pytest.mark.parametrize(
+    "content,options,message",
+    [
+        ("", {}, "has no prompt in it"),
+        ("\n \n", {}, "has no prompt in it"),
+        (b"\xff\xfe", {}, "is not UTF-8 text"),
+        ("a", dict(prompt="b"), "--prompt and --prompts exclude each other"),
+        ("a", dict(num_samples=0), "num_samples = 0"),
+        ("a", dict(top_p=0.0), "top_p = 0.0"),
+        ("a", dict(tau=-1.0), "tau = -1.0"),
+        ("a", dict(batch_size=-1), "batch_size = -1"),
+    ],
+)
+def test_refused_commands(content, options, message, run, tmp_path):
+    """Catches an output file emptied before what is wrong is noticed, or said."""
+    file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    out.write_text("kept")
+    with pytest.raises(ValueError, match=message):
+        main(run=run, prompts=str(file), out=out, device="cpu", **options)
+    assert out.read_text() == "kept"

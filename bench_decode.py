@@ -1,0 +1,334 @@
+"""`bench.py decode`: does every skipped slot save its time? Ratios of medians measured in one run.
+
+exit     adaptive against always running K steps: time against slots, of decoding alone
+others   tokens a second: against decoding without a cache, and transformers' Llama at K = 0
+prompt   seconds to read a prompt: in parallel, slot by slot, and without leaving slots out
+context  milliseconds for a token with more and more slots before it
+"""
+
+import itertools
+import time
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from checkpoint import find_run
+from compact import settle
+from config import PONDER
+from device import pick_device
+from engine import Engine, Sequence
+from measure import validation_windows
+from methods import build, load
+from sample import stream
+from timing import machine, medians, write_results
+
+COLORS = {1: "#0072B2", 8: "#009E73", 32: "#D55E00"}
+
+
+def prompts_of(val, n, length):
+    """n prompts from validation text, as far apart as it goes."""
+    starts = torch.linspace(0, len(val) - length - 1, n).long().tolist()
+    return [val[start : start + length].tolist() for start in starts]
+
+
+def exit_rows(model, val, batch_sizes, lengths, new_tokens, alphas, repeats):
+    """Adaptive against always K: which share of the skipped slots is saved time? (target: 0.9)
+
+    The router is shifted by each alpha. Counted is the time from the first new token on; twice as
+    many sequences as run at once, so that some wait for a free row.
+    """
+    rows = []
+    for B, length in itertools.product(batch_sizes, lengths):
+        prompts = prompts_of(val, 2 * B, length)
+        engines = {"always": Engine(model, B, tau=0)}
+        for alpha in alphas:
+            engines[alpha] = Engine(model, B, tau=1e-4, alpha=alpha)
+        slots = {}
+
+        def run(name, B=B, prompts=prompts, engines=engines, slots=slots):
+            stats = engines[name].stats
+            before = stats.seconds, stats.slots
+            engines[name].generate(prompts, new_tokens, seed=0)
+            slots[name] = stats.slots - before[1]
+            return stats.seconds - before[0]
+
+        runs = {name: lambda name=name: run(name) for name in engines}
+        seconds = medians(runs, repeats)
+        tokens = 2 * B * (new_tokens - 1)  # the first is chosen when the prompt has been read
+        for alpha in alphas:
+            time_ratio = seconds[alpha] / seconds["always"]
+            slot_ratio = slots[alpha] / slots["always"]
+            row = {"batch": B, "prompt": length, "alpha": alpha, "steps": slots[alpha] / tokens - 1}
+            row |= {"tokens_per_second": tokens / seconds[alpha]}
+            row |= {"slot_ratio": slot_ratio, "time_ratio": time_ratio}
+            saved = (1 - time_ratio) / (1 - slot_ratio) if slot_ratio < 0.98 else None
+            rows.append(row | {"saved": saved})
+    return rows
+
+
+def llama(config):
+    """transformers' Llama of the same shape, K = 0, and a vanilla model: both untrained."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    shape = dict(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.key_value_heads,
+        head_dim=config.head_width,
+        max_position_embeddings=config.block_size,
+    )
+    vanilla = replace(
+        config, method="vanilla", router="learned", ponder_steps=0, router_offset=None
+    )
+    return LlamaForCausalLM(LlamaConfig(**shape)).eval(), build(vanilla).eval()
+
+
+def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats):
+    """Tokens a second, prompt included, and how many times that of the other way."""
+    rows, few = [], min(4, new_tokens)
+    device = model.lm_head.weight.device
+    for length in lengths:
+        (prompt,) = prompts_of(val, 1, length)
+
+        @torch.no_grad()
+        def recompute(prompt=prompt):
+            idx = torch.tensor([prompt], device=device)
+            for _ in range(few):
+                found = settle(model, idx)
+                h_hat = model.integrate(found.h[:, -1:], found.s[:, -1:], found.steps[:, -1:])
+                idx = torch.cat([idx, model.lm_head(h_hat).argmax(-1)], dim=1)
+
+        engine = Engine(model, 1)
+        runs = {
+            "cache": lambda e=engine, p=prompt: e.generate([p], few, temperature=0),
+            "simple": lambda p=prompt: (
+                deque(stream(model, p, few, temperature=0), maxlen=0) and None
+            ),
+            "other": recompute,
+        }
+        seconds = medians(runs, repeats)
+        row = {"against": "no cache", "batch": 1, "prompt": length, "tokens": few}
+        rows.append(row | compared(seconds, few))
+    try:
+        theirs, ours = (m.to(device) for m in llama(model.config))
+    except ImportError:
+        print("transformers is not installed: the comparison with its generate is left out")
+        return rows
+    for B, length in itertools.product(batch_sizes, lengths):
+        prompts, engine = prompts_of(val, B, length), Engine(ours, B)
+        idx = torch.tensor(prompts, device=device)
+        settings = dict(do_sample=False, pad_token_id=0, max_new_tokens=new_tokens)
+
+        def generate(idx=idx, settings=settings):
+            mask = torch.ones_like(idx)
+            theirs.generate(idx, attention_mask=mask, min_new_tokens=new_tokens, **settings)
+
+        def run(engine=engine, prompts=prompts):
+            engine.generate(prompts, new_tokens, temperature=0)
+
+        seconds = medians({"cache": run, "other": generate}, repeats)
+        row = {"against": "transformers", "batch": B, "prompt": length, "tokens": new_tokens}
+        rows.append(row | compared(seconds, B * new_tokens))
+    return rows
+
+
+def compared(seconds, tokens):
+    found = {f"{name}_tokens_per_second": tokens / seconds[name] for name in seconds}
+    return found | {"ratio": seconds["other"] / seconds["cache"]}
+
+
+def prompt_rows(model, val, lengths, alphas, repeats):
+    """Seconds to read one prompt: compacted Jacobi iteration against the other ways."""
+    rows = []
+    for length, alpha in itertools.product(lengths, (0.0, *alphas[-1:])):
+        (prompt,) = prompts_of(val, 1, length)
+        idx = torch.tensor([prompt], device=model.lm_head.weight.device)
+        engines = [Engine(model, 1, alpha=alpha, prefill=p) for p in ("jacobi", "sequential")]
+
+        def read(i, prompt=prompt, engines=engines):
+            engines[i].generate([prompt], 1, temperature=0)
+
+        def full(idx=idx, alpha=alpha):
+            with torch.no_grad():
+                model.jacobi(idx, tau=1e-4, alpha=alpha, tolerance=1e-5)
+
+        def simple(prompt=prompt, alpha=alpha):
+            deque(stream(model, prompt, 1, temperature=0, alpha=alpha), maxlen=0)
+
+        runs = {"jacobi": lambda: read(0), "sequential": lambda: read(1)}
+        seconds = medians(runs | {"simple": simple, "full": full}, repeats)
+        row = {"prompt": length, "alpha": alpha, "passes": engines[0].stats.prompt_passes}
+        row["passes"] //= repeats + 1
+        row["slot_ratio"] = (
+            engines[1].stats.slots / (repeats + 1) / length / (model.config.ponder_steps + 1)
+        )
+        row |= {f"{name}_seconds": value for name, value in seconds.items()}
+        row |= {
+            f"{n}_ratio": seconds[n] / seconds["jacobi"] for n in ("sequential", "simple", "full")
+        }
+        rows.append(row)
+    return rows
+
+
+def context_rows(model, contexts, repeats):
+    """Milliseconds for a token of K+1 slots, with so many slots before it."""
+    engine, S = Engine(model, 1, tau=0), model.config.ponder_steps + 1
+    runs = {}
+    for n in contexts:
+
+        @torch.inference_mode()
+        def run(n=n):
+            engine.reserve(n + S)
+            for _ in range(8):
+                q = Sequence(0, [0] * (n // S + 1), [], [], position=n // S, length=n, stop=S - 1)
+                engine.clear(0, n)
+                for _ in range(S):
+                    engine.advance([q])
+
+        runs[n] = run
+    seconds = medians(runs, repeats)
+    first = seconds[contexts[0]]
+    return [
+        {"slots": n, "milliseconds": 1e3 * seconds[n] / 8, "ratio": seconds[n] / first}
+        for n in contexts
+    ]
+
+
+def decode(
+    run: str | None = None,
+    batch_sizes: tuple[int, ...] = (1, 8, 32),
+    prompts: tuple[int, ...] = (32, 512),
+    new_tokens: int = 64,
+    alphas: tuple[float, ...] = (0.0, -2.0, -4.0),
+    contexts: tuple[int, ...] = (64, 512, 1024, 2048, 4096, 8192),
+    repeats: int = 3,
+    device: str = "auto",
+    out: Path = Path("out/bench"),
+):
+    """Early-exit decoding: what skipped slots save, and how fast the rest is. In float32.
+
+    Args:
+        run: directory of a trained PonderLM-3; by default the newest in out/
+        batch_sizes: sequences that run at once
+        prompts: lengths of prompts, in tokens
+        new_tokens: to generate for each
+        alphas: shifts of the router, which sweep the executed steps
+        contexts: slots in the cache for the last measurement
+        repeats: rounds
+        device: auto, cpu, cuda
+        out: folder for the results
+    """
+    device, directory = pick_device(device), find_run(run)
+    if new_tokens < 2:
+        raise ValueError(f"new_tokens = {new_tokens}: it must be at least 2")
+    model = load(directory).to(device)
+    if model.config.method not in PONDER or not model.masks:
+        raise ValueError(f"{directory} is of method {model.config.label}; this needs a PonderLM-3")
+    _, _, windows = validation_windows(directory)
+    val = torch.from_numpy(windows.tokens[:2_000_000].astype("int64"))
+    # Times do not depend on what is said beyond the window, and RoPE knows no end.
+    S, needed = model.config.ponder_steps + 1, max(prompts) + new_tokens
+    trained = model.config.block_size
+    model.config = replace(model.config, block_size=max(trained, needed, max(contexts) // S + 1))
+    start = time.perf_counter()
+    results = {"machine": machine(device), "run": directory.name, "window": trained}
+    results["parameters"] = sum(p.numel() for p in model.parameters())
+    results["context"] = context_rows(model, contexts, repeats)
+    results["prompt"] = prompt_rows(model, val, prompts, alphas, repeats)
+    results["others"] = other_rows(model, val, batch_sizes, prompts, new_tokens, repeats)
+    results["exit"] = exit_rows(model, val, batch_sizes, prompts, new_tokens, alphas, repeats)
+    results["minutes"] = (time.perf_counter() - start) / 60
+    file = write_results(out / f"decode-{device.type}.json", results)
+    print_tables(results)
+    draw(results, file.with_suffix(".png"))
+    print(f"written: {file} and {file.with_suffix('.png').name}")
+
+
+def print_tables(results):
+    print(f"{results['machine']} float32, {results['run']}, {results['parameters']:,} parameters")
+    print("\nearly exit against always K          ratio to always K   saved time / saved slots")
+    print(f"{'batch':>5}{'prompt':>8}{'alpha':>7}{'steps':>7}{'tok/s':>8}{'slots':>8}{'time':>7}")
+    for r in results["exit"]:
+        saved = "" if r["saved"] is None else f"{r['saved']:14.2f}"
+        print(
+            f"{r['batch']:5}{r['prompt']:8}{r['alpha']:7g}{r['steps']:7.2f}"
+            f"{r['tokens_per_second']:8.0f}{r['slot_ratio']:8.2f}{r['time_ratio']:7.2f}{saved}"
+        )
+    print(f"\n{'against':14}{'batch':>6}{'prompt':>8}{'tok/s':>9}{'theirs':>9}{'ratio':>8}")
+    for r in results["others"]:
+        print(
+            f"{r['against']:14}{r['batch']:6}{r['prompt']:8}{r['cache_tokens_per_second']:9.1f}"
+            f"{r['other_tokens_per_second']:9.1f}{r['ratio']:8.2f}"
+        )
+    print("\nseconds to read a prompt                       ratio to parallel")
+    print(
+        f"{'prompt':>6}{'alpha':>7}{'slots':>7}{'passes':>8}{'parallel':>10}{'slot by slot':>14}"
+        f"{'simple':>8}{'full':>7}"
+    )
+    for r in results["prompt"]:
+        print(
+            f"{r['prompt']:6}{r['alpha']:7g}{r['slot_ratio']:7.2f}{r['passes']:8}"
+            f"{r['jacobi_seconds']:10.3f}{r['sequential_ratio']:14.2f}{r['simple_ratio']:8.2f}"
+            f"{r['full_ratio']:7.2f}"
+        )
+    print("\nslots before it   ms a token of K+1 slots   ratio")
+    for r in results["context"]:
+        print(f"{r['slots']:15}{r['milliseconds']:26.2f}{r['ratio']:8.2f}")
+
+
+def draw(results, file):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
+    exits, others, reading, after = axes.flat
+    lengths = list(dict.fromkeys(r["prompt"] for r in results["prompt"]))
+    exits.plot([0, 1], [0, 1], color="#999999", lw=1)
+    for key in dict.fromkeys((r["batch"], r["prompt"]) for r in results["exit"]):
+        rows = [r for r in results["exit"] if (r["batch"], r["prompt"]) == key]
+        exits.plot(
+            [r["slot_ratio"] for r in rows], [r["time_ratio"] for r in rows], linestyle="none",
+            marker="o^svD"[lengths.index(key[1]) % 5], color=COLORS.get(key[0], "#555555"),
+            label=f"batch {key[0]}, prompt {key[1]}",
+        )  # fmt: skip
+    exits.set(xlabel="slots / always K", ylabel="time / always K", title="early exit")
+    exits.legend(fontsize="small")
+    names = [f"{r['against']}\nbatch {r['batch']}, prompt {r['prompt']}" for r in results["others"]]
+    bars = others.barh(names[::-1], [r["ratio"] for r in results["others"]][::-1], color="#0072B2")
+    others.bar_label(bars, fmt="%.1f", padding=2)
+    others.tick_params(axis="y", labelsize="small")
+    others.axvline(1, color="#999999", lw=1)
+    others.set(xlabel="times as many tokens a second", title="against other ways", xscale="log")
+    names = [f"{r['prompt']} tokens\nalpha {r['alpha']:g}" for r in results["prompt"]]
+    kinds = {
+        "jacobi": "parallel",
+        "full": "all slots",
+        "sequential": "slot by slot",
+        "simple": "simple",
+    }
+    for j, (kind, label) in enumerate(kinds.items()):
+        places = [i + (j - 1.5) / 5 for i in range(len(names))]
+        values = [r[f"{kind}_seconds"] for r in results["prompt"]]
+        reading.bar(
+            places, values, 0.2, label=label, color=("#0072B2", "#56B4E9", "#E69F00", "#999999")[j]
+        )
+    reading.set_xticks(range(len(names)), names)
+    reading.set(ylabel="seconds", title="reading one prompt", yscale="log")
+    reading.legend(fontsize="small")
+    rows = results["context"]
+    after.plot([r["slots"] for r in rows], [r["milliseconds"] for r in rows], "o-", color="#0072B2")
+    after.set(xlabel="slots before it", ylabel="milliseconds a token", title="always K, batch 1")
+    after.set_ylim(bottom=0)
+    for panel in (exits, after):
+        panel.grid(alpha=0.3)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
