@@ -12,23 +12,21 @@ What `sample.stream` does for one sequence, with the same results. Three things 
 
 - A cache that is there from the start, of executed slots only. An empty place has a bias that
   hides it, so that rows of different lengths need no mask.
-- Prompts are read in parallel (compact.py), and a slot's step has nothing in it that could be
-  done once before.
+- Prompts are read in parallel (compact.py), and the step of one slot has nothing in it that could
+  be done once before (slot.py).
 
 code       shape                  meaning
 A                                 sequences that run now, rows 0 .. A-1; at most `batch_size`
-kv         (L, B, 2G, M, d')      keys (first G heads, with their bias channel) and values
+kv         L of (B, 2G, M, d')    a layer's cache: keys of G heads, with their bias, and values
 x          (B, D)                 input of each row's next slot
 k                                 which slot of its token that is; `stop` is K-hat
 s, bias    (B, S)                 step distribution, and the key bias of each slot
 h_hat      (B, D)                 s_0 h^(0) + .. + s_k h^(k), as far as it has come
 """
 
-import math
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,42 +37,9 @@ from compact import settle
 from config import PONDER
 from device import autocast
 from graph import StaticStep
-from model import rotary
+from slot import SlotStep
 
 BLOCK = 256  # places by which the cache grows
-
-
-class Layer(NamedTuple):
-    """The weights of a block as one slot wants them.
-
-    What has one input is one matrix, and the weight of a norm is part of the matrix behind it. A
-    matrix lies (in, out) in memory: with few rows that is up to 8 times as fast on a CPU.
-    """
-
-    qkv: torch.Tensor  # (D, (H + 2G) d)
-    out: torch.Tensor  # (H d, D)
-    gate: torch.Tensor  # (D, F)
-    up: torch.Tensor  # (D, F)
-    down: torch.Tensor  # (F, D)
-
-    @classmethod
-    def of(cls, block, dtype):
-        a, m = block.self_attn, block.mlp
-
-        def matrix(*linears, norm=None):
-            w = torch.cat([linear.weight for linear in linears]).detach()  # (out, in)
-            return (w if norm is None else w * norm.weight).T.to(dtype).contiguous()
-
-        return cls(
-            matrix(a.q_proj, a.k_proj, a.v_proj, norm=block.input_layernorm), matrix(a.o_proj),
-            matrix(m.gate_proj, norm=block.post_attention_layernorm),
-            matrix(m.up_proj, norm=block.post_attention_layernorm), matrix(m.down_proj),
-        )  # fmt: skip
-
-
-def add_product(x, y, matrix):
-    """x + y @ matrix, in one operation where both have the same precision."""
-    return torch.addmm(x, y, matrix) if x.dtype == y.dtype else x + y @ matrix
 
 
 class PromptCache:
@@ -165,33 +130,17 @@ class Engine:
             )
         self.model, self.batch_size, self.tau, self.alpha = model, batch_size, tau, alpha
         self.prefill, self.tolerance, self.max_passes = prefill, tolerance, max_passes
-        self.head = weight.to(self.dtype).T.contiguous()
-        self.eps = torch.tensor(config.rms_norm_eps, dtype=weight.dtype, device=self.device)
-        self.layers = [Layer.of(block, self.dtype) for block in model.model.layers]
-        self.H, self.G, self.d = (
-            config.num_attention_heads,
-            config.key_value_heads,
-            config.head_width,
-        )
-        self.width = self.d + 1 + -(self.d + 1) % 8  # d', see attention.augment
-        positions = torch.arange(config.block_size, device=self.device)
-        cos, sin = (x[0].to(self.dtype) for x in rotary(positions, self.d, config.rope_theta))
-        # Of queries and keys, and of values: angles of 0. (T, 2, d) each
-        cos = torch.stack([torch.cat([cos, cos], -1), torch.ones_like(cos).repeat(1, 2)], dim=1)
-        sin = torch.stack([torch.cat([-sin, sin], -1), torch.zeros_like(sin).repeat(1, 2)], dim=1)
-        self.angles = torch.stack([cos, sin])  # (2, T, 2, d)
-        self.kind = torch.tensor([0] * (self.H + self.G) + [1] * self.G, device=self.device)
+        self.head = weight.to(self.dtype).T.contiguous()  # (D, V), see slot.Layer
+        slot = SlotStep(model, batch_size, self.dtype)
+        self.G, self.d, self.width = slot.G, slot.d, slot.width
+        self.step = StaticStep(slot, BLOCK) if graphs else slot
         B, D, S = batch_size, config.hidden_size, config.ponder_steps + 1
         self.x, self.h_hat = torch.zeros(2, B, D, dtype=weight.dtype, device=self.device)
         s, bias = model.router(self.x, 0.0)  # all there is to know without a learned router
         self.s, self.bias = s.clone(), torch.zeros_like(bias)
         self.depth = 0 if model.masks else S - 1
         self.kv = self.empty(0)
-        heads = self.H + 2 * self.G
-        self.channels = self.kv[0].new_zeros(B, heads, self.width - self.d)  # see attention.augment
-        self.channels[:, : self.H, 0] = math.sqrt(self.d)
         self.stats = Stats()
-        self.step = StaticStep(self.slot_step, BLOCK) if graphs else self.slot_step
 
     # -- The cache ---------------------------------------------------------------------------------
 
@@ -200,7 +149,7 @@ class Engine:
         shape = (self.batch_size, 2 * self.G, places, self.width)
         kv = torch.zeros(shape, dtype=self.dtype, device=self.device)
         kv[:, : self.G, :, self.d] = MASKED
-        return [kv.clone() for _ in self.layers]
+        return [kv.clone() for _ in self.model.model.layers]
 
     def reserve(self, places):
         """Let every row have room for so many places."""
@@ -211,8 +160,6 @@ class Engine:
             for new, old in zip(larger, self.kv, strict=True):
                 new[:, :, :before] = old
             self.kv = larger
-            first = torch.arange(self.batch_size * 2 * self.G, device=self.device) * places
-            self.first_place = first.view(self.batch_size, 2 * self.G)
 
     def clear(self, row, first=0):
         """Forget what a row holds from place `first` on."""
@@ -220,38 +167,6 @@ class Engine:
             kv[row, : self.G, first:, self.d] = MASKED
 
     # -- One slot ----------------------------------------------------------------------------------
-
-    def norm(self, x):
-        """RMSNorm without its weight, at the precision of the residual stream x (A, D)."""
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x * torch.addcmul(self.eps, length, length, value=1 / x.size(-1)).rsqrt()
-
-    def slot_step(self, x, kv, places, position, length, bias):
-        """The backbone for one slot of each of A rows: (A, D) -> (A, D), and the cache grows.
-
-        Args:
-            kv: the cache, of which each row sees the first `places`, more than any length.
-            position, length: (A,) the token's place in the text, the slot's in the cache.
-            bias: (A, 1) of the slot's key.
-        """
-        (A, _), H, G, d, dtype = x.shape, self.H, self.G, self.d, self.dtype
-        # Once for all layers. Values are turned by no angle: see self.kind.
-        cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, d)
-        channels = self.channels[:A]  # (A, H+2G, d'-d)
-        channels[:, H : H + G, 0] = bias
-        at = (self.first_place[:A] + length[:, None]).flatten()  # (A*2G,) places of the new slot
-        for layer, cache in zip(self.layers, kv, strict=True):
-            y = (self.norm(x).to(dtype) @ layer.qkv).view(A, H + 2 * G, d)
-            y = torch.addcmul(y * cos, y.roll(d // 2, -1), sin)  # as model.rotate
-            y = torch.cat([y, channels], dim=-1)  # (A, H+2G, d'), as attention.augment
-            cache.view(-1, self.width).index_copy_(0, at, y[:, H:].reshape(-1, self.width))
-            keys, values = cache[:A, :, :places].split(G, dim=1)  # (A, G, m, d')
-            q = y[:, :H].reshape(A, G, H // G, -1)  # the heads of a group are its queries
-            out = F.scaled_dot_product_attention(q, keys, values, scale=1 / math.sqrt(d))
-            x = add_product(x, out[..., :d].reshape(A, H * d), layer.out)
-            y = self.norm(x).to(dtype)
-            x = add_product(x, F.silu(y @ layer.gate) * (y @ layer.up), layer.down)
-        return self.norm(x) * self.model.model.norm.weight
 
     def advance(self, running):
         """One pass: every sequence by one slot -> the rows whose token is done, logits (R, V)."""
@@ -320,7 +235,7 @@ class Engine:
             found = settle(
                 self.model, idx, self.tau, self.alpha, lengths=lengths, tolerance=self.tolerance,
                 max_passes=self.max_passes,
-                cache=[PromptCache(self, i, at) for i in range(len(self.layers))],
+                cache=[PromptCache(self, i, at) for i in range(len(self.kv))],
             )  # fmt: skip
         h_hat = self.model.integrate(found.h, found.s, found.steps)
         for i, row in enumerate(rows):

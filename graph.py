@@ -10,7 +10,7 @@ import torch
 
 
 class StaticStep:
-    """Stands in for Engine.slot_step. Off CUDA it runs the same on the same static buffers."""
+    """Stands in for a SlotStep. Off CUDA it runs the same on the same static buffers."""
 
     def __init__(self, step, block):
         self.step, self.block, self.recorded, self.kv = step, block, {}, None
