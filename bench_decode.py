@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from checkpoint import find_run
 from compact import settle
@@ -25,6 +26,11 @@ from sample import stream
 from timing import machine, medians, write_results
 
 COLORS = {1: "#0072B2", 8: "#009E73", 32: "#D55E00"}
+
+
+def cells(label, *axes):
+    """All combinations, with a progress bar."""
+    return tqdm(list(itertools.product(*axes)), label, unit=" cells", leave=False)
 
 
 def prompts_of(val, n, length):
@@ -60,7 +66,7 @@ def exit_rows(model, val, batch_sizes, lengths, new_tokens, alphas, repeats):
     as many sequences as run at once, so that some wait for a free row.
     """
     rows = []
-    for B, length in itertools.product(batch_sizes, lengths):
+    for B, length in cells("early exit", batch_sizes, lengths):
         prompts = 2 * B * prompts_of(val, 1, length)
         engines = {"always": SamePrompt(model, B, tau=0)}
         for alpha in alphas:
@@ -115,7 +121,7 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats):
     (after the prompt), and of transformers (prompt included)."""
     rows, few = [], min(4, new_tokens)
     device = model.lm_head.weight.device
-    for length in lengths:
+    for (length,) in cells("no cache", lengths):
         (prompt,) = prompts_of(val, 1, length)
 
         @torch.no_grad()
@@ -141,7 +147,7 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats):
     except ImportError:
         print("transformers is not installed: the comparison with its generate is left out")
         return rows
-    for B, length in itertools.product(batch_sizes, lengths):
+    for B, length in cells("transformers", batch_sizes, lengths):
         prompts, engine = prompts_of(val, B, length), Engine(ours, B)
         idx = torch.tensor(prompts, device=device)
         settings = dict(do_sample=False, pad_token_id=0, max_new_tokens=new_tokens)
@@ -167,7 +173,7 @@ def compared(seconds, tokens):
 def prompt_rows(model, val, lengths, alphas, repeats):
     """Seconds to read one prompt: compacted Jacobi iteration against the other ways."""
     rows = []
-    for length, alpha in itertools.product(lengths, (0.0, *alphas[-1:])):
+    for length, alpha in cells("prompts", lengths, (0.0, *alphas[-1:])):
         (prompt,) = prompts_of(val, 1, length)
         idx = torch.tensor([prompt], device=model.lm_head.weight.device)
         engines = [Engine(model, 1, alpha=alpha, prefill=p) for p in ("jacobi", "sequential")]

@@ -37,6 +37,7 @@ from compact import settle
 from config import PONDER
 from device import autocast
 from graph import StaticStep
+from router import mask_score
 from slot import SlotStep
 
 BLOCK = 256  # places by which the cache grows
@@ -139,6 +140,9 @@ class Engine:
         s, bias = model.router(self.x, 0.0)  # all there is to know without a learned router
         self.s, self.bias = s.clone(), torch.zeros_like(bias)
         self.depth = 0 if model.masks else S - 1
+        if model.masks:
+            self.router = model.router.proj.weight.T.contiguous()  # (D, S)
+            self.shift = model.router.offset + alpha * torch.arange(S, device=self.device)
         self.kv = self.empty(0)
         self.stats = Stats()
 
@@ -200,8 +204,9 @@ class Engine:
     def route(self, starting, h, running):
         """How far the tokens of these rows will go, by their h^(0), in h (A, D)."""
         rows = self.at(starting)
-        s, log_w = self.model.router(h[rows], self.alpha)
-        self.s[rows], self.bias[rows] = s, self.model.key_bias(log_w)
+        log_s = torch.addmm(self.shift, h[rows], self.router).log_softmax(-1)  # as router.Router
+        log_w = mask_score(log_s)
+        self.s[rows], self.bias[rows] = log_s.exp(), self.model.key_bias(log_w)
         for row, stop in zip(starting, self.model.executed(log_w, self.tau).tolist(), strict=True):
             running[row].stop = stop
 

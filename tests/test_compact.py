@@ -66,6 +66,9 @@ def test_steps_that_fall_and_rise(seed, monkeypatch):
         return forward(x, positions, *args)
 
     monkeypatch.setattr(model.model, "forward", watch)
+    rough = settle(model, idx[:1], 0.3, tolerance=0.9)
+    assert torch.equal(ran[-1], rough.steps[0] + 1)  # not before all slots have run
+    ran.clear()
     found = settle(model, idx[:1], 0.3, tolerance=0)
     monkeypatch.undo()
     ran = torch.stack(ran)  # (passes, T) slots of each token
@@ -105,11 +108,13 @@ def test_bfloat16():
 
 def test_rows_are_independent():
     """Catches rows that go on while a neighbour still moves: the last digits would tell."""
-    model, idx = small_model(seed=2), batch()
-    together = settle(model, idx, 0.3, lengths=LENGTHS)
+    model, idx, passes = small_model(seed=2), batch(), set()
+    together = settle(model, idx, 0.3, lengths=LENGTHS, tolerance=1e-2)
     for b, n in enumerate(LENGTHS):
-        alone = settle(model, idx[b : b + 1, :n], 0.3)
+        alone = settle(model, idx[b : b + 1, :n], 0.3, tolerance=1e-2)
         assert (alone.h[0] - together.h[b, :n]).abs().max() < 1e-12
+        passes.add(alone.passes)
+    assert len(passes) == 3  # they stop at different times
 
 
 def test_cost_follows_the_steps():

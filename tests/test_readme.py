@@ -18,6 +18,7 @@ SHORT = {  # appended to a command, so that it takes seconds
     **{f"analyze.py {name}": "--windows 2" for name in OF_ONE_RUN},
     "bench.py attention": "--lengths 256 --widths 56 --repeats 1",
     "bench.py train": "--preset tiny --windows 1 --repeats 1",
+    "bench.py decode": "--batch-sizes 1 --prompts 4 --new-tokens 2 --repeats 1 --contexts 8",
 }
 
 
@@ -73,3 +74,14 @@ def test_readme_command(line, directory):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip() and "Traceback" not in done.stderr
+
+
+def test_readme_python(directory):
+    """Catches a README whose Python has drifted from the code; it uses a run of the commands."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    code = "\n".join(blocks) + "\nprint(len(samples), len(samples[0].tokens))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[0] == "2"
