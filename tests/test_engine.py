@@ -168,7 +168,8 @@ def test_static_shapes(device, monkeypatch):
     model, texts = small_model(seed=2).to(device), prompts(5, 9)
     expected = Engine(model, 3, tau=0.3).generate(texts, 8, **SAMPLING)
     engine = Engine(model, 3, tau=0.3, graphs=True)
-    assert engine.generate(texts, 8, **SAMPLING) == expected
+    for _ in range(2):  # the second time nothing is recorded that was before the cache grew
+        assert engine.generate(texts, 8, **SAMPLING) == expected
     assert len({rows for rows, _ in engine.step.recorded}) > 1
 
 
