@@ -62,6 +62,7 @@ def test_choices():
     assert draw(1, None, 0.41) == {1, 3}
     assert draw(1, 3, 0.99) == {1, 2, 3}
     assert draw(0.02, None, None) == {1}
+    assert choose(torch.tensor([-torch.inf, 1.0, 1.0]), torch.tensor(0.0)) == 1  # never 0
 
 
 @pytest.mark.parametrize("args", [(1.0,), (0.5,), (1.0, 3), (1.0, None, 0.65)])
