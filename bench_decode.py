@@ -35,6 +35,8 @@ def cells(label, *axes):
 
 def prompts_of(val, n, length):
     """n prompts from validation text, as far apart as it goes."""
+    if len(val) <= length:
+        raise ValueError(f"prompts = {length}: the validation text has only {len(val)} tokens")
     starts = torch.linspace(0, len(val) - length - 1, n).long().tolist()
     return [val[start : start + length].tolist() for start in starts]
 
@@ -253,6 +255,8 @@ def decode(
     device, directory = pick_device(device), find_run(run)
     if new_tokens < 2:
         raise ValueError(f"new_tokens = {new_tokens}: it must be at least 2")
+    if not all((batch_sizes, prompts, alphas, contexts)):
+        raise ValueError("batch_sizes, prompts, alphas and contexts need a value each")
     model = load(directory).to(device)
     if model.config.method not in PONDER or not model.masks:
         raise ValueError(f"{directory} is of method {model.config.label}; this needs a PonderLM-3")
@@ -278,7 +282,8 @@ def decode(
 
 def print_tables(results):
     print(f"{results['machine']} float32, {results['run']}, {results['parameters']:,} parameters")
-    print("\nearly exit against always K          ratio to always K   saved time / saved slots")
+    print("\nearly exit against always K           ratio to always K  saved time / saved slots,")
+    print("after the prompt                                         where a tenth is saved")
     print(f"{'batch':>5}{'prompt':>8}{'alpha':>7}{'steps':>7}{'tok/s':>8}{'slots':>8}{'time':>7}")
     for r in results["exit"]:
         saved = "" if r["saved"] is None else f"{r['saved']:14.2f}"
@@ -286,7 +291,8 @@ def print_tables(results):
             f"{r['batch']:5}{r['prompt']:8}{r['alpha']:7g}{r['steps']:7.2f}"
             f"{r['tokens_per_second']:8.0f}{r['slot_ratio']:8.2f}{r['time_ratio']:7.2f}{saved}"
         )
-    print(f"\n{'against':14}{'batch':>6}{'prompt':>8}{'tok/s':>9}{'theirs':>9}{'ratio':>8}")
+    print("\nno cache: after the prompt; transformers: K = 0, untrained weights, prompt included")
+    print(f"{'against':14}{'batch':>6}{'prompt':>8}{'tok/s':>9}{'theirs':>9}{'ratio':>8}")
     for r in results["others"]:
         print(
             f"{r['against']:14}{r['batch']:6}{r['prompt']:8}{r['cache_tokens_per_second']:9.1f}"
@@ -317,7 +323,7 @@ def draw(results, file):
     figure, axes = plt.subplots(2, 2, figsize=(11, 8.5), layout="constrained")
     exits, others, reading, after = axes.flat
     lengths = list(dict.fromkeys(r["prompt"] for r in results["prompt"]))
-    exits.plot([0, 1], [0, 1], color="#999999", lw=1)
+    exits.plot([0, 1], [0, 1], color="#999999", lw=1, label="all skipped slots are saved time")
     for key in dict.fromkeys((r["batch"], r["prompt"]) for r in results["exit"]):
         rows = [r for r in results["exit"] if (r["batch"], r["prompt"]) == key]
         exits.plot(
@@ -328,32 +334,34 @@ def draw(results, file):
     exits.set(xlabel="slots / always K", ylabel="time / always K", title="early exit")
     exits.legend(fontsize="small")
     names = [f"{r['against']}\nbatch {r['batch']}, prompt {r['prompt']}" for r in results["others"]]
-    bars = others.barh(names[::-1], [r["ratio"] for r in results["others"]][::-1], color="#0072B2")
-    others.bar_label(bars, fmt="%.1f", padding=2)
+    ratios = [r["ratio"] for r in results["others"]]
+    others.plot(ratios[::-1], names[::-1], "o", color="#0072B2")
+    for name, ratio in zip(names, ratios, strict=True):
+        others.annotate(
+            f"{ratio:.1f}", (ratio, name), (7, 0), textcoords="offset points", va="center"
+        )
     others.tick_params(axis="y", labelsize="small")
     others.axvline(1, color="#999999", lw=1)
     others.set(xlabel="times as many tokens a second", title="against other ways", xscale="log")
+    others.set_xlim(min(0.8, *ratios), 2 * max(ratios))
     names = [f"{r['prompt']} tokens\nalpha {r['alpha']:g}" for r in results["prompt"]]
     kinds = {
-        "jacobi": "parallel",
-        "full": "all slots",
-        "sequential": "slot by slot",
-        "simple": "simple",
+        "jacobi": ("parallel, executed slots", "o", "#0072B2"),
+        "full": ("parallel, all slots", "s", "#56B4E9"),
+        "sequential": ("slot by slot", "^", "#E69F00"),
+        "simple": ("the simple decoder", "D", "#777777"),
     }
-    for j, (kind, label) in enumerate(kinds.items()):
-        places = [i + (j - 1.5) / 5 for i in range(len(names))]
+    for kind, (label, marker, color) in kinds.items():
         values = [r[f"{kind}_seconds"] for r in results["prompt"]]
-        reading.bar(
-            places, values, 0.2, label=label, color=("#0072B2", "#56B4E9", "#E69F00", "#999999")[j]
-        )
-    reading.set_xticks(range(len(names)), names)
+        reading.plot(names, values, marker, color=color, label=label)
     reading.set(ylabel="seconds", title="reading one prompt", yscale="log")
     reading.legend(fontsize="small")
     rows = results["context"]
     after.plot([r["slots"] for r in rows], [r["milliseconds"] for r in rows], "o-", color="#0072B2")
     after.set(xlabel="slots before it", ylabel="milliseconds a token", title="always K, batch 1")
     after.set_ylim(bottom=0)
-    for panel in (exits, after):
+    after.set_xlim(left=0)
+    for panel in axes.flat:
         panel.grid(alpha=0.3)
     figure.savefig(file, dpi=150)
     plt.close(figure)

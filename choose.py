@@ -1,7 +1,8 @@
 """From logits to a token: greedy, or by chance among the most probable ones.
 
 Each sequence draws one random number a token, in advance and from a seed of its own. So what is
-chosen does not depend on which decoder computes the logits, nor on who else is decoded beside it.
+chosen depends on the logits alone, not on which decoder computes them, nor on who else is decoded
+beside it.
 """
 
 import math
@@ -18,6 +19,8 @@ class Sample:
 
 def uniform(seed, n):
     """n random numbers in [0, 1) for one sequence, in float64; seed None: others at every call."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise ValueError(f"seed = {seed}: it must lie in [0, 2^63)")
     generator = torch.Generator()
     generator.seed() if seed is None else generator.manual_seed(seed)
     return torch.rand(n, generator=generator, dtype=torch.float64)
@@ -27,8 +30,10 @@ def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
     """The token at which the cumulative probability passes u. (..., V), (...) -> (...).
 
     Temperature 0 takes the most probable one. top_k and top_p leave the k most probable, and the
-    fewest whose probabilities reach top_p.
+    fewest whose probabilities reach top_p. Logits with a nan raise a ValueError.
     """
+    if not logits.max().isfinite():
+        raise ValueError("the logits are not finite: the weights, or alpha, are too large")
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float() / temperature
@@ -63,8 +68,8 @@ def check(
         raise ValueError(f"max_new_tokens = {max_new_tokens}: it must be 0 or more")
     if not 0 <= tau <= 1:
         raise ValueError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
-    if not math.isfinite(alpha):
-        raise ValueError(f"alpha = {alpha} must be finite")
+    if not abs(alpha) <= 1e6:
+        raise ValueError(f"alpha = {alpha} must be finite, and at most a million")
     if alpha and not model.masks:
         raise ValueError(
             f"alpha = {alpha}: only the router of a PonderLM-3 can be shifted; leave it"

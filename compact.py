@@ -7,14 +7,14 @@ out: the sequence of a pass holds the slots k <= K-hat_t and no other, in the or
     pass 2   x1 .  x2 h2 x3 h3 x4 h4     K-hat = 0 1 2 1: one more slot of those that want one
     pass 3   x1 .  x2 h2 x3 h3 h3 x4 h4  K-hat anew after each pass; and so on until it stands still
 
-A slot sits out while w says so and comes back when w rises; its input is then the newest output of
-the slot before, so that a token may run at most one slot more than it ever has. That is also the
-ladder of the first passes.
+A slot sits out while w says so and comes back when w rises. Its input is the output of the slot
+before in the last pass, so that a token may run at most one slot more than it did then. That also
+makes the ladder of the first passes.
 
 code      symbol      shape           meaning
-h         h_t^(k)     (B, T, S, D)    the newest output of each slot; 0 where it never ran
+h         h_t^(k)     (B, T, S, D)    the newest output of each slot
 steps     K-hat_t     (B, T)          steps by the newest mask scores
-deepest               (B, T)          the last slot that a token ever ran, at first none (-1)
+ran                   (B, T)          how many slots of a token ran in the last pass, at first none
 active                (R, T, S)       the slots of the next pass, in the R rows that still move
 order                 (R, N)          their places t*S + k; a row with fewer than N is padded behind
 """
@@ -24,6 +24,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from config import PONDER
 
 
 @dataclass
@@ -56,20 +58,27 @@ def settle(
             whose `rows` are told which rows a pass is about; see engine.PromptCache.
 
     Returns:
-        Settled.
+        Settled. Where it gave up, `steps` are those that ran in the last pass.
+
+    Raises:
+        ValueError: another method, or no pass.
     """
+    if model.config.method not in PONDER:
+        raise ValueError(f"{model.config.method} has no latents to iterate: use its `states`")
+    if max_passes is not None and max_passes < 1:
+        raise ValueError(f"max_passes = {max_passes}: there has to be a pass")
     (B, T), S, device = idx.shape, model.config.ponder_steps + 1, idx.device
     e = model.embed(idx)  # (B, T, D)
     h = e.new_zeros(B, T, S, e.size(-1))
     s, log_w = (torch.zeros_like(x) for x in model.router(h[:, :, 0]))  # (B, T, S)
     steps = torch.zeros_like(idx)
-    deepest = steps - 1
+    ran = torch.zeros_like(idx)
     inside = torch.ones_like(idx, dtype=torch.bool)
     if lengths is not None:
         inside = torch.arange(T, device=device) < lengths[:, None]
 
     def slots_to_run(rows):  # -> (R, T, S)
-        until = torch.minimum(steps[rows], deepest[rows] + 1)[..., None]
+        until = torch.minimum(steps[rows], ran[rows])[..., None]
         return (torch.arange(S, device=device) <= until) & inside[rows, :, None]
 
     rows, slots, exact = torch.arange(B, device=device), 0, (S - 1) * T + 1
@@ -88,13 +97,11 @@ def settle(
         out = model.model(x, order // S, bias, model.backend, cache)  # (R, N, D)
 
         before = h[rows].flatten(1, 2)  # (R, T*S, D)
-        ran = active.flatten(1).gather(1, order)[..., None]  # False for the padding
-        out = torch.where(ran, out.to(h.dtype), before.gather(1, places))
-        after = before.scatter(1, places, out)
+        after = before.scatter(1, places, out.to(h.dtype))
         h[rows] = after.view(len(rows), T, S, -1)
         s[rows], log_w[rows] = model.router(h[rows, :, 0], alpha)
         steps[rows] = model.executed(log_w[rows], tau)
-        deepest[rows] = torch.maximum(deepest[rows], active.sum(-1) - 1)
+        ran[rows] = active.sum(-1)
 
         following = slots_to_run(rows)
         fed = F.pad(following[..., 1:], (0, 1)).flatten(1)[..., None]  # outputs that are fed back
@@ -111,6 +118,6 @@ def settle(
             f"{tolerance:g}): allow more passes, or read the prompt sequentially",
             stacklevel=3,
         )
-    steps = steps * inside
+    steps = (ran - 1) * inside  # K-hat, unless it gave up
     h = h * (torch.arange(S, device=device) <= steps[..., None])[..., None]
     return Settled(h, s, log_w, steps, passes, slots)

@@ -93,12 +93,12 @@ class Engine:
     """Decodes with a PonderLM: any of PonderLM-3, PonderLM-2 and vanilla.
 
     Args:
-        model: a PonderLM, in evaluation mode; its weights are copied.
+        model: a PonderLM, in evaluation mode. Part of it is copied: do not change it afterwards.
         batch_size: sequences that run at once.
         tau, alpha: as PonderLM.ponder_token.
         prefill: 'jacobi' reads prompts in parallel; 'sequential' slot by slot, which is exact.
-        tolerance, max_passes: of the former, see compact.settle. None: 1e-5, in half precision,
-            which keeps moving by 3e-3, 1e-2.
+        tolerance, max_passes: of the former, see compact.settle. A tolerance of None is 1e-5; in
+            half precision, whose rounding keeps the latents moving by 3e-3, it is 1e-2.
         dtype: of the matrix products and the cache; None: that of the weights.
         graphs: the slot step with static shapes, a single launch on CUDA; see graph.py.
 
@@ -144,7 +144,7 @@ class Engine:
             self.router = model.router.proj.weight.T.contiguous()  # (D, S)
             self.shift = model.router.offset + alpha * torch.arange(S, device=self.device)
         self.kv = self.empty(0)
-        self.stats = Stats()
+        self.stats, self.streams = Stats(), 0
 
     # -- The cache ---------------------------------------------------------------------------------
 
@@ -289,8 +289,11 @@ class Engine:
     ):  # fmt: skip
         """Yield (i, token, steps) for each token of prompt i, as they come; see `generate`.
 
-        `read`, a list for each prompt, receives the steps of every token that is read.
+        `read`, a list for each prompt, receives the steps of every token that is read. An engine
+        has one cache: a new stream ends the one before.
         """
+        prompts, self.streams = list(prompts), self.streams + 1
+        mine = self.streams
         check(
             self.model, prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             end=end,
@@ -304,6 +307,8 @@ class Engine:
                 context = [int(token) for token in prompts[i]]
                 steps = [] if read is None else read[i]
                 running.append(Sequence(i, context, u, steps, stop=self.depth))
+            if mine != self.streams:
+                raise RuntimeError("another stream of this engine has begun: it takes two engines")
             start = time.perf_counter()
             new = [row for row, q in enumerate(running) if q.new]
             done, logits = self.begin(new, running) if new else self.advance(running)
@@ -336,6 +341,7 @@ class Engine:
 
     def generate(self, prompts, max_new_tokens, **kwargs):
         """Continue each prompt; arguments and results as sample.generate. -> a Sample a prompt."""
+        prompts = list(prompts)
         samples = [Sample([], []) for _ in prompts]
         for i, token, steps in self.stream(prompts, max_new_tokens, **kwargs):
             samples[i].tokens.append(token)

@@ -130,14 +130,16 @@ class Printer:
 
 def read_prompts(prompt, prompts):
     """The texts to go on from: one, or the lines of a file without the empty ones."""
-    if prompts is None:
-        return [sys.stdin.read() if prompt == "-" else prompt]
-    if prompt:
-        raise ValueError("--prompt and --prompts exclude each other: give one of them")
     try:
-        lines = Path(prompts).read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{prompts} is not UTF-8 text: {error}") from None
+        if prompts is None:
+            text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+            text.encode("utf-8")
+            return [text]
+        if prompt:
+            raise ValueError("--prompt and --prompts exclude each other: give one of them")
+        lines = Path(prompts).read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeError as error:
+        raise ValueError(f"{prompts or 'the prompt'} is not UTF-8 text: {error}") from None
     texts = [line.rstrip("\r") for line in lines if line.strip()]
     if not texts:
         raise ValueError(f"{prompts} has no prompt in it: write one a line")
@@ -166,23 +168,28 @@ def show_one(events, printer, text, ids, read):
 
 
 def show_many(events, n, max_new_tokens, end, show):
-    """A progress bar; `show(i, sample)` in the order of the prompts. -> the tokens generated"""
+    """A progress bar; `show(i, sample)` in the order of the prompts. -> the tokens generated
+
+    When it is interrupted, all samples that are finished are shown.
+    """
     samples, finished, shown = [Sample([], []) for _ in range(n)], set(), 0
-    with tqdm(total=n * max_new_tokens, unit=" tokens", leave=False) as bar:
-        for i, token, steps in events:
-            samples[i].tokens.append(token)
-            samples[i].steps.append(steps)
-            left = max_new_tokens - len(samples[i].tokens)
-            if token == end or not left:
-                finished.add(i)
-                bar.update(left)
-            bar.update()
-            while shown in finished:
-                bar.clear()
-                show(shown, samples[shown])
-                shown += 1
-    for i in range(shown, n):  # where no token was to be generated
-        show(i, samples[i])
+    try:
+        with tqdm(total=n * max_new_tokens, unit=" tokens", leave=False) as bar:
+            for i, token, steps in events:
+                samples[i].tokens.append(token)
+                samples[i].steps.append(steps)
+                left = max_new_tokens - len(samples[i].tokens)
+                if token == end or not left:
+                    finished.add(i)
+                    bar.update(left)
+                bar.update()
+                while shown in finished:
+                    show(shown, samples[shown], bar)
+                    shown += 1
+    finally:
+        for i in range(shown, n):
+            if i in finished or not max_new_tokens:
+                show(i, samples[i], None)
     return sum(len(sample.tokens) for sample in samples)
 
 
@@ -211,8 +218,8 @@ def main(
 
     Args:
         run: directory of a trained model; by default the newest in out/
-        prompt: text to go on from; - reads it from standard input
-        prompts: file of prompts, one a line
+        prompt: text to go on from; - reads it from standard input, less a newline at its end
+        prompts: file of prompts, one a line; empty lines do not count
         max_new_tokens: tokens to generate
         num_samples: how many continuations of each prompt
         batch_size: how many sequences run at once
@@ -221,10 +228,10 @@ def main(
         temperature: 0 is greedy
         top_k: choose among the k most probable tokens
         top_p: choose among the fewest tokens that hold this probability
-        seed: makes the choices repeatable
+        seed: makes the choices repeatable; sample i, from 0 on, has seed + i
         stop: a text ends where the model ends it
         show_steps: colour each token by the steps taken before it was chosen, or read (prompt)
-        out: write the samples to this file, as JSON, one a line
+        out: write the samples to this file, as JSON, one a line, instead of printing them
         prefill: read prompts in parallel, up to rounding, or slot by slot
         decoder: engine.py, or the simple one of this file; auto: the engine for every PonderLM
         device: auto, cpu, cuda or mps
@@ -238,8 +245,12 @@ def main(
     K, window = model.config.ponder_steps, model.config.block_size
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(f"{directory}: the tokenizer has more tokens than the model; not its own?")
-    if num_samples < 1:
-        raise ValueError(f"num_samples = {num_samples}: it must be at least 1")
+    if num_samples < 1 or batch_size < 1:
+        raise ValueError(
+            f"num_samples = {num_samples}, batch_size = {batch_size}: they must be at least 1"
+        )
+    if out and out.exists() and (not out.is_file() or (prompts and out.samefile(prompts))):
+        raise ValueError(f"--out {out} is the file of prompts, or no regular file: take another")
     texts = [text for text in read_prompts(prompt, prompts) for _ in range(num_samples)]
     # An empty prompt is where a document begins.
     ids = [tokenizer.encode(text) or [tokenizer.end_of_text or 0] for text in texts]
@@ -261,36 +272,51 @@ def main(
     )
     longest, half = max(map(len, ids)), max(window // 2, 1)
     if longest > window:
-        print(f"note: of {longest} prompt tokens the last {half} are read (window {window})")
+        long = sum(len(x) > window for x in ids)
+        print(
+            f"note: {long} of {n} prompts do not fit the window of {window} tokens, the longest "
+            f"has {longest}; of these the last {half} tokens are read"
+        )
     if show_steps and not out:
         color = sys.stdout.isatty()
         print("steps: " + " ".join(paint(f" {k} ", k, K, color) for k in range(K + 1)))
 
-    def show(i, sample):
+    def show(i, sample, bar):
+        nonlocal written
+        written += 1
         if out:
             kept = [token for token in sample.tokens if token != end]
             text = tokenizer.decode(kept).decode("utf-8", "replace")
             line = {"prompt": texts[i], "text": text, **vars(sample)}
             print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
         else:
+            if bar is not None:
+                bar.clear()
             print(f"\n--- sample {i + 1} of {n}")
             pairs = zip(sample.tokens, sample.steps, strict=True)
             known = read[i][: len(ids[i]) if len(ids[i]) <= window else half]
             show_one(((i, *pair) for pair in pairs), Printer(*painted), texts[i], ids[i], known)
 
     painted, start = (tokenizer, K if show_steps else None, end), time.perf_counter()
-    with (
-        autocast(device, dtype) if decoder == "simple" else nullcontext(),
-        out.open("w", encoding="utf-8") if out else nullcontext() as file,
-    ):
-        if n == 1 and not out:
-            print()
-            total = show_one(events, Printer(*painted), texts[0], ids[0], read[0])
-        else:
-            total = show_many(events, n, max_new_tokens, end, show)
+    part = out.with_name(out.name + ".part") if out else None  # an old file stays until the end
+    written = 0
+    try:
+        with (
+            autocast(device, dtype) if decoder == "simple" else nullcontext(),
+            part.open("w", encoding="utf-8") if out else nullcontext() as file,
+        ):
+            if n == 1 and not out:
+                print()
+                total = show_one(events, Printer(*painted), texts[0], ids[0], read[0])
+            else:
+                total = show_many(events, n, max_new_tokens, end, show)
+    finally:
+        if out and written:
+            part.replace(out)
+            print(f"written: {out}, {written} of {n} samples")
+        elif out:
+            part.unlink(missing_ok=True)
     seconds = time.perf_counter() - start
-    if out:
-        print(f"written: {out}, {n} samples")
     if total:
         steps = [k for one in read for k in one]
         print(

@@ -108,13 +108,15 @@ def test_bfloat16():
 
 def test_rows_are_independent():
     """Catches rows that go on while a neighbour still moves: the last digits would tell."""
-    model, idx, passes = small_model(seed=2), batch(), set()
+    model, idx, passes, slots = small_model(seed=2), batch(), [], []
     together = settle(model, idx, 0.3, lengths=LENGTHS, tolerance=1e-2)
     for b, n in enumerate(LENGTHS):
         alone = settle(model, idx[b : b + 1, :n], 0.3, tolerance=1e-2)
         assert (alone.h[0] - together.h[b, :n]).abs().max() < 1e-12
-        passes.add(alone.passes)
-    assert len(passes) == 3  # they stop at different times
+        passes.append(alone.passes)
+        slots.append(alone.slots)
+    assert len(set(passes)) == 3  # they stop at different times
+    assert (together.passes, together.slots) == (max(passes), sum(slots))
 
 
 def test_cost_follows_the_steps():
@@ -137,3 +139,21 @@ def test_too_few_passes():
     """Catches an iteration that gives up in silence."""
     with pytest.warns(UserWarning, match="after 5 passes the latents still change by .*sequential"):
         settle(small_model(), batch(), 0.3, tolerance=1e-9, max_passes=5)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_what_is_given_up_fits_together(passes):
+    """Catches steps that did not run, whose states are weighted as if they had."""
+    model, idx = small_model(seed=2), batch()
+    found = settle_quietly(model, idx, passes)
+    assert found.steps.max() == min(passes - 1, 3)
+    ran = torch.arange(4) <= found.steps[..., None]
+    assert torch.equal(found.h.abs().amax(-1) > 0, ran)
+
+
+def test_refusals():
+    """Catches what cannot be iterated, or not at all, that ends in a stack trace or a result."""
+    with pytest.raises(ValueError, match="max_passes = 0: there has to be a pass"):
+        settle(small_model(), batch(), max_passes=0)
+    with pytest.raises(ValueError, match="looped has no latents to iterate"):
+        settle(small_model(method="looped"), batch())

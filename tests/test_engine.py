@@ -197,6 +197,8 @@ def test_end_token():
         (dict(tau=-0.1), {}, "tau = -0.1 is not a probability"),
         (dict(tau=1.1), {}, "tau = 1.1 is not a probability"),
         (dict(alpha=float("nan")), {}, "alpha = nan must be finite"),
+        (dict(alpha=1e40), {}, r"alpha = 1e\+40 must be finite, and at most a million"),
+        ({}, dict(seed=-1), "seed = -1: it must lie in"),
         (dict(batch_size=0), {}, "batch_size = 0"),
         (dict(prefill="fast"), {}, "'fast' is neither 'jacobi' nor 'sequential'"),
         (dict(tolerance=-1.0), {}, "tolerance = -1.0"),
@@ -219,3 +221,23 @@ def test_other_methods_are_refused():
     """Catches a model whose cache is of another kind, decoded as if it were a PonderLM."""
     with pytest.raises(ValueError, match="looped has caches of its own kind: use sample"):
         Engine(small_model(method="looped"))
+
+
+def test_logits_that_are_not_finite():
+    """Catches a broken model that goes on to speak, or whose tokens are outside the vocabulary."""
+    model = small_model()
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    for decode in (Engine(model).generate, lambda *args: generate(model, *args)):
+        with pytest.raises(ValueError, match="the logits are not finite"):
+            decode([[1, 2]], 2)
+
+
+def test_one_stream_at_a_time():
+    """Catches two streams that write to the same cache without a word."""
+    engine = Engine(small_model())
+    first, second = (engine.stream(([1, 2] for _ in range(3)), 5) for _ in range(2))
+    next(first), next(second)
+    with pytest.raises(RuntimeError, match="it takes two engines"):
+        list(first)
+    assert len(list(second)) == 14

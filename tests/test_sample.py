@@ -131,6 +131,8 @@ def test_show_steps_paints_the_prompt(tmp_path, capsys):
 def run(tmp_path):
     """A directory of a model with a window of 16 bytes."""
     model = small_model(seed=2, vocab_size=257, block_size=16).float()
+    with torch.no_grad():  # such that texts end now and then
+        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
     model.save_pretrained(tmp_path / "run")
     Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
     return str(tmp_path / "run")
@@ -147,7 +149,7 @@ def test_many_prompts(run, tmp_path, capsys):
         out = tmp_path / f"{decoder}.jsonl"
         main(out=out, decoder=decoder, device="cpu", batch_size=3, **options)
         written.append([json.loads(line) for line in out.read_text().splitlines()])
-        assert f"written: {out}, 6 samples" in capsys.readouterr().out
+        assert f"written: {out}, 6 of 6 samples" in capsys.readouterr().out
     assert written[0] == written[1]
     texts = ["one", "two, which is longer than the window", "three"]
     assert [line["prompt"] for line in written[0]] == [text for text in texts for _ in range(2)]
@@ -159,13 +161,15 @@ def test_many_prompts(run, tmp_path, capsys):
         shown = bytes(token for token in line["tokens"] if token < 256)
         assert line["text"] == shown.decode("utf-8", "replace")
     assert written[0][0]["tokens"] != written[0][1]["tokens"]
+    assert any(line["tokens"][-1] == 256 for line in written[0])
 
 
 def test_samples_are_printed_whole(run, capsys):
     """Catches samples that are torn apart where several run at once, or a shown end token."""
     main(run=run, prompt="fox", num_samples=3, max_new_tokens=5, seed=0, device="cpu", tau=0.3)
     printed = capsys.readouterr().out
-    samples = generate(load(run), [list(b"fox")] * 3, 5, seed=0, tau=0.3, temperature=0.8)
+    settings = dict(seed=0, tau=0.3, temperature=0.8, end=256)
+    samples = generate(load(run), [list(b"fox")] * 3, 5, **settings)
     for i, sample in enumerate(samples):
         text = bytes(token for token in sample.tokens if token < 256).decode("utf-8", "replace")
         assert f"--- sample {i + 1} of 3\nfox{text}\n" in printed
@@ -193,3 +197,38 @@ def test_refused_commands(content, options, message, run, tmp_path):
     with pytest.raises(ValueError, match=message):
         main(run=run, prompts=str(file), out=out, device="cpu", **options)
     assert out.read_text() == "kept"
+
+
+def test_the_prompts_are_not_overwritten(run, tmp_path):
+    """Catches samples that are written over the prompts, or to something that is no file."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("kept")
+    for out in (file, tmp_path):
+        with pytest.raises(ValueError, match="take another"):
+            main(run=run, prompts=str(file), out=out, device="cpu")
+    with pytest.raises(ValueError, match="the prompt is not UTF-8 text"):
+        main(run=run, prompt="a\udcff", out=tmp_path / "new", device="cpu")
+    assert file.read_text() == "kept" and not (tmp_path / "new").exists()
+
+
+def test_interrupted(run, tmp_path, monkeypatch, capsys):
+    """Catches finished samples that are lost when those before them are not, and an old file that
+    is gone before there is anything new."""
+    out = tmp_path / "out.jsonl"
+    options = dict(run=run, num_samples=4, out=out, device="cpu", max_new_tokens=2)
+
+    def interrupt(self, ids, max_new_tokens, **kwargs):
+        for i in finished:
+            yield i, 65, 1
+            yield i, 66, 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sample.Engine.stream", interrupt)
+    out.write_text("old")
+    for finished, expected in (((), "old"), ((0, 2), 2)):  # noqa: B007
+        with pytest.raises(KeyboardInterrupt):
+            main(**options)
+        text = out.read_text()
+        assert text == expected or len(text.splitlines()) == expected
+    assert f"written: {out}, 2 of 4 samples" in capsys.readouterr().out
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["out.jsonl"]
