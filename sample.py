@@ -14,7 +14,7 @@ import codecs
 import json
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -193,6 +193,36 @@ def show_many(events, n, max_new_tokens, end, show):
     return sum(len(sample.tokens) for sample in samples)
 
 
+@contextmanager
+def replacing(out, n):
+    """A file that takes the place of `out` in the end, if it has a line by then; or None."""
+    if out is None:
+        yield None
+        return
+    part = out.with_name(out.name + ".part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            yield file
+    finally:
+        written = part.read_bytes().count(b"\n")
+        if written:
+            part.replace(out)
+            print(f"written: {out}, {written} of {n} samples")
+        else:
+            part.unlink()
+
+
+def summary(steps, K, total, seconds):
+    """What a run of the decoder took; `steps` of every token that was read."""
+    mean = sum(steps) / len(steps)
+    return (
+        f"\n{mean:.2f} of {K} pondering steps per token, prompts included; "
+        f"{len(steps) + sum(steps):,} slots run and cached where always running {K} takes "
+        f"{len(steps) * (K + 1):,} ({1 - (1 + mean) / (K + 1):.0%} saved); "
+        f"{total / seconds:.1f} tokens/s"
+    )
+
+
 def main(
     run: str | None = None,
     prompt: str = "",
@@ -211,6 +241,7 @@ def main(
     out: Path | None = None,
     prefill: Literal["jacobi", "sequential"] = "jacobi",
     decoder: Literal["auto", "engine", "simple"] = "auto",
+    graphs: bool = False,
     device: str = "auto",
     precision: Literal["auto", "float32", "bfloat16"] = "float32",
 ):
@@ -234,6 +265,7 @@ def main(
         out: write the samples to this file, as JSON, one a line, instead of printing them
         prefill: read prompts in parallel, up to rounding, or slot by slot
         decoder: engine.py, or the simple one of this file; auto: the engine for every PonderLM
+        graphs: on CUDA, replay the engine's step of a slot as one graph
         device: auto, cpu, cuda or mps
         precision: of the computation; a few queries at a time gain little from bfloat16
     """
@@ -261,8 +293,9 @@ def main(
         decoder = "engine" if model.config.method in PONDER else "simple"
     if decoder == "engine":
         engine = Engine(
-            model, min(batch_size, n), tau=tau, alpha=alpha, prefill=prefill, dtype=dtype
-        )
+            model, min(batch_size, n), tau=tau, alpha=alpha, prefill=prefill, dtype=dtype,
+            graphs=graphs,
+        )  # fmt: skip
         events = engine.stream(ids, max_new_tokens, seed=seed, read=read, **chosen)
     else:
         events = one_by_one(model, ids, max_new_tokens, seed, read, tau=tau, alpha=alpha, **chosen)
@@ -282,8 +315,6 @@ def main(
         print("steps: " + " ".join(paint(f" {k} ", k, K, color) for k in range(K + 1)))
 
     def show(i, sample, bar):
-        nonlocal written
-        written += 1
         if out:
             kept = [token for token in sample.tokens if token != end]
             text = tokenizer.decode(kept).decode("utf-8", "replace")
@@ -298,33 +329,15 @@ def main(
             show_one(((i, *pair) for pair in pairs), Printer(*painted), texts[i], ids[i], known)
 
     painted, start = (tokenizer, K if show_steps else None, end), time.perf_counter()
-    part = out.with_name(out.name + ".part") if out else None  # an old file stays until the end
-    written = 0
-    try:
-        with (
-            autocast(device, dtype) if decoder == "simple" else nullcontext(),
-            part.open("w", encoding="utf-8") if out else nullcontext() as file,
-        ):
-            if n == 1 and not out:
-                print()
-                total = show_one(events, Printer(*painted), texts[0], ids[0], read[0])
-            else:
-                total = show_many(events, n, max_new_tokens, end, show)
-    finally:
-        if out and written:
-            part.replace(out)
-            print(f"written: {out}, {written} of {n} samples")
-        elif out:
-            part.unlink(missing_ok=True)
-    seconds = time.perf_counter() - start
+    mixed = autocast(device, dtype) if decoder == "simple" else nullcontext()
+    with mixed, replacing(out, n) as file:
+        if n == 1 and not out:
+            print()
+            total = show_one(events, Printer(*painted), texts[0], ids[0], read[0])
+        else:
+            total = show_many(events, n, max_new_tokens, end, show)
     if total:
-        steps = [k for one in read for k in one]
-        print(
-            f"\n{sum(steps) / len(steps):.2f} of {K} pondering steps per token, prompts included; "
-            f"{len(steps) + sum(steps):,} slots run and cached where always running {K} takes "
-            f"{len(steps) * (K + 1):,} ({1 - (1 + sum(steps) / len(steps)) / (K + 1):.0%} saved); "
-            f"{total / seconds:.1f} tokens/s"
-        )
+        print(summary([k for one in read for k in one], K, total, time.perf_counter() - start))
 
 
 if __name__ == "__main__":

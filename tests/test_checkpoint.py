@@ -392,7 +392,8 @@ def test_signals(directory):
     assert process.returncode == -signal.SIGINT
 
 
-def test_kill_at_any_moment(directory):
+@pytest.mark.parametrize("times", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_kill_at_any_moment(directory, times):
     """Catches a moment at which a kill leaves a run that cannot go on, or goes on otherwise."""
     flags = [*SMALL, "--steps", "60", "--eval-every", "3", "--log-every", "1"]
     whole = start(directory, *flags, "--name", "whole")
@@ -401,18 +402,18 @@ def test_kill_at_any_moment(directory):
     duration = time.monotonic() - begun
     assert whole.returncode == 0, output
 
-    def kill_ten_times(name):
+    def kill_often(name):
         run, moments, kills = directory / "out" / name, random.Random(name), 0
         while True:
             resume = ["--resume"] if (run / "train.json").exists() else flags
             process = start(directory, *resume, "--name", name)
             try:
                 output, _ = process.communicate(
-                    timeout=moments.uniform(0, duration) if kills < 10 else 300
+                    timeout=moments.uniform(0, duration) if kills < times else 300
                 )
                 assert process.returncode == 0, output
                 assert_same(directory / "out" / "whole", run)
-                if kills == 10:
+                if kills == times:
                     return kills
                 run.rename(directory / f"{name}-{kills}-{time.monotonic()}")  # once more
             except subprocess.TimeoutExpired:
@@ -421,7 +422,7 @@ def test_kill_at_any_moment(directory):
                 kills += 1
 
     with ThreadPoolExecutor(2) as pool:
-        assert sum(pool.map(kill_ten_times, "xy")) == 20
+        assert sum(pool.map(kill_often, "xy")) == 2 * times
 
 
 @pytest.mark.parametrize("processes", [2, 3])
