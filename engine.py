@@ -79,14 +79,10 @@ class Sequence:
 class Stats:
     """What was done, summed over the calls of an engine."""
 
-    prompt_seconds: float = 0.0
-    prompt_tokens: int = 0
-    prompt_passes: int = 0
-    prompt_slots: int = 0  # that ran in those passes
-    seconds: float = 0.0  # slot by slot
+    prompt_passes: int = 0  # in parallel
+    seconds: float = 0.0  # of all else: slot by slot
     passes: int = 0
     slots: int = 0
-    tokens: int = 0  # chosen
 
 
 class Engine:
@@ -249,9 +245,7 @@ class Engine:
             q.position, q.k = len(q.context), 0
             q.length = q.position + int(found.steps[i].sum())
             self.clear(row, q.length)
-        self.stats.prompt_tokens += int(lengths.sum())
         self.stats.prompt_passes += found.passes
-        self.stats.prompt_slots += found.slots
         return self.logits(h_hat[torch.arange(len(rows)), lengths - 1])
 
     # -- Sequences ---------------------------------------------------------------------------------
@@ -313,8 +307,7 @@ class Engine:
             new = [row for row, q in enumerate(running) if q.new]
             done, logits = self.begin(new, running) if new else self.advance(running)
             if new:
-                self.stats.prompt_seconds += time.perf_counter() - start
-                start = time.perf_counter()
+                start = time.perf_counter()  # reading prompts does not count
             if not done:
                 self.stats.seconds += time.perf_counter() - start
                 continue
@@ -335,7 +328,6 @@ class Engine:
                     ended.append(row)
             for row in reversed(ended):
                 self.drop(row, running)
-            self.stats.tokens += len(events)
             self.stats.seconds += time.perf_counter() - start
             yield from events
 
