@@ -275,7 +275,7 @@ def save_checkpoint(run, model, optimizer, step, seconds):
         for old in run.glob("step-*.tmp"):
             shutil.rmtree(old)
         half.mkdir()
-        model.save_pretrained(half)
+        model.save_pretrained(half, exact=True)
         shutil.copyfile(run / "tokenizer.json", half / "tokenizer.json")
         torch.save(trainer, half / "trainer.pt")
         for path in (*half.iterdir(), half):

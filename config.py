@@ -1,7 +1,7 @@
 """The shape of a model, its method, and how it ponders: one dataclass, saved with the weights."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Literal
 
@@ -38,6 +38,8 @@ class PonderConfig:
     block_size: int = 64  # the window, in tokens
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
+    # llama3's: factor, low and high frequency factor, window that it was first trained with
+    rope_scaling: tuple[float, float, float, float] | None = None
     tie_word_embeddings: bool = False
     embed_scale: float | None = None  # None: sqrt(2.5 D)
     method: Literal[PONDER + OTHERS] = "ponderlm3"  # what methods.py says of each
@@ -75,6 +77,12 @@ class PonderConfig:
             raise ValueError(f"hidden_size = {D} is not divisible by {H} heads; give head_dim")
         if self.head_width % 2:
             raise ValueError(f"head_dim = {self.head_width} is odd, but RoPE rotates pairs")
+        if self.rope_scaling is not None and not (
+            len(self.rope_scaling) == 4
+            and all(x > 0 for x in self.rope_scaling)
+            and self.rope_scaling[1] < self.rope_scaling[2]
+        ):
+            raise ValueError(f"rope_scaling = {self.rope_scaling}: 4 numbers above 0, low < high")
         if len(self.offset) != K + 1:
             raise ValueError(f"router_offset {self.router_offset} needs K+1 = {K + 1} numbers")
         if len(self.iters) != 2 or not 0 <= self.iters[0] <= self.iters[1]:
@@ -142,8 +150,10 @@ def read_config(directory):
     Raises:
         FileNotFoundError, ValueError: as weights.read_config; or unknown fields, or wrong values.
     """
-    config = weights.read_config(directory)
+    config, complete = weights.read_config(directory)
     try:
-        return weights.from_json(PonderConfig, config)
+        return weights.from_json(
+            PonderConfig, config if complete else asdict(PonderConfig()) | config
+        )
     except ValueError as error:
         raise ValueError(f"{directory}: config.json has {error}") from None

@@ -30,11 +30,25 @@ from router import AlwaysRouter, Router, bottom_mass_penalty, stop_step, upcast
 # -- The backbone: LLaMA -----------------------------------------------------------------------
 
 
-def rotary(positions, head_dim, theta):
+def rotary(positions, config):
     """Position ids (N,) or (B, N) -> cos, sin (1, N, d/2) or (B, 1, N, d/2) of RoPE, in float32."""
-    frequency = theta ** -(torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
+    d = config.head_width
+    frequency = config.rope_theta ** -(torch.arange(0, d, 2, device=positions.device) / d)  # (d/2,)
+    if config.rope_scaling:
+        frequency = stretch(frequency, *config.rope_scaling)
     angle = positions.float()[..., None, :, None] * frequency  # the same for all heads
     return angle.cos(), angle.sin()
+
+
+def stretch(frequency, factor, low, high, window):
+    """Llama 3's RoPE for longer texts: slow rotations get `factor` times slower, fast ones do not.
+
+    A rotation counts by how many turns it makes in the first `window` of the training: below `low`
+    it is slow, above `high` fast, between them a mean of both by how far it is.
+    """
+    turns = window * frequency / (2 * math.pi)
+    fast = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (fast + (1 - fast) / factor)
 
 
 def rotate(x, cos, sin):
@@ -108,7 +122,7 @@ class Llama(nn.Module):
 
     def stack(self, x, positions, log_w, backend="auto", cache=None):
         """The same without the final norm: what LoopedLM and MoR apply again and again."""
-        cos, sin = rotary(positions, self.config.head_width, self.config.rope_theta)
+        cos, sin = rotary(positions, self.config)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, log_w, backend, cache and cache[i])
         return x
@@ -162,7 +176,10 @@ class PonderLM(nn.Module):
         self.router = Router(D, K, config.offset) if learned else AlwaysRouter(K)
         self.masks = learned  # without a learned router every w is 1 and there is no bias
         self.apply(self._init_weights)
-        if config.tie_word_embeddings:
+        self._tie()
+
+    def _tie(self):
+        if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def _init_weights(self, module):
@@ -363,28 +380,41 @@ class PonderLM(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory):
-        """A model from a directory of weights, in float32 on the CPU and in evaluation mode.
+        """A model from a directory of weights (weights.py), in float32 on the CPU, to evaluate.
 
         Raises:
-            FileNotFoundError, ValueError: as read_config; or tensors that are damaged or do not
-                fit the config.
+            FileNotFoundError, ValueError: as read_config and weights.read_tensors; or tensors that
+                do not fit the config.
         """
-        config, tensors = read_config(directory), weights.read_tensors(directory)
-        model = cls(config)
+        config, tensors = read_config(directory), dict(weights.read_tensors(directory))
         if config.tie_word_embeddings:
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+            table = tensors.get("model.embed_tokens.weight")
+            head = tensors.setdefault("lm_head.weight", table)
+            if head is not table and not torch.equal(head, table):
+                raise ValueError(f"{directory}: tie_word_embeddings, but lm_head.weight differs")
+        with torch.device("meta"):  # the tensors that were read become its parameters
+            model = cls(config)
         try:
-            model.load_state_dict(tensors)
+            model.load_state_dict(tensors, assign=True)
         except RuntimeError as error:
             raise ValueError(f"{directory}: the tensors do not fit config.json: {error}") from None
+        model._tie()
         return model.eval()
 
-    def save_pretrained(self, directory):
-        """Write config.json and model.safetensors."""
-        tensors = self.state_dict()
-        if self.config.tie_word_embeddings:
-            del tensors["lm_head.weight"]
-        weights.write_directory(directory, asdict(self.config), tensors)
+    def save_pretrained(self, directory, exact=False):
+        """Write config.json and model.safetensors.
+
+        With K = 0 that is a Llama, which transformers.LlamaForCausalLM.from_pretrained loads, too.
+        It has the embedding scale in its table. `exact` keeps them apart, as training goes on with.
+        """
+        config, tensors = asdict(self.config), self.state_dict()
+        if self.config.label == "vanilla" and not exact:
+            config, tensors = weights.to_llama(config | {"embed_scale": self.config.scale}, tensors)
+        else:
+            config = {"format": weights.FORMAT, **config}
+            if self.config.tie_word_embeddings:
+                del tensors["lm_head.weight"]
+        weights.write_directory(directory, config, tensors)
 
 
 if __name__ == "__main__":

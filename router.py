@@ -48,7 +48,7 @@ class Router(nn.Module):
     def __init__(self, D, K, offset=None):
         super().__init__()
         self.proj = nn.Linear(D, K + 1, bias=False)
-        offset = torch.tensor(offset or [0.0] * (K + 1), dtype=torch.float32)
+        offset = torch.tensor(offset or [0.0] * (K + 1), dtype=torch.float32, device="cpu")
         self.register_buffer("offset", offset, persistent=False)  # saved with the config
 
     def forward(self, h0, alpha=0.0):

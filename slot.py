@@ -65,7 +65,7 @@ class SlotStep:
         self.eps = self.weight.new_tensor(config.rms_norm_eps)
 
         positions = torch.arange(config.block_size, device=device)
-        cos, sin = (x[0].to(dtype) for x in rotary(positions, self.d, config.rope_theta))
+        cos, sin = (x[0].to(dtype) for x in rotary(positions, config))
         turned = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])  # (2, T, d)
         as_it_is = torch.zeros_like(turned)
         as_it_is[0] = 1

@@ -1,21 +1,83 @@
 """Directories of weights, to a config and tensors and back.
 
     model/
-        config.json         every field of PonderConfig, and "format": "ponderlm-3"
-        model.safetensors   the tensors, under the names of Hugging Face Llama, plus router.proj
+        config.json         what the model is, in one of three forms
+        model.safetensors   the tensors, under the names of Hugging Face Llama, plus router.proj;
+                            or shards, listed by model.safetensors.index.json
+
+form of config.json     known by                     read as
+our own                 "format": "ponderlm-3"       every field of PonderConfig
+Hugging Face Llama      "model_type": "llama"        K = 0, embedding scale 1
+official PonderLM-2     the same, and                K = num_latent_thoughts, router "always"
+                        "recurrent_model": true      (of num_jacobi_iterations 0: LoopedLM)
 
 Only JSON and safetensors are read: loading a model never runs code from its files.
+
+    python weights.py DIR                 what a directory holds
+    python weights.py DIR --to OTHER      write it anew; a model without pondering as a Llama
 """
 
 import json
+import math
 import os
+import re
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 FORMAT = "ponderlm-3"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+# -- Places ------------------------------------------------------------------------------------
+
+
+def is_model(directory):
+    """Whether a directory looks like one of weights."""
+    return any((Path(directory) / name).is_file() for name in (SINGLE, INDEX))
+
+
+def locate(name):
+    """The directory of a model: a path, or the name of a model on the Hugging Face Hub, fetched.
+
+    Raises:
+        FileNotFoundError: neither; or a name of the Hub that cannot be fetched.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or path.parent.exists():
+        raise FileNotFoundError(f"{name} does not exist")
+    where = f"{name} is no directory here, and taken for a model of the Hugging Face Hub it"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise FileNotFoundError(f"{where} needs a package: pip install huggingface_hub") from None
+    files = ["config.json", "*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json"]
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=files))
+    except Exception as error:  # a download fails in any way
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise FileNotFoundError(
+            f"{where} cannot be fetched ({reason}): check the name and the network, or download "
+            "the model elsewhere and give its directory"
+        ) from None
+
+
+# -- config.json -------------------------------------------------------------------------------
+
+
+def read_json(file):
+    """A file with a JSON object. FileNotFoundError; ValueError: it holds something else."""
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not a JSON object: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    return content
 
 
 def from_json(kind, settings):
@@ -41,33 +103,206 @@ def from_json(kind, settings):
 
 
 def read_config(directory):
-    """The config of a directory of weights, a dict of PonderConfig fields.
+    """config.json of a directory of weights -> fields of PonderConfig, and whether those are all.
 
     Raises:
-        FileNotFoundError: the directory or one of its two files is missing.
-        ValueError: a file that is damaged, or of a format that is not known here.
+        FileNotFoundError: config.json or the tensors are missing.
+        ValueError: a file that is damaged, or a model that cannot be represented here.
     """
-    config_file, tensor_file = (Path(directory) / f for f in ("config.json", "model.safetensors"))
-    for file in (config_file, tensor_file):
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} does not exist; {directory} holds no trained model")
+    directory = Path(directory)
+    file = directory / "config.json"
+    pickles = sorted(f.name for f in directory.glob("pytorch_model*.bin"))
+    if not is_model(directory) and pickles:
+        raise ValueError(
+            f"{directory} has its weights in {pickles[0]}, a pickle file, which can run code and "
+            f"is not read: save them as {SINGLE} (transformers' save_pretrained does)"
+        )
+    if not file.is_file() or not is_model(directory):
+        missing = SINGLE if file.is_file() else "config.json"
+        raise FileNotFoundError(f"{directory} holds no trained model: it has no {missing}")
+    config = read_json(file)
+    form = config.pop("format", None)
+    if form not in (FORMAT, None):
+        raise ValueError(f"{file} has format {form!r}; only {FORMAT!r} can be read, and Llama")
+    if form == FORMAT:
+        return config, True
     try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-        found = config.pop("format", None) if isinstance(config, dict) else config["format"]
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{config_file} is not a JSON object: {error}") from None
-    if found != FORMAT:
-        raise ValueError(f"{config_file} has format {found!r}; only {FORMAT!r} can be read")
-    return config
+        return from_llama(config), False
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{file} has a field of a wrong type: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+# -- Hugging Face Llama ------------------------------------------------------------------------
+
+# Of config.json: what a Llama must have here, if it says anything about it.
+ONLY = {
+    "architectures": (None, ["LlamaForCausalLM"]),
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "sliding_window": (None,),
+    "quantization_config": (None,),
+    "partial_rotary_factor": (1, None),
+    "interpolation": (False, None),  # of PonderLM-2: weights the states by their predictions
+}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def from_llama(config):
+    """config.json of a Llama, or of an official PonderLM-2 -> the PonderConfig fields that it sets.
+
+    Raises:
+        ValueError: something that PonderConfig cannot represent, by the name of its field.
+    """
+    if config.get("model_type") != "llama":
+        raise ValueError(f"model_type = {config.get('model_type')!r}: only 'llama' can be read")
+    for field, known in ONLY.items():
+        if config.get(field, known[0]) not in known:
+            raise ValueError(f"{field} = {config[field]!r}: only {known[-1]!r} can be represented")
+    missing = [name for name in (*SIZES, "num_attention_heads") if config.get(name) is None]
+    if missing:
+        raise ValueError(f"it has no {missing[0]}")
+    theta, scaling = rope_of(config)
+    given = dict(
+        num_key_value_heads=config.get("num_key_value_heads"),
+        head_dim=config.get("head_dim"),
+        block_size=config.get("max_position_embeddings", 2048),
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        embed_scale=math.sqrt(2.5 * config["hidden_size"]) if config.get("scale_embeds") else 1.0,
+        rope_theta=float(theta),
+        rope_scaling=scaling,
+        method="vanilla",
+        ponder_steps=0,
+    )
+    given |= {name: config[name] for name in (*SIZES, "num_attention_heads")}
+    return given | (from_ponderlm2(config) if config.get("recurrent_model") else {})
+
+
+def rope_of(config):
+    """theta and llama3's scaling (or None), from either of the two ways to write them down."""
+    new = config.get("rope_parameters") or {}
+    rope = new or config.get("rope_scaling") or {}
+    theta = new.get("rope_theta", config.get("rope_theta", 10_000.0))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"partial_rotary_factor = {rope['partial_rotary_factor']}: only 1 is read")
+    if kind == "default":
+        return theta, None
+    field = "rope_parameters" if new else "rope_scaling"
+    if kind != "llama3":
+        raise ValueError(f"{field} is of type {kind!r}: only 'default' and 'llama3' are known")
+    missing = [name for name in LLAMA3 if rope.get(name) is None]
+    if missing:
+        raise ValueError(f"{field} has no {missing[0]}, which llama3 needs")
+    return theta, tuple(float(rope[name]) for name in LLAMA3)
+
+
+def from_ponderlm2(config):
+    """The fields that the official code of PonderLM-2 adds to a Llama's."""
+    K, J = config.get("num_latent_thoughts"), config.get("num_jacobi_iterations")
+    if K is None or J is None:
+        raise ValueError("recurrent_model needs num_latent_thoughts and num_jacobi_iterations")
+    if J == 0:  # their way to say that the stack of layers runs K more times, without latents
+        return dict(method="looped", ponder_steps=K)
+    drawn = config.get("random_jacobi_iterations")
+    iters = (2, 3) if drawn else (J, J)
+    return dict(method="ponderlm2", ponder_steps=K, router="always", iters=iters)
+
+
+def to_llama(config, tensors):
+    """Fields of PonderConfig and tensors of a model with K = 0 -> config.json and tensors of a
+    Llama.
+
+    A Llama has no embedding scale: it goes into the table. A head that shared the table with
+    another scale than 1 gets a table of its own.
+    """
+    scale = config["embed_scale"]
+    tied = config["tie_word_embeddings"] and scale == 1
+    table = tensors["model.embed_tokens.weight"]
+    tensors = tensors | {"model.embed_tokens.weight": table if scale == 1 else table * scale}
+    if tied:
+        tensors.pop("lm_head.weight", None)
+    same = (*SIZES, "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    rope = {"rope_type": "default"}
+    if config["rope_scaling"]:
+        rope = {"rope_type": "llama3", **dict(zip(LLAMA3, config["rope_scaling"], strict=True))}
+        rope[LLAMA3[-1]] = int(rope[LLAMA3[-1]])
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    llama |= {name: config[name] for name in same}
+    llama |= dict(
+        max_position_embeddings=config["block_size"],
+        tie_word_embeddings=tied,
+        rope_theta=config["rope_theta"],  # as transformers 4 has it
+        rope_scaling=rope if config["rope_scaling"] else None,
+        rope_parameters={"rope_theta": config["rope_theta"], **rope},  # transformers 5
+        hidden_act="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        torch_dtype="float32",
+    )
+    return llama, tensors
+
+
+# -- Tensors -----------------------------------------------------------------------------------
+
+
+def shards(directory):
+    """The files of a model and the names of the tensors in each, as {file: names or None for all}.
+
+    Raises:
+        FileNotFoundError, ValueError: a shard is missing, or the index is damaged.
+    """
+    directory = Path(directory)
+    if (directory / SINGLE).is_file():
+        return {directory / SINGLE: None}
+    places = read_json(directory / INDEX).get("weight_map")
+    if not places or not isinstance(places, dict):
+        raise ValueError(f"{directory / INDEX} has no weight_map")
+    found = {}
+    for tensor, name in places.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith("safetensors"):
+            raise ValueError(f"{directory / INDEX}: {name!r} is no safetensors file beside it")
+        found.setdefault(directory / name, []).append(tensor)
+    for file in found:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing, a shard that {INDEX} lists")
+    return found
 
 
 def read_tensors(directory):
-    """The tensors of a directory of weights, by name. ValueError: the file is damaged."""
-    tensor_file = Path(directory) / "model.safetensors"
-    try:
-        return load_file(tensor_file)
-    except SafetensorError as error:
-        raise ValueError(f"{tensor_file} is damaged or no safetensors file: {error}") from None
+    """Yield (name, tensor), in float32, of a directory of weights.
+
+    The files are memory-mapped, and mapped anew for each tensor, so that never more than one of
+    them is in memory beside its copy.
+
+    Raises:
+        FileNotFoundError, ValueError: a file that is missing or damaged, or a tensor of a type
+            that holds no plain numbers, or with numbers that are not finite.
+    """
+    for file, names in shards(directory).items():
+        try:
+            with safe_open(file, "pt") as tensors:
+                names = names or list(tensors.keys())
+            for name in names:
+                if name.endswith("rotary_emb.inv_freq"):  # old Llamas saved what config.json says
+                    continue
+                with safe_open(file, "pt") as tensors:
+                    tensor = tensors.get_tensor(name)
+                    if not tensor.is_floating_point() or tensor.element_size() < 2:
+                        raise ValueError(f"{file}: {name} is of type {tensor.dtype}, quantized?")
+                    tensor = tensor.to(torch.float32, copy=True)
+                if not tensor.sum().isfinite():  # in place of a mask as large as the tensor
+                    raise ValueError(f"{file}: {name} has numbers that are not finite; damaged?")
+                yield name, tensor
+        except (SafetensorError, OSError) as error:
+            with open(file, "rb") as start:
+                if start.read(30).startswith(b"version https://git-lfs"):
+                    raise ValueError(f"{file} is a Git LFS pointer; run: git lfs pull") from None
+            raise ValueError(f"{file} is damaged or no safetensors file: {error}") from None
 
 
 def write_directory(directory, config, tensors):
@@ -75,8 +310,8 @@ def write_directory(directory, config, tensors):
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, directory / "model.safetensors.tmp")
-    text = json.dumps({"format": FORMAT, **config}, indent=2)
+    save_file(tensors, directory / f"{SINGLE}.tmp", metadata={"format": "pt"})
+    text = json.dumps(config, indent=2)
     (directory / "config.json.tmp").write_text(text + "\n", encoding="utf-8")
-    for name in ("model.safetensors", "config.json"):
+    for name in (SINGLE, "config.json"):
         os.replace(directory / f"{name}.tmp", directory / name)

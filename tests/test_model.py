@@ -314,7 +314,7 @@ def test_save_and_load(tmp_path, tied):
 @pytest.mark.parametrize(
     "damage,message",
     [
-        (lambda d: (d / "config.json").unlink(), "config.json does not exist"),
+        (lambda d: (d / "config.json").unlink(), "has no config.json"),
         (lambda d: (d / "config.json").write_text("{"), "not a JSON object"),
         (lambda d: (d / "config.json").write_text("[1]"), "not a JSON object"),
         (lambda d: (d / "config.json").write_text('{"format": "x"}'), "format 'x'"),
