@@ -4,9 +4,9 @@
     python data.py FILE_OR_FOLDER           any text; a folder with train.bin and val.bin is ready
     python data.py stream NAME --tokens N   a large corpus, through Hugging Face datasets
 
-A prepared corpus is a folder with train.bin and val.bin (uint16 token ids, nanoGPT's format; of a
-large one train-00000.bin and so on), tokenizer.json, and meta.json (where the text came from, its
-size and its sha256).
+A prepared corpus is a folder with train.bin and val.bin (uint16 token ids, nanoGPT's format; uint32
+where the vocabulary is larger; of a large corpus train-00000.bin and so on), tokenizer.json, and
+meta.json (where the text came from, its size, its sha256, the type of the ids).
 """
 
 import ast
@@ -24,7 +24,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -41,6 +40,7 @@ from tokenizer import (
     check_bpe_size,
     load_tokenizer,
 )
+from weights import locate
 
 CACHE = Path("data")
 PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # torch brings the last two
@@ -152,19 +152,53 @@ def split(documents):
 # -- Corpus --------------------------------------------------------------------------------------
 
 
+def id_type(vocab_size):
+    """The type of the ids in a .bin file."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def pieces_of(text):
+    """A text in pieces of at most 1 MB, cut behind a line where there is one."""
+    start = 0
+    while start < len(text):
+        end = start + 10**6
+        line = text.rfind(b"\n", start, end) + 1
+        end = line if line and end < len(text) else end
+        yield text[start:end]
+        start = end
+
+
 def write_tokens(texts, tokenizer, file, label):
-    """Encode documents, each followed by the end of text, into a file of uint16."""
-    if tokenizer.vocab_size > 65_536:
-        raise DataError(f"{tokenizer.vocab_size} tokens do not fit the 16 bits of a .bin file")
-    total = sum(map(len, texts))
-    bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False)
+    """Encode documents, each followed by the end of text, into a file of ids."""
+    kind = id_type(tokenizer.vocab_size)
+    bar = tqdm(total=sum(map(len, texts)), desc=label, unit="B", unit_scale=True, leave=False)
     with open(file, "wb") as out, bar:
         for text in texts:
-            for i in range(0, len(text), 10**6):
-                piece = text[i : i + 10**6]
-                np.array(tokenizer.encode(piece), dtype=np.uint16).tofile(out)
+            np.array(tokenizer.begin, dtype=kind).tofile(out)
+            for piece in pieces_of(text):
+                np.array(tokenizer.encode(piece), dtype=kind).tofile(out)
                 bar.update(len(piece))
-            np.array([tokenizer.end_of_text], dtype=np.uint16).tofile(out)
+            np.array([tokenizer.end_of_text], dtype=kind).tofile(out)
+
+
+def open_tokenizer(name):
+    """'bytes' or 'gpt2'; else the tokenizer of a model: its directory, or its name on the Hub.
+
+    Raises:
+        DataError: there is no such model, it has none, or none that could divide texts.
+    """
+    if name in ("bytes", "gpt2"):
+        return getattr(Tokenizer, name)()
+    try:
+        tokenizer = load_tokenizer(locate(name) / "tokenizer.json")
+    except FileNotFoundError as error:
+        raise DataError(f"--tokenizer is bytes, bpe, gpt2 or a model: {error}") from None
+    if tokenizer.end_of_text is None:
+        raise DataError(
+            f"{name}: its tokenizer has no end of text (eos_token in tokenizer_config.json), which "
+            "divides one text from the next"
+        )
+    return tokenizer
 
 
 def is_prepared(folder):
@@ -183,8 +217,8 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
     Args:
         data: 'pydocs', 'pysource', 'shakespeare', 'hops', a text file, a folder of text files, or a
             folder with train.bin and val.bin.
-        tokenizer: 'bytes', 'bpe' (trained on the corpus) or 'gpt2'. None: a .bin folder's own, one
-            token a word for 'hops', and bytes for other text.
+        tokenizer: 'bytes', 'bpe' (trained on the corpus), 'gpt2', or the directory of a model that
+            has one. None: a .bin folder's own, one token a word for 'hops', bytes for other text.
         vocab_size: of 'bpe'.
 
     Returns:
@@ -213,9 +247,13 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
     else:
         raise DataError(f"--data {data}: no such file or folder, nor one of {', '.join(corpora)}")
     tokenizer = tokenizer or ("hops" if data == "hops" else "bytes")
+    kind = tokenizer
     if tokenizer == "bpe":
         check_bpe_size(vocab_size)
-    kind = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
+        kind = f"bpe{vocab_size}"
+    elif tokenizer not in ("bytes", "gpt2", "hops"):
+        tokenizer = open_tokenizer(tokenizer)
+        kind = tokenizer.name + ("" if tokenizer.name == "bytes" else f"-{tokenizer.digest}")
     digest = hashlib.sha256(f"{source} {kind}".encode()).hexdigest()[:8]
     folder = Path(cache) / f"{path.stem}-{kind}-{digest}"
     if folder.exists():
@@ -227,9 +265,8 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
     if tokenizer == "bpe":
         print(f"training a BPE tokenizer of {vocab_size} tokens", flush=True)
         tokenizer = Tokenizer.train((text.decode("utf-8", "ignore") for text in train), vocab_size)
-    else:
-        known = {"gpt2": Tokenizer.gpt2, "bytes": Tokenizer.bytes, "hops": hops.tokenizer}
-        tokenizer = known[tokenizer]()
+    elif isinstance(tokenizer, str):
+        tokenizer = hops.tokenizer() if tokenizer == "hops" else open_tokenizer(tokenizer)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         half = Path(temporary) / "corpus"  # renamed when complete: no half corpus in the cache
@@ -240,6 +277,7 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         text = b"".join(text for _, text in documents)
         meta = {"source": source, "documents": len(documents), "bytes": len(text)}
         meta |= {"sha256": hashlib.sha256(text).hexdigest()}
+        meta |= {"dtype": id_type(tokenizer.vocab_size).name}
         (half / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
         try:
             half.rename(folder)
@@ -274,7 +312,8 @@ def check_streamed(folder):
     meta = read_meta(folder)
     if meta.get("complete") is False:
         raise DataError(f"{folder} is not complete; run the command again that began it")
-    found = sum(file.stat().st_size // 2 for file in bin_files(folder, "train"))
+    size = np.dtype(meta.get("dtype", "uint16")).itemsize
+    found = sum(file.stat().st_size // size for file in bin_files(folder, "train"))
     if found != meta.get("tokens", found):
         raise DataError(
             f"{folder} has {found:,} training tokens, not the {meta['tokens']:,} of its meta.json; "
@@ -287,7 +326,7 @@ def bin_tokenizer(folder, name):
     if name == "bpe":
         raise DataError(f"{folder} holds token ids already; a BPE cannot be trained on them")
     if name is not None:
-        return Tokenizer.gpt2() if name == "gpt2" else Tokenizer.bytes()
+        return open_tokenizer(name)
     if (folder / "tokenizer.json").exists():
         return load_tokenizer(folder / "tokenizer.json")
     if (folder / "meta.pkl").exists():
@@ -321,8 +360,8 @@ def read_nanogpt_characters(file):
 class Tokens:
     """The .bin files of a split as one long array of token ids, memory-mapped."""
 
-    def __init__(self, files):
-        self.parts = [np.memmap(file, dtype=np.uint16, mode="r") for file in files]
+    def __init__(self, files, kind=np.uint16):
+        self.parts = [np.memmap(file, dtype=kind, mode="r") for file in files]
         self.starts = np.cumsum([0, *map(len, self.parts)])
 
     def __len__(self):
@@ -346,11 +385,14 @@ def load_tokens(folder, split, vocab_size, block_size):
     files = bin_files(folder, split)
     if not files:
         raise DataError(f"{folder / split}.bin is missing; a corpus has train.bin and val.bin")
+    kind = np.dtype(read_meta(folder).get("dtype", "uint16"))
     for file in files:
         size = file.stat().st_size
-        if size % 2 or not size:
-            raise DataError(f"{file} has {size} bytes: no file of 16-bit token ids")
-    tokens = Tokens(files)
+        if size % kind.itemsize or not size:
+            raise DataError(
+                f"{file} has {size} bytes: no file of {kind.itemsize * 8}-bit token ids"
+            )
+    tokens = Tokens(files, kind)
     if len(tokens) <= block_size:
         raise DataError(
             f"{files[0]} has {len(tokens)} tokens, less than one window of {block_size} and the "
@@ -404,14 +446,14 @@ def unigram_entropy(tokens, vocab_size):
 
 def main(
     data: tyro.conf.Positional[str] = "pydocs",
-    tokenizer: Literal["bytes", "bpe", "gpt2"] | None = None,
+    tokenizer: str | None = None,
     vocab_size: int = 4096,
 ):
     """Prepare a corpus and show what is in it.
 
     Args:
         data: pydocs, pysource, shakespeare, hops, a text file, a folder of them, or of .bin files
-        tokenizer: how text becomes tokens; by default bytes, or the corpus's own
+        tokenizer: bytes, bpe, gpt2, or a model that has one; by default bytes, or the corpus's own
         vocab_size: number of tokens of a bpe tokenizer
     """
     folder, tokenizer = prepare(data, tokenizer, vocab_size)

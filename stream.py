@@ -16,14 +16,13 @@ import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import tyro
 from tqdm import tqdm
 
 from checkpoint import sync, write_json
-from data import CACHE, check_streamed, describe, is_prepared, read_meta
+from data import CACHE, check_streamed, describe, id_type, is_prepared, open_tokenizer, read_meta
 from tokenizer import DataError, Tokenizer, check_bpe_size, load_tokenizer
 
 NAMES = {  # of Hugging Face's hub: repository, configuration
@@ -98,7 +97,7 @@ def describe_source(name, *settings):
 def make_tokenizer(name, vocab_size, documents):
     """As data.prepare, a BPE from the beginning of the corpus."""
     if name != "bpe":
-        return Tokenizer.gpt2() if name == "gpt2" else Tokenizer.bytes()
+        return open_tokenizer(name)
     check_bpe_size(vocab_size)
     bar = tqdm(documents, "reading text for a BPE", unit=" documents", leave=False)
     texts = [text.decode() for text in take(bar, BPE_TEXT)]
@@ -109,7 +108,7 @@ def make_tokenizer(name, vocab_size, documents):
 def stream(
     name: tyro.conf.Positional[str],
     tokens: float,
-    tokenizer: Literal["bytes", "bpe", "gpt2"] = "gpt2",
+    tokenizer: str = "gpt2",
     vocab_size: int = 4096,
     config: str | None = None,
     split: str = "train",
@@ -124,7 +123,7 @@ def stream(
         name: fineweb-edu, minipile, pile, any dataset of the hub, or a local folder of .jsonl,
             .parquet or .txt files (one document each)
         tokens: number of training tokens, for instance 1e9; inf for all
-        tokenizer: bpe is trained on the first 20 MB
+        tokenizer: bytes, gpt2, bpe (trained on the first 20 MB), or a model that has one
         vocab_size: number of tokens of a bpe tokenizer
         config: configuration of the dataset, where it has several
         split: split of the dataset
@@ -136,7 +135,7 @@ def stream(
     if not min(tokens, val_tokens, shard_tokens) >= 1:
         raise DataError("--tokens, --val-tokens and --shard-tokens must be at least 1")
     name = name.rstrip("/")
-    folder = Path(folder or CACHE / f"{Path(name).name}-{tokenizer}")
+    folder = Path(folder or CACHE / f"{Path(name).name}-{Path(tokenizer).name}")
     dataset = open_dataset(name, config, split, field)
     size = vocab_size if tokenizer == "bpe" else ""
     source = describe_source(
@@ -158,6 +157,8 @@ def stream(
     if meta["complete"]:
         check_streamed(folder)
     tokens_of = load_tokenizer(folder / "tokenizer.json")
+    kind = id_type(tokens_of.vocab_size)
+    meta["dtype"] = kind.name
     if meta["state"]:
         dataset.load_state_dict(meta["state"])
     texts, ended = texts_of(dataset, field), False
@@ -170,7 +171,8 @@ def stream(
             pieces, count = [], 0
             while count < wanted and (batch := take(texts, min(BATCH, wanted - count))):
                 for ids in pool.map(tokens_of.encode, batch):
-                    pieces.append(np.array([*ids, tokens_of.end_of_text], dtype=np.uint16))
+                    ids = [*tokens_of.begin, *ids, tokens_of.end_of_text]
+                    pieces.append(np.array(ids, dtype=kind))
                     count += len(pieces[-1])
                     bar.update(0 if is_val else len(pieces[-1]))
                 meta["bytes"] += sum(map(len, batch))

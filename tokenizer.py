@@ -1,14 +1,19 @@
-"""Bytes <-> token ids: raw bytes, BPE trained with rustbpe, GPT-2's, all used through tiktoken.
+"""Bytes <-> token ids: raw bytes, BPE trained with rustbpe, GPT-2's, all used through tiktoken;
+and the tokenizer.json beside a Llama, through Hugging Face's tokenizers.
 
-A tokenizer has `vocab_size`, `end_of_text` (an id, or None), `encode`, `decode` and `save`.
+A tokenizer has `vocab_size`, `begin` (ids before a text), `end_of_text` (the id behind it, or
+None), `encode`, `decode`, `save` and `digest`.
 """
 
 import base64
+import hashlib
 import json
 import re
 from pathlib import Path
 
 import tiktoken
+
+from weights import read_json
 
 END_OF_TEXT = "<|endoftext|>"
 # How GPT-2 cuts a text into words, within which BPE merges.
@@ -21,7 +26,21 @@ class DataError(ValueError):
     """The text or its tokens cannot be used; the message says why and what to do."""
 
 
-class Tokenizer:
+class Saved:
+    """What all tokenizers have in common: a file of JSON, from `fields`."""
+
+    begin, end_of_text = [], None
+
+    def save(self, file):
+        Path(file).write_text(json.dumps(self.fields()), encoding="utf-8")
+
+    @property
+    def digest(self):
+        """Tells tokenizers apart."""
+        return hashlib.sha256(json.dumps(self.fields()).encode()).hexdigest()[:8]
+
+
+class Tokenizer(Saved):
     """Bytes <-> token ids, through a tiktoken.Encoding. Any bytes come back as they were."""
 
     def __init__(self, name, pattern, tokens):
@@ -84,10 +103,9 @@ class Tokenizer:
         known = [i for i in map(int, ids) if i < self.vocab_size]  # a model's table may be padded
         return self.encoding.decode_bytes(known)
 
-    def save(self, file):
+    def fields(self):
         tokens = [base64.b64encode(token).decode() for token in self.tokens]
-        fields = {"name": self.name, "pattern": self.pattern, "tokens": tokens}
-        Path(file).write_text(json.dumps(fields), encoding="utf-8")
+        return {"name": self.name, "pattern": self.pattern, "tokens": tokens}
 
 
 def check_bpe_size(vocab_size):
@@ -114,10 +132,10 @@ class CharTokenizer(Tokenizer):
         return super().encode(text)
 
 
-class IdTokenizer:
+class IdTokenizer(Saved):
     """For ids whose vocabulary is not at hand: a text is ids with spaces between them."""
 
-    name, end_of_text = "ids", None
+    name = "ids"
 
     def __init__(self, vocab_size):
         self.vocab_size = vocab_size
@@ -133,19 +151,101 @@ class IdTokenizer:
     def decode(self, ids):
         return "".join(f" {int(i)}" for i in ids).encode()
 
-    def save(self, file):
-        fields = {"name": self.name, "vocab_size": self.vocab_size}
-        Path(file).write_text(json.dumps(fields), encoding="utf-8")
+    def fields(self):
+        return {"name": self.name, "vocab_size": self.vocab_size}
+
+
+class HuggingFaceTokenizer(Saved):
+    """A tokenizer.json of Hugging Face. Encodes text that is UTF-8."""
+
+    name = "huggingface"
+
+    def __init__(self, definition, end=None):
+        """`definition`: what tokenizer.json holds; `end`: the text of the end-of-text token."""
+        try:
+            import tokenizers
+        except ImportError:
+            raise DataError("this model's tokenizer needs: pip install tokenizers") from None
+        try:
+            self.library = tokenizers.Tokenizer.from_str(json.dumps(definition))
+        except Exception as error:  # the library raises no class of its own
+            raise DataError(f"tokenizers cannot read its tokenizer.json: {error}") from None
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.definition, self.end = definition, end
+        self.end_of_text = None if end is None else self.library.token_to_id(end)
+        around = self.library.encode("").ids  # what it puts around a text
+        self.begin = (
+            around[: around.index(self.end_of_text)] if self.end_of_text in around else around
+        )
+        self.library.encode_special_tokens = True  # nothing in a text is taken for one
+        self.tokens = token_bytes(self.library, definition.get("decoder"))
+        self.vocab_size = len(self.tokens)
+
+    def encode(self, text):
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        text = text.encode("utf-8", "replace").decode()  # lone surrogates
+        return self.library.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return b"".join(self.tokens[i] for i in map(int, ids) if i < self.vocab_size)
+
+    def fields(self):
+        return {"name": self.name, "end": self.end, "tokenizer": self.definition}
+
+
+def token_bytes(library, decoder):
+    """The bytes of each token of a Hugging Face vocabulary, whose entries are text.
+
+    Of its two ways to write bytes as text one stands for each byte by a character (ByteLevel, as
+    GPT-2), the other writes spaces as U+2581 and a byte that is no text as <0x0A> (SentencePiece).
+    """
+    vocabulary = library.get_vocab(with_added_tokens=True)
+    added = library.get_added_tokens_decoder()
+    tokens = [b""] * (max(vocabulary.values()) + 1)
+    kinds = {part["type"] for part in (decoder or {}).get("decoders", [decoder or {"type": None}])}
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]  # these stand for themselves
+    others = [b for b in range(256) if b not in visible]  # U+0100, U+0101, .. stand for these
+    byte = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(others)}
+    if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
+        raise DataError(f"its tokenizer.json has an unknown decoder, {sorted(map(str, kinds))}")
+    for text, i in vocabulary.items():
+        if i in added:
+            tokens[i] = added[i].content.encode()
+        elif "ByteLevel" in kinds:
+            tokens[i] = bytes(byte[character] for character in text)
+        elif re.fullmatch("<0x[0-9A-F]{2}>", text):
+            tokens[i] = bytes([int(text[3:5], 16)])
+        else:
+            tokens[i] = text.replace("\u2581", " ").encode()
+    return tokens
+
+
+def end_of_text_beside(file, added_tokens):
+    """The end-of-text token that the files beside a Hugging Face tokenizer.json name, or None."""
+    settings, config = file.with_name("tokenizer_config.json"), file.with_name("config.json")
+    end = read_json(settings).get("eos_token") if settings.is_file() else None
+    if end is None and config.is_file():
+        i = read_json(config).get("eos_token_id")
+        i = i[0] if isinstance(i, list) else i
+        return next((token["content"] for token in added_tokens if token["id"] == i), None)
+    return end["content"] if isinstance(end, dict) else end
 
 
 def load_tokenizer(file):
-    """What a tokenizer's `save` wrote.
+    """What a tokenizer's `save` wrote, or the tokenizer.json of a model of Hugging Face.
 
     Raises:
         DataError: a file that is missing, damaged, or something else.
     """
+    file = Path(file)
     try:
-        fields = json.loads(Path(file).read_text(encoding="utf-8"))
+        fields = read_json(file)
+        if "model" in fields and "name" not in fields:
+            end = end_of_text_beside(file, fields.get("added_tokens") or [])
+            return HuggingFaceTokenizer(fields, end)
+        if fields["name"] == HuggingFaceTokenizer.name:
+            return HuggingFaceTokenizer(fields["tokenizer"], fields["end"])
         if fields["name"] == "ids":
             return IdTokenizer(fields["vocab_size"])
         tokens = [base64.b64decode(token) for token in fields["tokens"]]
@@ -154,5 +254,7 @@ def load_tokenizer(file):
         return Tokenizer(fields["name"], fields["pattern"], tokens)
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror}") from None
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file} is not a tokenizer of this program: {error!r}") from None
+        raise DataError(f"{file} is no tokenizer that is known here: {error!r}") from None
