@@ -39,7 +39,7 @@ class PonderConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     # llama3's: factor, low and high frequency factor, window that it was first trained with
-    rope_scaling: tuple[float, float, float, float] | None = None
+    rope_scaling: tuple[float, float, float, float] | None = weights.later(None)
     tie_word_embeddings: bool = False
     embed_scale: float | None = None  # None: sqrt(2.5 D)
     method: Literal[PONDER + OTHERS] = "ponderlm3"  # what methods.py says of each

@@ -14,7 +14,7 @@ iters       R                  scalar          refinement passes of the Jacobi i
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count, pairwise
 
 import torch
@@ -192,6 +192,11 @@ class PonderLM(nn.Module):
                 linear.weight.data /= math.sqrt(2 * self.config.num_hidden_layers)
         if isinstance(module, Router):
             nn.init.zeros_(module.proj.weight)
+
+    def set_offset(self, offset):
+        """Move the router's offset, K+1 numbers or None for the default, in the config as well."""
+        self.config = replace(self.config, router_offset=offset)
+        self.router.offset.copy_(torch.tensor(self.config.offset))
 
     def embed(self, idx):
         """(B, T) -> (B, T, D), at unit RMS like the normed states that fill the other slots."""

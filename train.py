@@ -3,6 +3,7 @@
     python train.py                                  'tiny' on a CPU, 'small' on a GPU
     python train.py --preset tiny --method vanilla   the same transformer without pondering
     python train.py --data my_texts/ --steps 2000
+    python train.py --init-from DIR_OR_NAME          go on with a Llama, and teach it to ponder
     python train.py --resume                         go on with the newest run, exactly
     torchrun --nproc_per_node=2 train.py --micro-batch-size 4     by 2 processes
 
@@ -46,11 +47,20 @@ from checkpoint import (
     read_trainer,
     resume_command,
     save_checkpoint,
+    step_of,
     unreadable,
     write_json,
 )
-from config import PonderConfig
-from data import Windows, describe, is_prepared, load_tokens, prepare, unigram_entropy
+from config import PonderConfig, read_config
+from data import (
+    Windows,
+    describe,
+    is_prepared,
+    load_tokens,
+    open_tokenizer,
+    prepare,
+    unigram_entropy,
+)
 from device import (
     any_process,
     autocast,
@@ -65,7 +75,10 @@ from device import (
     reduce,
 )
 from methods import SETTINGS, build, load
+from start import default_shape, offset_at, start_from
+from tokenizer import DataError, load_tokenizer
 from validation import evaluate, final_report
+from weights import later, locate
 
 
 @dataclass
@@ -74,9 +87,13 @@ class TrainConfig:
     name: str | None = None  # of the run, in --out; by default preset and time
     out: str = "out"  # where runs are kept
     resume: bool = False  # go on with the run --name, or the newest, with its settings
+    # Begin from a model: a directory (Hugging Face Llama, PonderLM-2, a run) or a name of the Hub.
+    # Its shape, tokenizer and window (as far as the preset's goes) become the defaults.
+    init_from: str | None = later(None)
     data: str = "pydocs"  # or pysource, shakespeare, hops, a file, a folder of texts or .bin
-    # auto: the own one of a .bin folder and of hops; bytes with tiny, bpe with small, else gpt2
-    tokenizer: Literal["auto", "bytes", "bpe", "gpt2"] = "auto"
+    # bytes, bpe, gpt2 or a model that has one. auto: that of --init-from, of a .bin folder or hops;
+    # else bytes with tiny, bpe with small, gpt2
+    tokenizer: str = "auto"
     model: Annotated[PonderConfig, tyro.conf.arg(name="")] = field(default_factory=PonderConfig)
 
     steps: int = 1000  # optimizer steps
@@ -84,6 +101,9 @@ class TrainConfig:
     micro_batch_size: int | None = None  # windows at a time, to save memory; None: the whole batch
     learning_rate: float = 4e-3  # peak; cosine down to a tenth of it
     warmup: float = 0.05  # share of the steps in which the learning rate rises
+    # steps that lead the router from hardly any pondering to where it starts (start.py); with
+    # --init-from and a model that does not ponder 3 in 10, else 0
+    ponder_warmup: int = later(0)
     weight_decay: float = 0.1  # on matrices only
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     clip: float = 1.0  # gradient norm; 0: off
@@ -152,7 +172,9 @@ def parse(argv=None):
     """The command line: --preset chooses the defaults that --help shows and other flags change."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="auto")
-    first.add_argument("--method", default="ponderlm3")
+    first.add_argument("--method")
+    first.add_argument("--init-from")
+    first.add_argument("--steps", type=int)
     first.add_argument("--device", default="auto")
     first.add_argument("--out", default="out")
     first.add_argument("--name")
@@ -166,8 +188,20 @@ def parse(argv=None):
         if preset not in PRESETS:  # 'auto', or a wrong one, which tyro refuses below
             preset = "small" if pick_device(known.device).type == "cuda" else "tiny"
         defaults = PRESETS[preset]
-        model = replace(defaults.model, method=known.method, **SETTINGS.get(known.method, {}))
-        defaults = replace(defaults, model=model)
+        if known.init_from:
+            base = locate(known.init_from)
+            defaults = replace(
+                defaults,
+                model=default_shape(base, known.method, defaults.model),
+                learning_rate=defaults.learning_rate / 4,
+            )
+            if read_config(base).label == "vanilla" and defaults.model.label == "ponderlm3":
+                warmup = round(0.3 * (known.steps or defaults.steps))
+                defaults = replace(defaults, ponder_warmup=warmup)
+        else:
+            method = known.method or "ponderlm3"
+            model = replace(defaults.model, method=method, **SETTINGS.get(method, {}))
+            defaults = replace(defaults, model=model)
     config = tyro.cli(TrainConfig, description=__doc__, default=defaults, args=argv)
     return replace(config, preset=defaults.preset) if config.preset == "auto" else config
 
@@ -208,6 +242,11 @@ def check(config, processes=1):
     for name, (low, high) in (bounds | {"learning_rate": (0, 1e30)}).items():
         if not low <= getattr(config, name) <= high:
             raise ValueError(f"{name} = {getattr(config, name)}: it must be in {low} .. {high:g}")
+    if config.ponder_warmup < 0 or (config.ponder_warmup and config.model.label != "ponderlm3"):
+        raise ValueError(
+            f"ponder_warmup = {config.ponder_warmup}: 0 or more steps, and only for ponderlm3, "
+            f"not {config.model.label}"
+        )
     if not all(0 <= beta < 1 for beta in config.betas):
         raise ValueError(f"betas = {config.betas}: they must be in 0 .. 1, without 1")
     compilers = (shlex.split(os.environ.get("CXX") or "g++")[0], "clang++", "cl")
@@ -247,13 +286,39 @@ def describe_corpus(folder, train, val):
     return corpus | {"sha256": hashlib.sha256(ends.tobytes()).hexdigest()}
 
 
+def tokenizer_beside(config):
+    """Where the tokenizer of the model is that the training began from; when it is resumed, that
+    model may be gone.
+
+    Raises:
+        DataError: it has none, or the ids of a prepared corpus are another one's.
+    """
+    if config.resume:
+        place, _, _ = read_settings(TrainConfig, config.out, config.name)
+    else:
+        place = locate(config.init_from)
+    if not (place / "tokenizer.json").is_file():
+        raise DataError(f"{place} has no tokenizer.json; name a tokenizer, for instance bytes")
+    file, own = Path(config.data) / "tokenizer.json", open_tokenizer(str(place))
+    if is_prepared(config.data) and file.is_file() and load_tokenizer(file).digest != own.digest:
+        raise DataError(f"{config.data} has ids of another tokenizer than that of {place}")
+    return str(place)
+
+
 def open_corpus(config):
     """The corpus of a config -> folder, tokenizer, train and validation tokens."""
     name, V = config.tokenizer, config.model.vocab_size
-    if name == "auto":
+    if name == "auto" and config.init_from:
+        name = tokenizer_beside(config)
+    elif name == "auto":
         of_preset = {"tiny": "bytes", "small": "bpe"}.get(config.preset, "gpt2")
         name = None if is_prepared(config.data) or config.data == "hops" else of_preset
     folder, tokenizer = prepare(config.data, name, V)
+    if config.init_from and tokenizer.vocab_size > V:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, {config.init_from} only {V}; leave "
+            "out --tokenizer to take the model's own"
+        )
     tokens = [
         load_tokens(folder, split, tokenizer.vocab_size, config.model.block_size)
         for split in ("train", "val")
@@ -292,14 +357,17 @@ def open_model(config, vocab_size, checkpoint, device):
     """The model and its optimizer, new or as in a checkpoint, the steps done and their seconds."""
     shape = replace(config.model, vocab_size=vocab_size)
     torch.manual_seed(config.seed)
-    model = build(shape)
     if checkpoint:
         try:
             model = load(checkpoint)
+            if config.ponder_warmup:
+                shape = replace(shape, router_offset=offset_at(step_of(checkpoint), config))
             if model.config != shape:
                 raise ValueError(f"{checkpoint}/config.json: {changes(shape, model.config)}")
         except (ValueError, OSError) as error:
             raise unreadable(checkpoint, error) from None
+    else:
+        model = start_from(locate(config.init_from), shape) if config.init_from else build(shape)
     model.to(device).train()
     model.recompute = config.recompute
     if config.compile:
@@ -327,6 +395,8 @@ def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
     (low, high), now = model.config.iters, 0.0  # seconds of training since `start`
     evaluated = from_first({row["step"] for row in read_lines(run / "log.jsonl") if "val" in row})
     for done in range(start, config.steps + 1):
+        if config.ponder_warmup:
+            model.set_offset(offset_at(done, config))
         due = done == config.steps or (done > 0 and done % config.eval_every == 0)
         stopped = any_process(stop.received)
         if (due or stopped) and done > start and not rank:
@@ -382,7 +452,8 @@ def train(config):
     with first_process_first():
         folder, tokenizer, train_tokens, val_tokens = open_corpus(config)
     V, T = tokenizer.vocab_size, config.model.block_size
-    V = V if V < 1024 else -(-V // 64) * 64  # large tables padded, for the GPU's matrix products
+    # Large tables are padded, for the GPU's matrix products; a trained one is as it is.
+    V = config.model.vocab_size if config.init_from else V if V < 1024 else -(-V // 64) * 64
     windows, val = Windows(train_tokens, T, config.seed), Windows(val_tokens, T, seed=0)
     entropy = unigram_entropy(val_tokens, V)
 

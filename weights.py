@@ -21,7 +21,7 @@ import json
 import math
 import os
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from pathlib import Path
 
 import torch
@@ -80,6 +80,11 @@ def read_json(file):
     return content
 
 
+def later(default):
+    """A field of a dataclass that files from before its time do without."""
+    return field(default=default, metadata={"later": True})
+
+
 def from_json(kind, settings):
     """A dataclass (of dataclasses) from what JSON kept of it, which has no tuples.
 
@@ -88,14 +93,15 @@ def from_json(kind, settings):
     """
     if not isinstance(settings, dict):
         raise ValueError(f"{settings!r} is no JSON object")
-    odd = settings.keys() ^ {field.name for field in fields(kind)}
+    settings = {f.name: f.default for f in fields(kind) if "later" in f.metadata} | settings
+    odd = settings.keys() ^ {f.name for f in fields(kind)}
     if odd:
         raise ValueError(f"unknown or missing fields {sorted(odd)}")
     values = {}
-    for field in fields(kind):
-        value, nested = settings[field.name], field.default_factory
+    for f in fields(kind):
+        value, nested = settings[f.name], f.default_factory
         value = from_json(nested, value) if is_dataclass(nested) else value
-        values[field.name] = tuple(value) if isinstance(value, list) else value
+        values[f.name] = tuple(value) if isinstance(value, list) else value
     try:
         return kind(**values)
     except TypeError as error:
@@ -159,9 +165,9 @@ def from_llama(config):
     """
     if config.get("model_type") != "llama":
         raise ValueError(f"model_type = {config.get('model_type')!r}: only 'llama' can be read")
-    for field, known in ONLY.items():
-        if config.get(field, known[0]) not in known:
-            raise ValueError(f"{field} = {config[field]!r}: only {known[-1]!r} can be represented")
+    for name, known in ONLY.items():
+        if config.get(name, known[0]) not in known:
+            raise ValueError(f"{name} = {config[name]!r}: only {known[-1]!r} can be represented")
     missing = [name for name in (*SIZES, "num_attention_heads") if config.get(name) is None]
     if missing:
         raise ValueError(f"it has no {missing[0]}")
@@ -192,12 +198,12 @@ def rope_of(config):
         raise ValueError(f"partial_rotary_factor = {rope['partial_rotary_factor']}: only 1 is read")
     if kind == "default":
         return theta, None
-    field = "rope_parameters" if new else "rope_scaling"
+    place = "rope_parameters" if new else "rope_scaling"
     if kind != "llama3":
-        raise ValueError(f"{field} is of type {kind!r}: only 'default' and 'llama3' are known")
+        raise ValueError(f"{place} is of type {kind!r}: only 'default' and 'llama3' are known")
     missing = [name for name in LLAMA3 if rope.get(name) is None]
     if missing:
-        raise ValueError(f"{field} has no {missing[0]}, which llama3 needs")
+        raise ValueError(f"{place} has no {missing[0]}, which llama3 needs")
     return theta, tuple(float(rope[name]) for name in LLAMA3)
 
 

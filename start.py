@@ -1,0 +1,84 @@
+"""Begin from a trained model: `train.py --init-from`, to go on with it or to add pondering to it.
+
+A Llama knows nothing of its own states as input. So at step 0 its router hardly ponders (SHALLOW:
+0.7 % of s lies beyond step 0, and log w hides the keys of the new slots), and the loss is the
+Llama's. But from there the router would never open: states that count for nothing get no gradient.
+So the first `ponder_warmup` steps of the training lead the router's offset to where a model from
+scratch starts (reading note 12). The weights have time to follow.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from config import read_config
+from methods import SETTINGS, build, load
+
+# What the weights fix.
+BACKBONE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "tie_word_embeddings", "embed_scale",
+)  # fmt: skip
+SHALLOW = -5.0  # the router's offset at the beginning, times k
+
+
+def default_shape(directory, method, preset):
+    """The config of a model that begins from `directory`.
+
+    A model that ponders goes on as it is. One that does not becomes a `method` (None: ponderlm3)
+    with what the config `preset` says of that.
+    """
+    base = read_config(directory)
+    window = min(base.block_size, preset.block_size)
+    if base.label != "vanilla" and method in (None, base.label):
+        return replace(base, block_size=window)
+    method = method or "ponderlm3"
+    backbone = {name: getattr(base, name) for name in BACKBONE} | {"embed_scale": base.scale}
+    return replace(preset, **backbone, block_size=window, method=method, **SETTINGS.get(method, {}))
+
+
+def start_from(directory, config):
+    """A new model of config.method with the weights of `directory`; only what it adds is new.
+
+    Raises:
+        FileNotFoundError, ValueError: as read_config; or a model of another method or shape.
+    """
+    base = load(directory)
+    if base.config.label not in ("vanilla", config.label):
+        raise ValueError(
+            f"{directory} is a {base.config.label}, which can go on as that only: --method "
+            f"{base.config.label}; a model without pondering can become a {config.label}"
+        )
+    for name in BACKBONE:
+        ours, theirs = (getattr(c, name) for c in (config, base.config))
+        if name == "embed_scale":
+            ours, theirs = config.scale, base.config.scale
+        if ours != theirs:
+            raise ValueError(f"{name} = {ours}: {directory} has {theirs}; leave it as it is")
+    if config.block_size > base.config.block_size:
+        raise ValueError(
+            f"block_size = {config.block_size}: {directory} was trained on windows of "
+            f"{base.config.block_size} tokens"
+        )
+    model = build(config)
+    try:
+        new, unknown = model.load_state_dict(base.state_dict(), strict=False)
+    except RuntimeError as error:
+        raise ValueError(f"{directory} does not fit {config.label}: {error}") from None
+    assert not unknown and not any(name.startswith(("model.", "lm_head.")) for name in new)
+    return model
+
+
+def offset_at(step, config):
+    """The router's offset at a step of a training, in the first of which it hardly ponders.
+
+    Step 0 has SHALLOW, the end of the warm-up config.model's own; between them the two
+    distributions over the steps are mixed.
+    """
+    if step >= config.ponder_warmup:
+        return config.model.router_offset
+    target, done = config.model.offset, step / config.ponder_warmup
+    shallow = torch.arange(len(target), dtype=torch.float64) * SHALLOW
+    mixed = (1 - done) * shallow.softmax(0) + done * torch.tensor(target).double().softmax(0)
+    return tuple(mixed.log().tolist())
