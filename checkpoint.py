@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from weights import from_json
+from weights import from_json, is_model, locate
 
 # -- Files -----------------------------------------------------------------------------------------
 
@@ -81,15 +81,16 @@ def read_lines(file):
 
 
 def find_run(run=None, out="out"):
-    """The directory of a run, or of one of its checkpoints: as given, or the newest in `out`.
+    """The directory of a run, a checkpoint or another model: as given, or the newest run in `out`.
 
     Raises:
         FileNotFoundError: there is none that has a model.
     """
     if run is not None:
-        if not (Path(run) / "model.safetensors").is_file():
+        place = locate(run)
+        if not is_model(place):
             raise FileNotFoundError(f"{run} holds no model.safetensors; train one: python train.py")
-        return Path(run)
+        return place
     return newest(out, "model.safetensors")
 
 

@@ -248,7 +248,7 @@ def main(
     """Continue prompts, with early exit.
 
     Args:
-        run: directory of a trained model; by default the newest in out/
+        run: directory of a trained model, or its name on the Hub; by default the newest in out/
         prompt: text to go on from; - reads it from standard input, less a newline at its end
         prompts: file of prompts, one a line; empty lines do not count
         max_new_tokens: tokens to generate
@@ -285,7 +285,9 @@ def main(
         raise ValueError(f"--out {out} is the file of prompts, or no regular file: take another")
     texts = [text for text in read_prompts(prompt, prompts) for _ in range(num_samples)]
     # An empty prompt is where a document begins.
-    ids = [tokenizer.encode(text) or [tokenizer.end_of_text or 0] for text in texts]
+    ids = [
+        tokenizer.begin + tokenizer.encode(text) or [tokenizer.end_of_text or 0] for text in texts
+    ]
     n, end, read = len(texts), tokenizer.end_of_text if stop else None, [[] for _ in texts]
     chosen = dict(temperature=temperature, top_k=top_k, top_p=top_p, end=end)
     check(model, ids, max_new_tokens, tau=tau, alpha=alpha, **chosen)

@@ -193,6 +193,15 @@ class HuggingFaceTokenizer(Saved):
     def fields(self):
         return {"name": self.name, "end": self.end, "tokenizer": self.definition}
 
+    def save_pretrained(self, directory):
+        """As Hugging Face has it: what transformers' AutoTokenizer loads."""
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end}
+        for name, content in (
+            ("tokenizer.json", self.definition),
+            ("tokenizer_config.json", settings),
+        ):
+            Path(directory, name).write_text(json.dumps(content), encoding="utf-8")
+
 
 def token_bytes(library, decoder):
     """The bytes of each token of a Hugging Face vocabulary, whose entries are text.

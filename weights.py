@@ -21,10 +21,11 @@ import json
 import math
 import os
 import re
-from dataclasses import field, fields, is_dataclass
+from dataclasses import asdict, field, fields, is_dataclass
 from pathlib import Path
 
 import torch
+import tyro
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -321,3 +322,47 @@ def write_directory(directory, config, tensors):
     (directory / "config.json.tmp").write_text(text + "\n", encoding="utf-8")
     for name in (SINGLE, "config.json"):
         os.replace(directory / f"{name}.tmp", directory / name)
+
+
+# -- The command line --------------------------------------------------------------------------
+
+
+def main(directory: tyro.conf.Positional[str], to: Path | None = None):
+    """Show what a directory of weights holds, and write it anew.
+
+    Args:
+        directory: a model's directory, or its name on the Hugging Face Hub
+        to: a new directory. A model without pondering becomes a Hugging Face Llama, which
+            transformers loads, any other one a directory of our own
+    """
+    from methods import load
+    from tokenizer import HuggingFaceTokenizer, load_tokenizer
+
+    place = locate(directory)
+    model = load(place)
+    config = model.config
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{place}: {config.label}, K = {config.ponder_steps}, {size:,} parameters")
+    for name, value in asdict(config).items():
+        print(f"    {name} = {value}")
+    file = place / "tokenizer.json"
+    tokenizer = load_tokenizer(file) if file.is_file() else None
+    if tokenizer:
+        print(f"tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} tokens")
+    if to is None:
+        return
+    if to.exists() and any(to.iterdir()):
+        raise FileExistsError(f"{to} is not empty; give a new directory")
+    model.save_pretrained(to)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.save_pretrained(to)
+    elif tokenizer:
+        tokenizer.save(to / "tokenizer.json")
+    kind = "a Hugging Face Llama" if config.label == "vanilla" else "our own form"
+    print(f"written: {to}, {kind}")
+
+
+if __name__ == "__main__":
+    from device import command_line
+
+    command_line(lambda: tyro.cli(main))

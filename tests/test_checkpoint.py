@@ -273,7 +273,7 @@ def test_damaged_trainer(config, kind):
     [
         (lambda d: edit(d / "model.safetensors", lambda b: b[:-100]), "is damaged"),
         (lambda d: edit(d / "model.safetensors", lambda b: b""), "is damaged"),
-        (lambda d: (d / "model.safetensors").unlink(), "does not exist"),
+        (lambda d: (d / "model.safetensors").unlink(), "has no model.safetensors"),
         (lambda d: edit(d / "config.json", lambda b: b"[]"), "not a JSON object"),
         (lambda d: edit(d / "config.json", lambda b: b.replace(b"0.5", b"0.0")), "penalty_weight"),
     ],

@@ -1,0 +1,169 @@
+"""train.py --init-from: a trained model goes on, or learns to ponder."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from test_tokenizer import make as make_tokenizer
+from test_weights import make_llama
+
+from checkpoint import checkpoints
+from config import read_config
+from data import Windows
+from methods import CLASSES, load
+from start import offset_at, start_from
+from tokenizer import DataError
+from train import TrainConfig, open_corpus, parse, train
+from validation import evaluate
+from weights import is_model
+
+
+@pytest.fixture
+def llama(config, monkeypatch, tmp_path):
+    """A small Llama that is trained, in a directory as transformers writes it."""
+    monkeypatch.chdir(tmp_path)
+    shape = dict(method="vanilla", ponder_steps=0, embed_scale=1.0, tie_word_embeddings=True)
+    run, _ = train(replace(config, name="plain", steps=60, model=replace(config.model, **shape)))
+    load(run).save_pretrained(tmp_path / "llama")
+    shutil.copy(run / "tokenizer.json", tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def going_on(config, llama, *flags):
+    """A TrainConfig as the command line makes it."""
+    flags = ["--data", config.data, "--steps", "20", *flags]
+    config = parse(["--preset", "tiny", "--init-from", str(llama), *flags])
+    return replace(config, eval_every=10, eval_windows=8, device="cpu", precision="float32")
+
+
+def fixed_point_loss(model, config):
+    _, _, _, val = open_corpus(config)
+    return evaluate(model, Windows(val, 16, 0), 16, torch.device("cpu"))["loss"]
+
+
+def test_step_0_is_the_llama(config, llama):
+    """Catches a router that ponders before the weights know of it: the loss within 1 %."""
+    config = going_on(config, llama)
+    assert config.ponder_warmup == 6 and config.model.label == "ponderlm3"
+    assert config.model.block_size == 16 and config.learning_rate == 1e-3
+    plain = fixed_point_loss(load(llama), config)
+    model = start_from(llama, config.model).eval()
+    ponders_at_once = fixed_point_loss(model, config)
+    model.set_offset(offset_at(0, config))
+    assert plain < 0.5  # it has learned its text, so that there is something to spoil
+    assert abs(fixed_point_loss(model, config) - plain) < 0.01 * plain
+    assert ponders_at_once > 1.1 * plain
+
+
+def test_offset():
+    """Catches a warm-up that jumps, or does not end where a model from scratch starts."""
+    config = TrainConfig(ponder_warmup=10)
+    s = torch.tensor([offset_at(step, config) for step in range(10)]).softmax(-1)
+    target = torch.tensor(config.model.offset).softmax(-1)
+    assert s[0, 0] > 0.99 and torch.allclose(s[5], (s[0] + target) / 2)
+    assert (s.diff(dim=0)[:, -1] - s.diff(dim=0)[0, -1]).abs().max() < 1e-6
+    assert offset_at(10, config) is offset_at(10**6, config) is None
+    config.model = replace(config.model, router_offset=(0.0, 1.0, 2.0, 3.0))
+    assert offset_at(10, config) == config.model.router_offset
+    assert offset_at(0, replace(config, ponder_warmup=0)) == config.model.router_offset
+
+
+def test_training_and_resume(config, llama, capsys):
+    """Catches a warm-up that a resumed training begins anew, a checkpoint that is not the model as
+    it was then, and a resume that needs the first model again."""
+    config = going_on(config, llama)
+    whole, results = train(replace(config, name="whole", ponder_warmup=15))
+    assert results["fixed"]["loss"] < 2  # of 3.0, the unigram entropy
+    half = read_config(checkpoints(whole)[0])
+    assert half.router_offset == offset_at(10, replace(config, ponder_warmup=15))
+    assert read_config(whole).router_offset is None
+    parts, _ = train(replace(config, name="parts", ponder_warmup=15))
+    shutil.rmtree(checkpoints(parts)[1])
+    shutil.rmtree(llama)
+    train(replace(config, name="parts", ponder_warmup=15, resume=True))
+    a, b = (load(run).state_dict() for run in (whole, parts))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert "resumed at step 10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", CLASSES)
+def test_every_method(config, llama, method):
+    """Catches a weight that is left random, or a method that cannot begin from a Llama."""
+    config = going_on(config, llama, "--method", method)
+    assert config.model.method == method and bool(config.ponder_warmup) == (method == "ponderlm3")
+    model, plain = start_from(llama, config.model), load(llama).state_dict()
+    assert all(torch.equal(model.state_dict()[name], plain[name]) for name in plain)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    if method == "vanilla":
+        assert fixed_point_loss(model, config) == fixed_point_loss(load(llama), config)
+
+
+def test_pondering_model_goes_on(config, llama):
+    """Catches a pondering model that loses its router, its K or its settings, or is warmed up."""
+    first, _ = train(replace(going_on(config, llama, "--ponder-steps", "2"), name="first"))
+    second = going_on(config, first)
+    assert second.model == replace(read_config(first), embed_scale=1.0)
+    assert second.ponder_warmup == 0 and second.model.ponder_steps == 2
+    a, b = load(first).state_dict(), start_from(first, second.model).state_dict()
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    with pytest.raises(ValueError, match="is a ponderlm3, which can go on as that only"):
+        start_from(first, going_on(config, first, "--method", "looped").model)
+    with pytest.raises(ValueError, match=r"does not fit ponderlm3[^$]*router"):
+        start_from(first, replace(second.model, ponder_steps=3))
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        (["--hidden-size", "64"], "hidden_size = 64: .* has 32"),
+        (["--rope-theta", "5"], "rope_theta = 5.0: .* has 10000.0"),
+        (["--embed-scale", "2"], "embed_scale = 2.0: .* has 1.0"),
+        (["--block-size", "32"], "block_size = 32: .* windows of 16"),
+        (["--ponder-warmup", "-1"], "ponder_warmup = -1"),
+        (["--method", "looped", "--ponder-warmup", "5"], "ponder_warmup = 5"),
+        (["--tokenizer", "nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_refused(config, llama, flags, message):
+    """Catches a setting that the weights do not follow."""
+    with pytest.raises(ValueError, match=message):
+        train(going_on(config, llama, *flags))
+    assert not any(is_model(run) for run in (llama.parent / "out").iterdir() if run.name != "plain")
+
+
+def test_hugging_face_model(config, monkeypatch, tmp_path, capsys):
+    """Catches a Llama with a tokenizer of its own whose texts are cut into other tokens, or that
+    cannot go on once its directory is gone."""
+    monkeypatch.chdir(tmp_path)
+    library, tokenizer = make_tokenizer(tmp_path / "llama", "llama 3")
+    make_llama(tmp_path / "llama", vocab_size=library.get_vocab_size())
+    config = going_on(config, "llama", "--block-size", "8", "--steps", "2")
+    run, _ = train(replace(config, name="mine"))
+    saved = json.loads((run / "tokenizer.json").read_text())
+    assert saved["name"] == "huggingface" and saved["end"] == "</s>"
+    _, again, tokens, _ = open_corpus(config)
+    assert again.digest == tokenizer.digest and tokens[0:1].tolist() == tokenizer.begin
+    shutil.rmtree(tmp_path / "llama")
+    train(replace(config, name="mine", steps=4, resume=True))
+    assert "resumed at step 2" in capsys.readouterr().out
+
+
+def test_without_a_tokenizer(config, monkeypatch, tmp_path):
+    """Catches a Llama without tokenizer.json that is trained on tokens it never saw, and a corpus
+    of another tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    make_llama(tmp_path / "llama", vocab_size=300)
+    with pytest.raises(DataError, match=r"has no tokenizer\.json"):
+        train(going_on(config, "llama"))
+    assert open_corpus(going_on(config, "llama", "--tokenizer", "bytes"))[1].name == "bytes"
+    make_tokenizer(tmp_path / "llama", "byte-level")
+    folder, _, _, _ = open_corpus(going_on(config, "llama"))
+    make_tokenizer(tmp_path / "llama", "llama 2")
+    config = going_on(config, "llama")
+    with pytest.raises(DataError, match="ids of another tokenizer"):
+        open_corpus(replace(config, data=str(folder)))
+    config = replace(config, model=replace(config.model, vocab_size=200))
+    with pytest.raises(DataError, match="only 200"):
+        open_corpus(config)
