@@ -7,6 +7,7 @@ context  milliseconds for a token with more and more slots before it
 """
 
 import itertools
+import tempfile
 import time
 from collections import deque
 from dataclasses import replace
@@ -97,25 +98,18 @@ def exit_rows(model, val, batch_sizes, lengths, new_tokens, alphas, repeats):
 
 
 def llama(config):
-    """transformers' Llama of the same shape, K = 0, and a vanilla model: both untrained."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A vanilla model of the same shape, untrained, and the same as transformers' Llama."""
+    from transformers import LlamaForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    shape = dict(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.key_value_heads,
-        head_dim=config.head_width,
-        max_position_embeddings=config.block_size,
+    logging.disable_progress_bar()
+    vanilla = build(
+        replace(config, method="vanilla", router="learned", ponder_steps=0, router_offset=None)
     )
-    vanilla = replace(
-        config, method="vanilla", router="learned", ponder_steps=0, router_offset=None
-    )
-    return LlamaForCausalLM(LlamaConfig(**shape)).eval(), build(vanilla).eval()
+    with tempfile.TemporaryDirectory() as directory:
+        vanilla.save_pretrained(directory)
+        return LlamaForCausalLM.from_pretrained(directory).eval(), vanilla.eval()
 
 
 def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats):

@@ -142,6 +142,16 @@ def test_round_trip(tmp_path, tied, rope):
     assert not [f for f in (tmp_path / "b").iterdir() if f.suffix in (".bin", ".pt", ".pkl")]
 
 
+def test_weights_are_copies(tmp_path):
+    """Catches a model whose weights stay mapped, and change with the file that they came from."""
+    make_llama(tmp_path)
+    model, file = load(tmp_path), tmp_path / weights.SINGLE
+    before = model.lm_head.weight.clone()
+    with open(file, "r+b") as same:
+        same.write(bytes(file.stat().st_size))
+    assert before.abs().sum() > 0 and torch.equal(model.lm_head.weight, before)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_scale_is_folded_in(tmp_path, tied):
     """Catches an exported Llama with unscaled embeddings, or with a head that shares the scaled
