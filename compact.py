@@ -90,7 +90,8 @@ def settle(
         slots += int(counts.sum())
         order = (~active).flatten(1).sort(stable=True).indices[:, : counts.max()]  # (R, N)
         places = order[..., None].expand(-1, -1, e.size(-1))  # (R, N, D)
-        x = torch.cat([e[rows, :, None], h[rows, :, :-1]], dim=2).flatten(1, 2).gather(1, places)
+        x = torch.cat([e[rows, :, None], model.feed_back(h[rows, :, :-1])], dim=2)  # (R, T, S, D)
+        x = x.flatten(1, 2).gather(1, places)  # (R, N, D)
         bias = model.key_bias(log_w[rows]).flatten(1).gather(1, order) if model.masks else None
         for layer in cache or ():
             layer.rows = rows

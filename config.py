@@ -17,6 +17,7 @@ BELONGS_TO = {
     "penalty": ("ponderlm3",),
     "penalty_weight": ("ponderlm3",),
     "backprop_passes": PONDER[:2],
+    "feedback_scale": PONDER[:2],
     "printed_mask_index": ("ponderlm3",),
     "accumulate": ("ponderlm1",),
     "pause_token": ("pause",),
@@ -47,6 +48,8 @@ class PonderConfig:
     router: Literal["learned", "always"] = "learned"  # always: PonderLM-2
     router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6
     iters: tuple[int, int] = (2, 3)  # training draws R from this range, both ends included
+    # what multiplies a state that is fed back; None: 1, or what start.py measures on a Llama
+    feedback_scale: float | None = weights.later(None)
     backprop_passes: int | None = None  # gradients through the last n passes; None: through all
     penalty: Literal["token", "batch"] = "token"  # batch: the printed form (reading note 2)
     penalty_weight: float = 0.5  # lambda
@@ -65,6 +68,8 @@ class PonderConfig:
             raise ValueError(f"penalty_weight = {self.penalty_weight}: it must be 0 or more")
         if not 0 < self.scale < math.inf:
             raise ValueError(f"embed_scale = {self.embed_scale}: it must be above 0")
+        if self.feedback_scale is not None and not 0 < self.feedback_scale < math.inf:
+            raise ValueError(f"feedback_scale = {self.feedback_scale}: it must be above 0")
         if self.penalty not in ("token", "batch"):
             raise ValueError(f"penalty = {self.penalty!r} is neither 'token' nor 'batch'")
         if K < 0:

@@ -182,7 +182,7 @@ class Engine:
             if starting:
                 self.route(starting, h, running)
         self.h_hat[:A].mul_(going).addcmul_(self.s[:A].gather(1, k), h)
-        self.x[:A] = h
+        self.x[:A] = self.model.feed_back(h)
         done, following = [], []
         for row, q in enumerate(running):
             q.length += 1

@@ -204,6 +204,10 @@ class PonderLM(nn.Module):
             raise ValueError(f"{idx.size(1)} tokens; the window is 1 to {self.config.block_size}")
         return self.model.embed_tokens(idx) * self.config.scale
 
+    def feed_back(self, h):
+        """Outputs of slots, (..., D), as the next inputs: unchanged, but for a former Llama's."""
+        return h if self.config.feedback_scale is None else h * self.config.feedback_scale
+
     def key_bias(self, log_w, tau=None):
         """Mask scores (..., K+1) -> bias on the keys of the slots; beyond K-hat: not to be seen."""
         bias = slot_bias(log_w, self.config.printed_mask_index)
@@ -232,7 +236,7 @@ class PonderLM(nn.Module):
                 h = self.transform(x, positions, bias).view(B, T, slots, -1)
                 s, log_w = self.router(h[:, :, 0], alpha)  # again after every pass
             yield h, s, log_w
-            inputs = torch.cat([e, h[:, :, : self.config.ponder_steps]], dim=2)  # (B, T, slots, D)
+            inputs = torch.cat([e, self.feed_back(h[:, :, : self.config.ponder_steps])], dim=2)
             if self.masks:
                 bias = self.key_bias(log_w, tau)[..., : inputs.size(2)].flatten(1)  # (B, T*slots)
 
@@ -379,7 +383,8 @@ class PonderLM(nn.Module):
         bias, steps = self.key_bias(log_w), int(self.executed(log_w, tau))
         h_hat = s[..., :1] * h
         for k in range(1, steps + 1):  # stop as soon as w_k < tau
-            h = self.model(h, positions, bias[..., k] if self.masks else None, cache=cache)
+            x = self.feed_back(h)
+            h = self.model(x, positions, bias[..., k] if self.masks else None, cache=cache)
             h_hat = h_hat + s[..., k : k + 1] * h
         return self.lm_head(h_hat.to(h.dtype))[0, 0], steps
 

@@ -1,10 +1,15 @@
 """Begin from a trained model: `train.py --init-from`, to go on with it or to add pondering to it.
 
-A Llama knows nothing of its own states as input. So at step 0 its router hardly ponders (SHALLOW:
-0.7 % of s lies beyond step 0, and log w hides the keys of the new slots), and the loss is the
-Llama's. But from there the router would never open: states that count for nothing get no gradient.
-So the first `ponder_warmup` steps of the training lead the router's offset to where a model from
-scratch starts (reading note 12). The weights have time to follow.
+A Llama knows nothing of its own states as input. Reading note 12 has the measurements behind this:
+
+feedback_scale   A state is fed back at the length that the residual stream had before the final
+                 norm, so that a pondering step begins as one more turn through the layers and its
+                 output as a good state. At the length of the embeddings it would be a bad one.
+SHALLOW          At step 0 the router hardly ponders: 0.7 % of s lies beyond step 0, and log w hides
+                 the keys of the new slots. The loss is the Llama's.
+ponder_warmup    But from there the router would never open, since states that count for nothing get
+                 no gradient. So in the first steps it learns nothing, and its offset is led to
+                 where a model from scratch starts. The other weights have time to follow.
 """
 
 from dataclasses import replace
@@ -68,6 +73,18 @@ def start_from(directory, config):
         raise ValueError(f"{directory} does not fit {config.label}: {error}") from None
     assert not unknown and not any(name.startswith(("model.", "lm_head.")) for name in new)
     return model
+
+
+@torch.no_grad()
+def residual_scale(model, idx):
+    """How much longer the residual stream is, before the final norm, than the state behind it.
+
+    The median over the tokens of idx (B, T): a Llama's first tokens are often far longer than all
+    others.
+    """
+    x = model.model.stack(model.embed(idx), torch.arange(idx.size(1)), None)  # (B, T, D)
+    h = model.model.norm(x)
+    return float((x.norm(dim=-1) / h.norm(dim=-1)).median())
 
 
 def offset_at(step, config):

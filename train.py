@@ -75,7 +75,7 @@ from device import (
     reduce,
 )
 from methods import SETTINGS, build, load
-from start import default_shape, offset_at, start_from
+from start import default_shape, offset_at, residual_scale, start_from
 from tokenizer import DataError, load_tokenizer
 from validation import evaluate, final_report
 from weights import later, locate
@@ -222,6 +222,10 @@ def make_optimizer(model, config, device):
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": gains, "weight_decay": 0.0},
     ]
+    if config.ponder_warmup:  # the router waits: the last group, with a learning rate of its own
+        router = model.router.proj.weight
+        groups[0]["params"] = [p for p in matrices if p is not router]
+        groups.append({"params": [router], "weight_decay": config.weight_decay})
     fused = device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
@@ -353,6 +357,19 @@ def optimize(model, optimizer, x, y, R, config, precision):
     return logged
 
 
+def adapt(config, windows):
+    """A training that makes a Llama ponder: its feedback_scale, as `windows` of the corpus say."""
+    ponders = config.model.label in ("ponderlm3", "ponderlm2")
+    if config.resume or not config.init_from or not ponders or config.model.feedback_scale:
+        return config
+    base = load(locate(config.init_from))
+    if base.config.label != "vanilla":
+        return config
+    idx, _ = windows.batch(0, min(32, windows.count))
+    scale = float(f"{residual_scale(base, idx[:, : base.config.block_size]):.3g}")
+    return replace(config, model=replace(config.model, feedback_scale=scale))
+
+
 def open_model(config, vocab_size, checkpoint, device):
     """The model and its optimizer, new or as in a checkpoint, the steps done and their seconds."""
     shape = replace(config.model, vocab_size=vocab_size)
@@ -417,6 +434,8 @@ def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
         rate = learning_rate(done, config)
         for group in optimizer.param_groups:
             group["lr"] = rate
+        if done < config.ponder_warmup:
+            optimizer.param_groups[-1]["lr"] = 0.0
         # Drawn as a function of (seed, step), R is the same in all processes and after a resume.
         R = int(np.random.default_rng((config.seed, done)).integers(low, high + 1))
         x, y = windows.batch(done, config.batch_size // processes, rank, processes)  # (batch, T)
@@ -456,6 +475,7 @@ def train(config):
     V = config.model.vocab_size if config.init_from else V if V < 1024 else -(-V // 64) * 64
     windows, val = Windows(train_tokens, T, config.seed), Windows(val_tokens, T, seed=0)
     entropy = unigram_entropy(val_tokens, V)
+    config = from_first(adapt(config, windows))
 
     corpus = describe_corpus(folder, train_tokens, val_tokens)  # the same after a resume?
     run, latest, changed = from_first(None if rank else open_run(config, corpus, MAY_CHANGE))
@@ -473,6 +493,8 @@ def train(config):
         print(describe(folder))
         print(f"{len(train_tokens):,} tokens, {windows.count:,} windows of {T}; ", end="")
         print(f"unigram entropy of validation {entropy:.3f} nats", flush=True)
+        if config.model.feedback_scale:
+            print(f"states are fed back times {config.model.feedback_scale:g}")
         if config.resume:
             print(f"resumed at step {start}, changed: {changed or 'nothing'}", flush=True)
         try:

@@ -76,6 +76,8 @@ def test_many(batch_size, logits, monkeypatch):
         dict(method="ponderlm2"),
         dict(method="vanilla"),
         dict(printed_mask_index=True),
+        dict(feedback_scale=3.0),
+        dict(method="ponderlm2", feedback_scale=0.3),
         dict(num_key_value_heads=1, head_dim=10, tie_word_embeddings=True, embed_scale=3.0),
         dict(rms_norm_eps=0.1, rope_theta=100.0, num_key_value_heads=4),
     ],

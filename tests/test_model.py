@@ -27,13 +27,13 @@ def sequential(model, idx, tau=None):
             positions.append(t)
             bias.append(0.0 if k == 0 else float(log_w[k - 1 if printed else k]))
             rows = torch.stack(inputs)[None], torch.tensor(positions)
-            x = model.model(*rows, torch.tensor([bias], dtype=x.dtype), "eager")[0, -1]
+            h = model.model(*rows, torch.tensor([bias], dtype=x.dtype), "eager")[0, -1]
             if k == 0:
-                s, log_w = model.router(x)
+                s, log_w = model.router(h)
                 w = log_w.exp()
                 stop = max(j for j in range(len(w)) if not tau or w[j] >= tau)
-            h_hat = h_hat + s[k] * x
-            k += 1
+            h_hat = h_hat + s[k] * h
+            x, k = h * (model.config.feedback_scale or 1), k + 1
         logits.append(model.lm_head(h_hat))
         steps.append(stop)
     return torch.stack(logits), steps
@@ -77,11 +77,13 @@ def test_automatic_passes_reach_the_fixed_point():
 
 
 @pytest.mark.parametrize("tau", [0, 1e-4, 0.3])
-@pytest.mark.parametrize("router,K", PAIRS)
-def test_hard_stopping_parallel_sequential_and_cached_agree(tau, router, K):
+@pytest.mark.parametrize(
+    "router,K,scale", [*((*pair, None) for pair in PAIRS), ("learned", 3, 2.0)]
+)
+def test_hard_stopping_parallel_sequential_and_cached_agree(tau, router, K, scale):
     """Catches a key that hard stopping should hide, an integration that runs on, a cache that
     keeps or drops a slot: logits to 1e-9 and the same steps in all three forms."""
-    model = small_model(router=router, ponder_steps=K, router_scale=12.0)
+    model = small_model(router=router, ponder_steps=K, router_scale=12.0, feedback_scale=scale)
     idx = tokens(T=12)
     expected, steps = sequential(model, idx[0], tau)
     with torch.no_grad():

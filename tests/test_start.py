@@ -15,7 +15,7 @@ from data import Windows
 from methods import CLASSES, load
 from start import offset_at, start_from
 from tokenizer import DataError
-from train import TrainConfig, open_corpus, parse, train
+from train import TrainConfig, adapt, open_corpus, parse, train
 from validation import evaluate
 from weights import is_model
 
@@ -48,6 +48,8 @@ def test_step_0_is_the_llama(config, llama):
     config = going_on(config, llama)
     assert config.ponder_warmup == 6 and config.model.label == "ponderlm3"
     assert config.model.block_size == 16 and config.learning_rate == 1e-3
+    _, _, tokens, _ = open_corpus(config)
+    config = adapt(config, Windows(tokens, 16, 0))
     plain = fixed_point_loss(load(llama), config)
     model = start_from(llama, config.model).eval()
     ponders_at_once = fixed_point_loss(model, config)
@@ -55,6 +57,36 @@ def test_step_0_is_the_llama(config, llama):
     assert plain < 0.5  # it has learned its text, so that there is something to spoil
     assert abs(fixed_point_loss(model, config) - plain) < 0.01 * plain
     assert ponders_at_once > 1.1 * plain
+
+
+def test_feedback_scale(config, llama):
+    """Catches another scale than that of the residual stream; h^(1) alone then predicts better
+    than where states are fed back at the length of embeddings."""
+    config = going_on(config, llama)
+    _, _, tokens, val = open_corpus(config)
+    windows, alone = Windows(val, 16, 0), {}
+    measured = adapt(config, Windows(tokens, 16, 0)).model.feedback_scale
+    model = load(llama)
+    x, _ = Windows(tokens, 16, 0).batch(0, 32)
+    with torch.no_grad():
+        stream = model.model.stack(model.embed(x), torch.arange(16), None)
+        state, e = model.model.norm(stream), model.embed(x)
+    lengths = [y.norm(dim=-1).median() for y in (stream, state, e)]
+    assert measured == pytest.approx(float(lengths[0] / lengths[1]), rel=0.05)
+    for scale in (measured, float(lengths[2] / lengths[1])):
+        model = start_from(llama, replace(config.model, feedback_scale=scale))
+        model.set_offset(offset_at(0, config))
+        alone[scale] = evaluate(model, windows, 16, torch.device("cpu"))["alone"]
+    a, b = alone.values()
+    assert a[1] < 0.8 * b[1] and a[0] == pytest.approx(b[0], rel=0.05)
+
+
+def test_router_waits(config, llama):
+    """Catches a router that closes before the weights have followed its offset."""
+    config = replace(going_on(config, llama), steps=4, eval_every=2, log_every=1)
+    run, _ = train(replace(config, name="waits", ponder_warmup=3))
+    two, four = (load(path).router.proj.weight for path in checkpoints(run))
+    assert two.eq(0).all() and four.ne(0).any()
 
 
 def test_offset():
@@ -79,10 +111,11 @@ def test_training_and_resume(config, llama, capsys):
     half = read_config(checkpoints(whole)[0])
     assert half.router_offset == offset_at(10, replace(config, ponder_warmup=15))
     assert read_config(whole).router_offset is None
+    assert read_config(whole).feedback_scale == half.feedback_scale != 1
     parts, _ = train(replace(config, name="parts", ponder_warmup=15))
     shutil.rmtree(checkpoints(parts)[1])
     shutil.rmtree(llama)
-    train(replace(config, name="parts", ponder_warmup=15, resume=True))
+    train(parse(["--resume", "--name", "parts"]))
     a, b = (load(run).state_dict() for run in (whole, parts))
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     assert "resumed at step 10" in capsys.readouterr().out
@@ -104,7 +137,8 @@ def test_pondering_model_goes_on(config, llama):
     """Catches a pondering model that loses its router, its K or its settings, or is warmed up."""
     first, _ = train(replace(going_on(config, llama, "--ponder-steps", "2"), name="first"))
     second = going_on(config, first)
-    assert second.model == replace(read_config(first), embed_scale=1.0)
+    assert second.model == read_config(first) and second.model.feedback_scale
+    assert adapt(second, None) is second
     assert second.ponder_warmup == 0 and second.model.ponder_steps == 2
     a, b = load(first).state_dict(), start_from(first, second.model).state_dict()
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
@@ -146,7 +180,7 @@ def test_hugging_face_model(config, monkeypatch, tmp_path, capsys):
     _, again, tokens, _ = open_corpus(config)
     assert again.digest == tokenizer.digest and tokens[0:1].tolist() == tokenizer.begin
     shutil.rmtree(tmp_path / "llama")
-    train(replace(config, name="mine", steps=4, resume=True))
+    train(parse(["--resume", "--name", "mine", "--steps", "4"]))
     assert "resumed at step 2" in capsys.readouterr().out
 
 
