@@ -193,7 +193,7 @@ def parse(argv=None):
             defaults = replace(
                 defaults,
                 model=default_shape(base, known.method, defaults.model),
-                learning_rate=defaults.learning_rate / 4,
+                learning_rate=defaults.learning_rate / 2,
             )
             if read_config(base).label == "vanilla" and defaults.model.label == "ponderlm3":
                 warmup = round(0.3 * (known.steps or defaults.steps))

@@ -47,7 +47,7 @@ def test_step_0_is_the_llama(config, llama):
     """Catches a router that ponders before the weights know of it: the loss within 1 %."""
     config = going_on(config, llama)
     assert config.ponder_warmup == 6 and config.model.label == "ponderlm3"
-    assert config.model.block_size == 16 and config.learning_rate == 1e-3
+    assert config.model.block_size == 16 and config.learning_rate == 2e-3
     _, _, tokens, _ = open_corpus(config)
     config = adapt(config, Windows(tokens, 16, 0))
     plain = fixed_point_loss(load(llama), config)

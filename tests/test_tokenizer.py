@@ -105,6 +105,17 @@ def test_encode_and_decode(tmp_path, kind):
         assert getattr(again, name) == getattr(tokenizer, name)
 
 
+def test_added_tokens(tmp_path):
+    """Catches a token that was added as plain text and is read as characters for bytes."""
+    library = byte_level()
+    library.add_tokens(["two words \u00e9"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    ids = tokenizer.encode("the two words \u00e9 fox")
+    assert library.token_to_id("two words \u00e9") in ids
+    assert tokenizer.decode(ids).decode() == "the two words \u00e9 fox"
+
+
 def test_bytes_of_a_character(tmp_path):
     """Catches a character that is lost where it takes several tokens, as streaming prints it."""
     for kind in KINDS:
