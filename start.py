@@ -39,7 +39,7 @@ def default_shape(directory, method, preset):
     if base.label != "vanilla" and method in (None, base.label):
         return replace(base, block_size=window)
     method = method or "ponderlm3"
-    backbone = {name: getattr(base, name) for name in BACKBONE} | {"embed_scale": base.scale}
+    backbone = {name: getattr(base, name) for name in BACKBONE}
     return replace(preset, **backbone, block_size=window, method=method, **SETTINGS.get(method, {}))
 
 
@@ -56,9 +56,8 @@ def start_from(directory, config):
             f"{base.config.label}; a model without pondering can become a {config.label}"
         )
     for name in BACKBONE:
-        ours, theirs = (getattr(c, name) for c in (config, base.config))
-        if name == "embed_scale":
-            ours, theirs = config.scale, base.config.scale
+        what = "scale" if name == "embed_scale" else name
+        ours, theirs = getattr(config, what), getattr(base.config, what)
         if ours != theirs:
             raise ValueError(f"{name} = {ours}: {directory} has {theirs}; leave it as it is")
     if config.block_size > base.config.block_size:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-from data import Windows, load_tokens, prepare, unigram_entropy
+from data import Windows, load_tokens, pieces_of, prepare, unigram_entropy
 from tokenizer import CharTokenizer, DataError, Tokenizer, load_tokenizer
 
 TEXT = "def f(x):\n    return x + 1  # naïve café 😀👩‍👩‍👧\n" * 40
@@ -44,6 +44,16 @@ def test_round_trip_of_any_bytes(bpe, raw):
     """Catches invalid UTF-8 that is replaced, also where it touches valid characters."""
     assert bpe.decode(bpe.encode(raw)) == raw
     assert bpe.decode(bpe.encode(raw.decode("utf-8", "surrogateescape"))) == raw
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"a\nb", b"a" * 10**6, b"line\n" * 500_000, b"x" * 2_500_000]
+)
+def test_pieces(text):
+    """Catches a text that is cut inside a line, or where it need not be, or loses something."""
+    pieces = list(pieces_of(text))
+    assert b"".join(pieces) == text and len(pieces) == -(-len(text) // 10**6)
+    assert b"\n" not in text or all(piece.endswith(b"\n") for piece in pieces[:-1])
 
 
 def test_bpe_merges(bpe):
