@@ -13,11 +13,15 @@ ponder_warmup    But from there the router would never open, since states that c
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from config import read_config
+from data import is_prepared, open_tokenizer
 from methods import SETTINGS, build, load
+from tokenizer import DataError, load_tokenizer
+from weights import locate
 
 # What the weights fix.
 BACKBONE = (
@@ -28,19 +32,38 @@ BACKBONE = (
 SHALLOW = -5.0  # the router's offset at the beginning, times k
 
 
-def default_shape(directory, method, preset):
-    """The config of a model that begins from `directory`.
+def start_defaults(defaults, name, method=None, steps=None):
+    """A TrainConfig whose `defaults` become those of a training that begins from the model `name`.
 
     A model that ponders goes on as it is. One that does not becomes a `method` (None: ponderlm3)
-    with what the config `preset` says of that.
+    with what `defaults` says of that, after a warm-up of 3 in 10 of the `steps`.
     """
-    base = read_config(directory)
-    window = min(base.block_size, preset.block_size)
+    base, shape = read_config(locate(name)), defaults.model
+    window = min(base.block_size, shape.block_size)
+    rate = defaults.learning_rate / 2
     if base.label != "vanilla" and method in (None, base.label):
-        return replace(base, block_size=window)
+        return replace(defaults, model=replace(base, block_size=window), learning_rate=rate)
     method = method or "ponderlm3"
     backbone = {name: getattr(base, name) for name in BACKBONE}
-    return replace(preset, **backbone, block_size=window, method=method, **SETTINGS.get(method, {}))
+    shape = replace(shape, **backbone, block_size=window, method=method, **SETTINGS.get(method, {}))
+    warmup = 0
+    if base.label == "vanilla" and shape.label == "ponderlm3":
+        warmup = round(0.3 * (steps or defaults.steps))
+    return replace(defaults, model=shape, learning_rate=rate, ponder_warmup=warmup)
+
+
+def tokenizer_beside(place, data):
+    """Where the tokenizer of a model is, as `prepare` takes it.
+
+    Raises:
+        DataError: it has none, or `data` is a prepared corpus with the ids of another one.
+    """
+    if not (place / "tokenizer.json").is_file():
+        raise DataError(f"{place} has no tokenizer.json; name a tokenizer, for instance bytes")
+    file, own = Path(data) / "tokenizer.json", open_tokenizer(str(place))
+    if is_prepared(data) and file.is_file() and load_tokenizer(file).digest != own.digest:
+        raise DataError(f"{data} has ids of another tokenizer than that of {place}")
+    return str(place)
 
 
 def start_from(directory, config):
@@ -84,6 +107,20 @@ def residual_scale(model, idx):
     x = model.model.stack(model.embed(idx), torch.arange(idx.size(1)), None)  # (B, T, D)
     h = model.model.norm(x)
     return float((x.norm(dim=-1) / h.norm(dim=-1)).median())
+
+
+def adapt(config, windows):
+    """The TrainConfig with feedback_scale as the `windows` of its corpus say, if it begins from a
+    model that does not ponder and is to."""
+    ponders = config.model.label in ("ponderlm3", "ponderlm2")
+    if config.resume or not config.init_from or not ponders or config.model.feedback_scale:
+        return config
+    base = load(locate(config.init_from))
+    if base.config.label != "vanilla":
+        return config
+    idx, _ = windows.batch(0, min(32, windows.count))
+    scale = residual_scale(base, idx[:, : base.config.block_size])
+    return replace(config, model=replace(config.model, feedback_scale=float(f"{scale:.3g}")))
 
 
 def offset_at(step, config):

@@ -51,13 +51,12 @@ from checkpoint import (
     unreadable,
     write_json,
 )
-from config import PonderConfig, read_config
+from config import PonderConfig
 from data import (
     Windows,
     describe,
     is_prepared,
     load_tokens,
-    open_tokenizer,
     prepare,
     unigram_entropy,
 )
@@ -75,8 +74,8 @@ from device import (
     reduce,
 )
 from methods import SETTINGS, build, load
-from start import default_shape, offset_at, residual_scale, start_from
-from tokenizer import DataError, load_tokenizer
+from start import adapt, offset_at, start_defaults, start_from, tokenizer_beside
+from tokenizer import DataError
 from validation import evaluate, final_report
 from weights import later, locate
 
@@ -189,20 +188,14 @@ def parse(argv=None):
             preset = "small" if pick_device(known.device).type == "cuda" else "tiny"
         defaults = PRESETS[preset]
         if known.init_from:
-            base = locate(known.init_from)
-            defaults = replace(
-                defaults,
-                model=default_shape(base, known.method, defaults.model),
-                learning_rate=defaults.learning_rate / 2,
-            )
-            if read_config(base).label == "vanilla" and defaults.model.label == "ponderlm3":
-                warmup = round(0.3 * (known.steps or defaults.steps))
-                defaults = replace(defaults, ponder_warmup=warmup)
+            defaults = start_defaults(defaults, known.init_from, known.method, known.steps)
         else:
             method = known.method or "ponderlm3"
             model = replace(defaults.model, method=method, **SETTINGS.get(method, {}))
             defaults = replace(defaults, model=model)
     config = tyro.cli(TrainConfig, description=__doc__, default=defaults, args=argv)
+    if config.model.label != "ponderlm3" and config.ponder_warmup == defaults.ponder_warmup:
+        config = replace(config, ponder_warmup=0)  # K = 0: nothing to warm up
     return replace(config, preset=defaults.preset) if config.preset == "auto" else config
 
 
@@ -290,30 +283,15 @@ def describe_corpus(folder, train, val):
     return corpus | {"sha256": hashlib.sha256(ends.tobytes()).hexdigest()}
 
 
-def tokenizer_beside(config):
-    """Where the tokenizer of the model is that the training began from; when it is resumed, that
-    model may be gone.
-
-    Raises:
-        DataError: it has none, or the ids of a prepared corpus are another one's.
-    """
-    if config.resume:
-        place, _, _ = read_settings(TrainConfig, config.out, config.name)
-    else:
-        place = locate(config.init_from)
-    if not (place / "tokenizer.json").is_file():
-        raise DataError(f"{place} has no tokenizer.json; name a tokenizer, for instance bytes")
-    file, own = Path(config.data) / "tokenizer.json", open_tokenizer(str(place))
-    if is_prepared(config.data) and file.is_file() and load_tokenizer(file).digest != own.digest:
-        raise DataError(f"{config.data} has ids of another tokenizer than that of {place}")
-    return str(place)
-
-
 def open_corpus(config):
     """The corpus of a config -> folder, tokenizer, train and validation tokens."""
     name, V = config.tokenizer, config.model.vocab_size
     if name == "auto" and config.init_from:
-        name = tokenizer_beside(config)
+        if config.resume:  # the first model may be gone
+            place, _, _ = read_settings(TrainConfig, config.out, config.name)
+        else:
+            place = locate(config.init_from)
+        name = tokenizer_beside(place, config.data)
     elif name == "auto":
         of_preset = {"tiny": "bytes", "small": "bpe"}.get(config.preset, "gpt2")
         name = None if is_prepared(config.data) or config.data == "hops" else of_preset
@@ -355,19 +333,6 @@ def optimize(model, optimizer, x, y, R, config, precision):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return logged
-
-
-def adapt(config, windows):
-    """A training that makes a Llama ponder: its feedback_scale, as `windows` of the corpus say."""
-    ponders = config.model.label in ("ponderlm3", "ponderlm2")
-    if config.resume or not config.init_from or not ponders or config.model.feedback_scale:
-        return config
-    base = load(locate(config.init_from))
-    if base.config.label != "vanilla":
-        return config
-    idx, _ = windows.batch(0, min(32, windows.count))
-    scale = float(f"{residual_scale(base, idx[:, : base.config.block_size]):.3g}")
-    return replace(config, model=replace(config.model, feedback_scale=scale))
 
 
 def open_model(config, vocab_size, checkpoint, device):

@@ -13,9 +13,9 @@ from checkpoint import checkpoints
 from config import read_config
 from data import Windows
 from methods import CLASSES, load
-from start import offset_at, start_from
+from start import adapt, offset_at, start_from
 from tokenizer import DataError
-from train import TrainConfig, adapt, open_corpus, parse, train
+from train import TrainConfig, open_corpus, parse, train
 from validation import evaluate
 from weights import is_model
 
@@ -36,6 +36,11 @@ def going_on(config, llama, *flags):
     flags = ["--data", config.data, "--steps", "20", *flags]
     config = parse(["--preset", "tiny", "--init-from", str(llama), *flags])
     return replace(config, eval_every=10, eval_windows=8, device="cpu", precision="float32")
+
+
+def going_on_without_steps(llama):
+    config = parse(["--preset", "tiny", "--init-from", str(llama), "--ponder-steps", "0"])
+    return config.model.label, config.ponder_warmup
 
 
 def fixed_point_loss(model, config):
@@ -130,6 +135,7 @@ def test_every_method(config, llama, method):
     assert all(torch.equal(model.state_dict()[name], plain[name]) for name in plain)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     if method == "vanilla":
+        assert going_on_without_steps(llama) == ("vanilla", 0)
         assert fixed_point_loss(model, config) == fixed_point_loss(load(llama), config)
 
 
@@ -172,7 +178,7 @@ def test_hugging_face_model(config, monkeypatch, tmp_path, capsys):
     cannot go on once its directory is gone."""
     monkeypatch.chdir(tmp_path)
     library, tokenizer = make_tokenizer(tmp_path / "llama", "llama 3")
-    make_llama(tmp_path / "llama", vocab_size=library.get_vocab_size())
+    make_llama(tmp_path / "llama", vocab_size=library.get_vocab_size() + 20)  # a padded table
     config = going_on(config, "llama", "--block-size", "8", "--steps", "2")
     run, _ = train(replace(config, name="mine"))
     saved = json.loads((run / "tokenizer.json").read_text())
