@@ -100,6 +100,17 @@ def test_resume_is_exact(config, monkeypatch, capsys, precision):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+def test_plain_transformer_resumes(config):
+    """Catches a checkpoint without pondering that is saved as a Llama, its embedding scale gone."""
+    plain = replace(config.model, method="vanilla", ponder_steps=0)
+    config = replace(config, model=plain, steps=20)
+    whole, _ = train(replace(config, name="whole"))
+    run, _ = train(config)
+    shutil.rmtree(checkpoints(run)[-1])
+    train(parse(["--resume"]))
+    assert_same(whole, run)
+
+
 def test_interrupted_evaluation(config, monkeypatch):
     """Catches an evaluation that is waited for, or lost: all is saved, so it stops at once."""
     whole, results = train(replace(config, name="whole"))
