@@ -107,7 +107,8 @@ def test_plain_transformer_resumes(config):
     whole, _ = train(replace(config, name="whole"))
     run, _ = train(config)
     shutil.rmtree(checkpoints(run)[-1])
-    train(parse(["--resume"]))
+    again, _ = train(parse(["--resume", "--name", run.name]))
+    assert again == run and step_of(checkpoints(run)[-1]) == 20
     assert_same(whole, run)
 
 
