@@ -103,12 +103,12 @@ def test_resume_is_exact(config, monkeypatch, capsys, precision):
 def test_plain_transformer_resumes(config):
     """Catches a checkpoint without pondering that is saved as a Llama, its embedding scale gone."""
     plain = replace(config.model, method="vanilla", ponder_steps=0)
-    config = replace(config, model=plain, steps=20)
+    config = replace(config, model=plain, steps=40)
     whole, _ = train(replace(config, name="whole"))
     run, _ = train(config)
     shutil.rmtree(checkpoints(run)[-1])
     again, _ = train(parse(["--resume", "--name", run.name]))
-    assert again == run and step_of(checkpoints(run)[-1]) == 20
+    assert again == run and step_of(checkpoints(run)[-1]) == 40
     assert_same(whole, run)
 
 
