@@ -21,7 +21,7 @@ import json
 import math
 import os
 import re
-from dataclasses import asdict, field, fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from pathlib import Path
 
 import torch
@@ -343,8 +343,9 @@ def main(directory: tyro.conf.Positional[str], to: Path | None = None):
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     print(f"{place}: {config.label}, K = {config.ponder_steps}, {size:,} parameters")
-    for name, value in asdict(config).items():
-        print(f"    {name} = {value}")
+    for f in fields(config):  # what is not as everywhere
+        if (value := getattr(config, f.name)) != f.default:
+            print(f"    {f.name} = {value}")
     file = place / "tokenizer.json"
     tokenizer = load_tokenizer(file) if file.is_file() else None
     if tokenizer:

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from conftest import small_model
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -14,6 +15,7 @@ from tokenizers import (
     trainers,
 )
 
+import weights
 from data import load_tokens, open_tokenizer, prepare
 from tokenizer import DataError, load_tokenizer
 
@@ -174,6 +176,26 @@ def test_corpus(tmp_path, kind):
     )
     other, _ = prepare(str(tmp_path / "texts"), "bytes", cache=tmp_path / "data")
     assert other != folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_export(tmp_path, kind, capsys):
+    """Catches a directory whose tokenizer transformers does not load, or loads as another one; and
+    one that is overwritten."""
+    transformers = pytest.importorskip("transformers")
+    library, tokenizer = make(tmp_path / "model", kind)
+    small_model(ponder_steps=0, vocab_size=library.get_vocab_size()).save_pretrained(
+        tmp_path / "model"
+    )
+    tokenizer.save(tmp_path / "model" / "tokenizer.json")  # as a run has it
+    weights.main(str(tmp_path / "model"), tmp_path / "llama")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "llama")
+    assert theirs.eos_token_id == tokenizer.end_of_text
+    assert theirs(TEXT)["input_ids"] == tokenizer.begin + tokenizer.encode(TEXT)
+    assert load_tokenizer(tmp_path / "llama" / "tokenizer.json").tokens == tokenizer.tokens
+    assert "a Hugging Face Llama" in capsys.readouterr().out
+    with pytest.raises(FileExistsError, match="is not empty"):
+        weights.main(str(tmp_path / "model"), tmp_path / "llama")
 
 
 def test_large_vocabulary(tmp_path):
