@@ -89,7 +89,10 @@ def find_run(run=None, out="out"):
     if run is not None:
         place = locate(run)
         if not is_model(place):
-            raise FileNotFoundError(f"{run} holds no model.safetensors; train one: python train.py")
+            raise FileNotFoundError(
+                f"{run} holds no model.safetensors; give the directory of a model, or train one: "
+                "python train.py"
+            )
         return place
     return newest(out, "model.safetensors")
 

@@ -60,10 +60,7 @@ class PonderConfig:
 
     def __post_init__(self):
         D, H, K = self.hidden_size, self.num_attention_heads, self.ponder_steps
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-        for name in (*sizes, "num_attention_heads", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: it must be at least 1")
+        self._check_types()
         if not 0 <= self.penalty_weight < math.inf:
             raise ValueError(f"penalty_weight = {self.penalty_weight}: it must be 0 or more")
         if not 0 < self.scale < math.inf:
@@ -72,8 +69,6 @@ class PonderConfig:
             raise ValueError(f"feedback_scale = {self.feedback_scale}: it must be above 0")
         if self.penalty not in ("token", "batch"):
             raise ValueError(f"penalty = {self.penalty!r} is neither 'token' nor 'batch'")
-        if K < 0:
-            raise ValueError(f"ponder_steps = {K}: the number of steps K must be 0 or more")
         if self.router not in ("learned", "always"):
             raise ValueError(f"router = {self.router!r} is neither 'learned' nor 'always'")
         if H % self.key_value_heads:
@@ -84,7 +79,7 @@ class PonderConfig:
             raise ValueError(f"head_dim = {self.head_width} is odd, but RoPE rotates pairs")
         if self.rope_scaling is not None and not (
             len(self.rope_scaling) == 4
-            and all(x > 0 for x in self.rope_scaling)
+            and all(0 < x < math.inf for x in self.rope_scaling)
             and self.rope_scaling[1] < self.rope_scaling[2]
         ):
             raise ValueError(f"rope_scaling = {self.rope_scaling}: 4 numbers above 0, low < high")
@@ -95,6 +90,20 @@ class PonderConfig:
         if self.backprop_passes is not None and self.backprop_passes < 1:
             raise ValueError(f"backprop_passes = {self.backprop_passes}: it must be at least 1")
         self._check_method()
+
+    def _check_types(self):
+        """Refuse what JSON may hold in place of a number."""
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        sizes += ("num_attention_heads", "block_size", "num_key_value_heads", "head_dim")
+        for name in (*sizes, "ponder_steps"):
+            value, low = getattr(self, name), 0 if name == "ponder_steps" else 1
+            optional = name in ("num_key_value_heads", "head_dim")
+            if not (value is None and optional) and (type(value) is not int or value < low):
+                raise ValueError(f"{name} = {value!r}: it must be a whole number, at least {low}")
+        for name, low in (("rms_norm_eps", 0), ("rope_theta", 1e-30)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not low <= value < math.inf:
+                raise ValueError(f"{name} = {value!r}: it must be a number above 0")
 
     def _check_method(self):
         """Refuse settings that the method would not follow."""

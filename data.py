@@ -134,6 +134,14 @@ def read_texts(path):
     return [(name, text) for name, text in texts if path.is_file() or b"\0" not in text]
 
 
+def boundary(text, at):
+    """The last place up to `at` where no character of UTF-8 is cut."""
+    for back in range(min(4, at)):
+        if at >= len(text) or text[at - back] & 0b1100_0000 != 0b1000_0000:
+            return at - back
+    return at  # it is no UTF-8
+
+
 def split(documents):
     """Documents -> train, validation: one file in 20 by the hash of its name, so that no docstring
     has its neighbours on the other side; of few documents the last tenth of each."""
@@ -143,7 +151,7 @@ def split(documents):
             held_out = int(hashlib.sha1(name.encode()).hexdigest(), 16) % 20 == 0
             (val if held_out else train).append(text)
         else:
-            cut = len(text) - len(text) // 10
+            cut = boundary(text, len(text) - len(text) // 10)
             train.append(text[:cut])
             val.append(text[cut:])
     return train, val
@@ -161,15 +169,16 @@ def pieces_of(text):
     """A text in pieces of at most 1 MB, cut behind a line where there is one."""
     start = 0
     while start < len(text):
-        end = start + 10**6
-        line = text.rfind(b"\n", start, end) + 1
-        end = line if line and end < len(text) else end
+        end = min(start + 10**6, len(text))
+        if end < len(text):
+            end = text.rfind(b"\n", start, end) + 1 or boundary(text, end)
         yield text[start:end]
         start = end
 
 
 def write_tokens(texts, tokenizer, file, label):
     """Encode documents, each followed by the end of text, into a file of ids."""
+    check_end(tokenizer)
     kind = id_type(tokenizer.vocab_size)
     bar = tqdm(total=sum(map(len, texts)), desc=label, unit="B", unit_scale=True, leave=False)
     with open(file, "wb") as out, bar:
@@ -185,20 +194,23 @@ def open_tokenizer(name):
     """'bytes' or 'gpt2'; else the tokenizer of a model: its directory, or its name on the Hub.
 
     Raises:
-        DataError: there is no such model, it has none, or none that could divide texts.
+        DataError: there is no such model, or it has none.
     """
     if name in ("bytes", "gpt2"):
         return getattr(Tokenizer, name)()
     try:
-        tokenizer = load_tokenizer(locate(name) / "tokenizer.json")
+        return load_tokenizer(locate(name) / "tokenizer.json")
     except FileNotFoundError as error:
         raise DataError(f"--tokenizer is bytes, bpe, gpt2 or a model: {error}") from None
+
+
+def check_end(tokenizer):
+    """Refuse a tokenizer that cannot divide one text from the next."""
     if tokenizer.end_of_text is None:
         raise DataError(
-            f"{name}: its tokenizer has no end of text (eos_token in tokenizer_config.json), which "
-            "divides one text from the next"
+            f"the tokenizer {tokenizer.name} has no end of text, which divides one text from the "
+            "next: name it in tokenizer_config.json, as eos_token, or give ready .bin files"
         )
-    return tokenizer
 
 
 def is_prepared(folder):

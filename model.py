@@ -397,17 +397,16 @@ class PonderLM(nn.Module):
                 do not fit the config.
         """
         config, tensors = read_config(directory), dict(weights.read_tensors(directory))
-        if config.tie_word_embeddings:
-            table = tensors.get("model.embed_tokens.weight")
-            head = tensors.setdefault("lm_head.weight", table)
-            if head is not table and not torch.equal(head, table):
+        table, head = (tensors.get(f"{x}.weight") for x in ("model.embed_tokens", "lm_head"))
+        if config.tie_word_embeddings and table is not None:
+            if head is not None and not torch.equal(head, table):
                 raise ValueError(f"{directory}: tie_word_embeddings, but lm_head.weight differs")
+            tensors["lm_head.weight"] = table
         with torch.device("meta"):  # the tensors that were read become its parameters
             model = cls(config)
-        try:
-            model.load_state_dict(tensors, assign=True)
-        except RuntimeError as error:
-            raise ValueError(f"{directory}: the tensors do not fit config.json: {error}") from None
+        if wrong := weights.differences(tensors, model.state_dict()):
+            raise ValueError(f"{directory}: the tensors do not fit config.json: {wrong}")
+        model.load_state_dict(tensors, assign=True)
         model._tie()
         return model.eval()
 

@@ -119,7 +119,8 @@ class Printer:
             self.token(*pair)
 
     def token(self, token, steps):
-        piece = "" if token == self.end else self.decoder.decode(self.tokenizer.decode([token]))
+        hidden = token == self.end or token in self.tokenizer.begin
+        piece = "" if hidden else self.decoder.decode(self.tokenizer.decode([token]))
         if self.K is not None and piece and steps is not None:
             piece = paint(piece, steps, self.K, self.color)
         print(piece, end="", flush=True)
@@ -275,7 +276,8 @@ def main(
     model = load(directory).to(device)
     tokenizer = load_tokenizer(directory / "tokenizer.json")
     K, window = model.config.ponder_steps, model.config.block_size
-    if tokenizer.vocab_size > model.config.vocab_size:
+    padded = tokenizer.name == "huggingface"  # may have tokens, like <pad>, that no text has
+    if tokenizer.vocab_size > model.config.vocab_size and not padded:
         raise ValueError(f"{directory}: the tokenizer has more tokens than the model; not its own?")
     if num_samples < 1 or batch_size < 1:
         raise ValueError(

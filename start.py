@@ -21,7 +21,7 @@ from config import read_config
 from data import is_prepared, open_tokenizer
 from methods import SETTINGS, build, load
 from tokenizer import DataError, load_tokenizer
-from weights import locate
+from weights import differences, locate
 
 # What the weights fix.
 BACKBONE = (
@@ -61,7 +61,9 @@ def tokenizer_beside(place, data):
     if not (place / "tokenizer.json").is_file():
         raise DataError(f"{place} has no tokenizer.json; name a tokenizer, for instance bytes")
     file, own = Path(data) / "tokenizer.json", open_tokenizer(str(place))
-    if is_prepared(data) and file.is_file() and load_tokenizer(file).digest != own.digest:
+    if is_prepared(data) and not file.is_file():
+        print(f"note: {data} has no tokenizer.json; its ids are taken for those of {place}")
+    elif is_prepared(data) and load_tokenizer(file).digest != own.digest:
         raise DataError(f"{data} has ids of another tokenizer than that of {place}")
     return str(place)
 
@@ -83,17 +85,24 @@ def start_from(directory, config):
         ours, theirs = getattr(config, what), getattr(base.config, what)
         if ours != theirs:
             raise ValueError(f"{name} = {ours}: {directory} has {theirs}; leave it as it is")
+    if base.config.label == "ponderlm3" and config.ponder_steps != base.config.ponder_steps:
+        raise ValueError(
+            f"ponder_steps = {config.ponder_steps}: the router of {directory} is for "
+            f"{base.config.ponder_steps}; leave it as it is"
+        )
     if config.block_size > base.config.block_size:
         raise ValueError(
             f"block_size = {config.block_size}: {directory} was trained on windows of "
             f"{base.config.block_size} tokens"
         )
     model = build(config)
-    try:
-        new, unknown = model.load_state_dict(base.state_dict(), strict=False)
-    except RuntimeError as error:
-        raise ValueError(f"{directory} does not fit {config.label}: {error}") from None
-    assert not unknown and not any(name.startswith(("model.", "lm_head.")) for name in new)
+    new = {k for k in model.state_dict() if not k.startswith(("model.", "lm_head."))}
+    if base.config.label != "vanilla":
+        new = set()
+    tensors = {k: x for k, x in model.state_dict().items() if k in new} | base.state_dict()
+    if wrong := differences(tensors, model.state_dict()):
+        raise ValueError(f"{directory} does not fit {config.label}: {wrong}")
+    model.load_state_dict(tensors)
     return model
 
 

@@ -22,7 +22,16 @@ import tyro
 from tqdm import tqdm
 
 from checkpoint import sync, write_json
-from data import CACHE, check_streamed, describe, id_type, is_prepared, open_tokenizer, read_meta
+from data import (
+    CACHE,
+    check_end,
+    check_streamed,
+    describe,
+    id_type,
+    is_prepared,
+    open_tokenizer,
+    read_meta,
+)
 from tokenizer import DataError, Tokenizer, check_bpe_size, load_tokenizer
 
 NAMES = {  # of Hugging Face's hub: repository, configuration
@@ -137,9 +146,11 @@ def stream(
     name = name.rstrip("/")
     folder = Path(folder or CACHE / f"{Path(name).name}-{Path(tokenizer).name}")
     dataset = open_dataset(name, config, split, field)
-    size = vocab_size if tokenizer == "bpe" else ""
+    kind = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
+    if tokenizer not in ("bytes", "bpe", "gpt2"):
+        kind = open_tokenizer(tokenizer).digest
     source = describe_source(
-        name, config or "", split, field, f"{tokenizer}{size} {val_tokens:g} {shard_tokens:g}"
+        name, config or "", split, field, f"{kind} {val_tokens:g} {shard_tokens:g}"
     )
     meta = read_meta(folder)
     begun = meta.get("shards", 0) > 0
@@ -157,6 +168,7 @@ def stream(
     if meta["complete"]:
         check_streamed(folder)
     tokens_of = load_tokenizer(folder / "tokenizer.json")
+    check_end(tokens_of)
     kind = id_type(tokens_of.vocab_size)
     meta["dtype"] = kind.name
     if meta["state"]:

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import re
+from itertools import takewhile
 from pathlib import Path
 
 import tiktoken
@@ -174,10 +175,11 @@ class HuggingFaceTokenizer(Saved):
         self.library.no_padding()
         self.definition, self.end = definition, end
         self.end_of_text = None if end is None else self.library.token_to_id(end)
-        around = self.library.encode("").ids  # what it puts around a text
-        self.begin = (
-            around[: around.index(self.end_of_text)] if self.end_of_text in around else around
-        )
+        if end is not None and self.end_of_text is None:
+            raise DataError(f"its end of text, {end!r}, is not in its vocabulary")
+        probe = self.library.encode("a")
+        added = zip(probe.ids, probe.special_tokens_mask, strict=True)
+        self.begin = [i for i, special in takewhile(lambda pair: pair[1], added)]
         self.library.encode_special_tokens = True  # nothing in a text is taken for one
         self.tokens = token_bytes(self.library, definition.get("decoder"))
         self.vocab_size = len(self.tokens)
@@ -196,6 +198,7 @@ class HuggingFaceTokenizer(Saved):
     def save_pretrained(self, directory):
         """As Hugging Face has it: what transformers' AutoTokenizer loads."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end}
+        settings["bos_token"] = self.library.id_to_token(self.begin[0]) if self.begin else None
         for name, content in (
             ("tokenizer.json", self.definition),
             ("tokenizer_config.json", settings),
@@ -262,7 +265,9 @@ def load_tokenizer(file):
             return CharTokenizer([token.decode() for token in tokens])
         return Tokenizer(fields["name"], fields["pattern"], tokens)
     except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror}") from None
+        raise DataError(
+            f"cannot read {file}: {error.strerror}; the tokenizer of a model lies beside it"
+        ) from None
     except DataError as error:
         raise DataError(f"{file}: {error}") from None
     except (ValueError, KeyError, TypeError) as error:

@@ -172,7 +172,7 @@ def parse(argv=None):
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="auto")
     first.add_argument("--method")
-    first.add_argument("--init-from")
+    first.add_argument("--init-from", "--init_from")
     first.add_argument("--steps", type=int)
     first.add_argument("--device", default="auto")
     first.add_argument("--out", default="out")
@@ -239,6 +239,11 @@ def check(config, processes=1):
     for name, (low, high) in (bounds | {"learning_rate": (0, 1e30)}).items():
         if not low <= getattr(config, name) <= high:
             raise ValueError(f"{name} = {getattr(config, name)}: it must be in {low} .. {high:g}")
+    if 0 < config.steps <= config.ponder_warmup:
+        raise ValueError(
+            f"ponder_warmup = {config.ponder_warmup}: it has to end before the training, of "
+            f"{config.steps} steps"
+        )
     if config.ponder_warmup < 0 or (config.ponder_warmup and config.model.label != "ponderlm3"):
         raise ValueError(
             f"ponder_warmup = {config.ponder_warmup}: 0 or more steps, and only for ponderlm3, "
@@ -295,16 +300,20 @@ def open_corpus(config):
     elif name == "auto":
         of_preset = {"tiny": "bytes", "small": "bpe"}.get(config.preset, "gpt2")
         name = None if is_prepared(config.data) or config.data == "hops" else of_preset
+    if config.init_from and name == "bpe":
+        raise DataError(
+            f"--tokenizer bpe would be a new one, which {config.init_from} does not know; leave it "
+            "out to take the model's own"
+        )
     folder, tokenizer = prepare(config.data, name, V)
-    if config.init_from and tokenizer.vocab_size > V:
+    padded = tokenizer.name == "huggingface"  # may have tokens, like <pad>, that no text has
+    if config.init_from and tokenizer.vocab_size > V and not padded:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, {config.init_from} only {V}; leave "
             "out --tokenizer to take the model's own"
         )
-    tokens = [
-        load_tokens(folder, split, tokenizer.vocab_size, config.model.block_size)
-        for split in ("train", "val")
-    ]
+    V = min(tokenizer.vocab_size, V) if config.init_from else tokenizer.vocab_size
+    tokens = [load_tokens(folder, split, V, config.model.block_size) for split in ("train", "val")]
     return folder, tokenizer, *tokens
 
 

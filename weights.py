@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import shutil
 from dataclasses import field, fields, is_dataclass
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def locate(name):
         return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or path.parent.exists():
         raise FileNotFoundError(f"{name} does not exist")
-    where = f"{name} is no directory here, and taken for a model of the Hugging Face Hub it"
+    where = f"{name} is no directory here; as a model of the Hugging Face Hub it"
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -146,7 +147,7 @@ def read_config(directory):
 # Of config.json: what a Llama must have here, if it says anything about it.
 ONLY = {
     "architectures": (None, ["LlamaForCausalLM"]),
-    "hidden_act": ("silu",),
+    "hidden_act": ("swish", "silu"),  # two names of one function
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "sliding_window": (None,),
@@ -169,6 +170,9 @@ def from_llama(config):
     for name, known in ONLY.items():
         if config.get(name, known[0]) not in known:
             raise ValueError(f"{name} = {config[name]!r}: only {known[-1]!r} can be represented")
+    for name in ("tie_word_embeddings", "scale_embeds", "recurrent_model"):
+        if config.get(name) not in (None, False, True):
+            raise ValueError(f"{name} = {config[name]!r} is neither true nor false")
     missing = [name for name in (*SIZES, "num_attention_heads") if config.get(name) is None]
     if missing:
         raise ValueError(f"it has no {missing[0]}")
@@ -190,16 +194,18 @@ def from_llama(config):
 
 
 def rope_of(config):
-    """theta and llama3's scaling (or None), from either of the two ways to write them down."""
-    new = config.get("rope_parameters") or {}
-    rope = new or config.get("rope_scaling") or {}
-    theta = new.get("rope_theta", config.get("rope_theta", 10_000.0))
+    """theta and llama3's scaling (or None), from either of the two ways to write them down.
+
+    What counts where they differ is as in transformers 5.
+    """
+    place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(place) or {}
+    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(f"partial_rotary_factor = {rope['partial_rotary_factor']}: only 1 is read")
     if kind == "default":
         return theta, None
-    place = "rope_parameters" if new else "rope_scaling"
     if kind != "llama3":
         raise ValueError(f"{place} is of type {kind!r}: only 'default' and 'llama3' are known")
     missing = [name for name in LLAMA3 if rope.get(name) is None]
@@ -250,6 +256,8 @@ def to_llama(config, tensors):
         attention_bias=False,
         mlp_bias=False,
         torch_dtype="float32",
+        bos_token_id=None,  # which are the tokenizer's, see main
+        eos_token_id=None,
     )
     return llama, tensors
 
@@ -312,6 +320,25 @@ def read_tensors(directory):
             raise ValueError(f"{file} is damaged or no safetensors file: {error}") from None
 
 
+def differences(found, expected):
+    """What keeps tensors from being those of a model, both by name; '' if nothing does."""
+    shapes = [
+        f"{name} is {tuple(found[name].shape)}, not {tuple(expected[name].shape)}"
+        for name in found.keys() & expected.keys()
+        if found[name].shape != expected[name].shape
+    ]
+    lists = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "unknown": sorted(found.keys() - expected.keys()),
+        "of another shape": sorted(shapes),
+    }
+    return "; ".join(
+        f"{len(names)} {what}: {', '.join(names[:3])}" + (", .." if len(names) > 3 else "")
+        for what, names in lists.items()
+        if names
+    )
+
+
 def write_directory(directory, config, tensors):
     """Write both files, each under a temporary name first, so that no half-written file remains."""
     directory = Path(directory)
@@ -320,6 +347,7 @@ def write_directory(directory, config, tensors):
     save_file(tensors, directory / f"{SINGLE}.tmp", metadata={"format": "pt"})
     text = json.dumps(config, indent=2)
     (directory / "config.json.tmp").write_text(text + "\n", encoding="utf-8")
+    shutil.copymode(directory / "config.json.tmp", directory / f"{SINGLE}.tmp")  # it was private
     for name in (SINGLE, "config.json"):
         os.replace(directory / f"{name}.tmp", directory / name)
 
@@ -338,6 +366,8 @@ def main(directory: tyro.conf.Positional[str], to: Path | None = None):
     from methods import load
     from tokenizer import HuggingFaceTokenizer, load_tokenizer
 
+    if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
+        raise FileExistsError(f"{to} exists already; give a new directory")
     place = locate(directory)
     model = load(place)
     config = model.config
@@ -352,9 +382,12 @@ def main(directory: tyro.conf.Positional[str], to: Path | None = None):
         print(f"tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} tokens")
     if to is None:
         return
-    if to.exists() and any(to.iterdir()):
-        raise FileExistsError(f"{to} is not empty; give a new directory")
     model.save_pretrained(to)
+    if tokenizer and config.label == "vanilla":
+        ids = {"eos_token_id": tokenizer.end_of_text}
+        ids["bos_token_id"] = tokenizer.begin[0] if tokenizer.begin else None
+        text = json.dumps(read_json(to / "config.json") | ids, indent=2)
+        (to / "config.json").write_text(text + "\n", encoding="utf-8")
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.save_pretrained(to)
     elif tokenizer:

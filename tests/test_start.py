@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from test_tokenizer import make as make_tokenizer
@@ -150,7 +151,7 @@ def test_pondering_model_goes_on(config, llama):
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     with pytest.raises(ValueError, match="is a ponderlm3, which can go on as that only"):
         start_from(first, going_on(config, first, "--method", "looped").model)
-    with pytest.raises(ValueError, match=r"does not fit ponderlm3[^$]*router"):
+    with pytest.raises(ValueError, match="ponder_steps = 3: the router of out/first is for 2"):
         start_from(first, replace(second.model, ponder_steps=3))
 
 
@@ -162,6 +163,8 @@ def test_pondering_model_goes_on(config, llama):
         (["--embed-scale", "2"], "embed_scale = 2.0: .* has 1.0"),
         (["--block-size", "32"], "block_size = 32: .* windows of 16"),
         (["--ponder-warmup", "-1"], "ponder_warmup = -1"),
+        (["--ponder-warmup", "20"], "ponder_warmup = 20: it has to end before"),
+        (["--tokenizer", "bpe"], "bpe would be a new one"),
         (["--method", "looped", "--ponder-warmup", "5"], "ponder_warmup = 5"),
         (["--tokenizer", "nowhere"], "nowhere does not exist"),
     ],
@@ -204,6 +207,29 @@ def test_without_a_tokenizer(config, monkeypatch, tmp_path):
     config = going_on(config, "llama")
     with pytest.raises(DataError, match="ids of another tokenizer"):
         open_corpus(replace(config, data=str(folder)))
-    config = replace(config, model=replace(config.model, vocab_size=200))
+    few = replace(config, model=replace(config.model, vocab_size=200))
+    with pytest.raises(DataError, match="beyond the vocabulary of 200"):
+        open_corpus(few)
     with pytest.raises(DataError, match="only 200"):
-        open_corpus(config)
+        open_corpus(replace(few, tokenizer="bytes"))
+
+
+def test_folder_of_ids(config, monkeypatch, tmp_path, capsys):
+    """Catches ready ids that need an end of text, or are taken for the model's without a word."""
+    monkeypatch.chdir(tmp_path)
+    library, _ = make_tokenizer(tmp_path / "llama", "byte-level", {}, model_max_length=5)
+    make_llama(tmp_path / "llama", vocab_size=library.get_vocab_size())
+    (tmp_path / "ids").mkdir()
+    for name in ("train.bin", "val.bin"):
+        (np.arange(5000, dtype=np.uint16) % 250).tofile(tmp_path / "ids" / name)
+    config = replace(going_on(config, "llama"), data="ids")
+    assert open_corpus(config)[1].end_of_text is None
+    assert (
+        "ids has no tokenizer.json; its ids are taken for those of llama" in capsys.readouterr().out
+    )
+
+
+def test_underscores(llama):
+    """Catches a spelling that the command line takes and the defaults do not see."""
+    flags = ["--preset", "tiny", "--init_from", str(llama)]
+    assert parse(flags).model.hidden_size == 32

@@ -100,11 +100,26 @@ def test_encode_and_decode(tmp_path, kind):
     assert tokenizer.end_of_text not in tokenizer.encode(HARD)
     assert tokenizer.begin == ([] if kind == "byte-level" else [library.token_to_id("<s>")])
     assert tokenizer.vocab_size == library.get_vocab_size()
-    assert tokenizer.decode([*tokenizer.begin, tokenizer.vocab_size]) in (b"", b"<s>")
+    assert tokenizer.decode([*tokenizer.begin, tokenizer.vocab_size]) == b"<s>" * len(
+        tokenizer.begin
+    )
     tokenizer.save(tmp_path / "ours.json")
     again = load_tokenizer(tmp_path / "ours.json")
     for name in ("tokens", "begin", "end_of_text", "digest"):
         assert getattr(again, name) == getattr(tokenizer, name)
+
+
+@pytest.mark.parametrize(
+    "template,begin",
+    [("</s> $A", [1]), ("<s> $A </s>", [0]), ("$A </s>", []), ("<s> </s> $A <s>", [0, 1])],
+)
+def test_begin(tmp_path, template, begin):
+    """Catches a beginning that is taken for the end of text, or the end for a beginning."""
+    library = byte_level()
+    special = [(name, library.token_to_id(name)) for name in ("<s>", "</s>")]
+    library.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").begin == begin
 
 
 def test_added_tokens(tmp_path):
@@ -147,11 +162,13 @@ def test_settings_of_the_file_are_left_alone(tmp_path):
     library.enable_truncation(4)
     library.enable_padding(length=9)
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = open_tokenizer(str(tmp_path))
     assert tokenizer.decode(tokenizer.encode(TEXT)).decode() == TEXT
     assert tokenizer.end_of_text is None
+    (tmp_path / "text").write_text(TEXT)
     with pytest.raises(DataError, match="no end of text"):
-        open_tokenizer(str(tmp_path))
+        prepare(str(tmp_path / "text"), str(tmp_path), cache=tmp_path / "data")
+    assert list((tmp_path / "data").iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -159,16 +176,14 @@ def test_corpus(tmp_path, kind):
     """Catches a corpus without the tokens around each text, and one that is taken for another's."""
     _, tokenizer = make(tmp_path / "model", kind)
     (tmp_path / "texts").mkdir()
-    for name in "ab":
-        (tmp_path / "texts" / name).write_text(f"{name} {TEXT}")
+    for name in "ab":  # the end of training text would fall inside the second character
+        (tmp_path / "texts" / name).write_text(f"{name} {'日本語' * 99}")
     folder, same = prepare(
         str(tmp_path / "texts"), str(tmp_path / "model"), cache=tmp_path / "data"
     )
     assert same.digest == tokenizer.digest and same.digest in folder.name.split("-")[-2]
     ids = load_tokens(folder, "val", tokenizer.vocab_size, 8)[:].tolist()
-    text = f"a {TEXT}"
-    tail = text[len(text) - len(text) // 10 :]
-    one = [*tokenizer.begin, *tokenizer.encode(tail), tokenizer.end_of_text]
+    one = [*tokenizer.begin, *tokenizer.encode("日本語" * 10), tokenizer.end_of_text]
     assert ids[: len(one)] == one and len(ids) == 2 * len(one)
     assert (
         prepare(str(tmp_path / "texts"), str(tmp_path / "model"), cache=tmp_path / "data")[1].digest
@@ -194,7 +209,11 @@ def test_export(tmp_path, kind, capsys):
     assert theirs(TEXT)["input_ids"] == tokenizer.begin + tokenizer.encode(TEXT)
     assert load_tokenizer(tmp_path / "llama" / "tokenizer.json").tokens == tokenizer.tokens
     assert "a Hugging Face Llama" in capsys.readouterr().out
-    with pytest.raises(FileExistsError, match="is not empty"):
+    config = json.loads((tmp_path / "llama" / "config.json").read_text())
+    assert config["eos_token_id"] == tokenizer.end_of_text
+    assert config["bos_token_id"] == (tokenizer.begin[0] if tokenizer.begin else None)
+    assert theirs.bos_token == ("<s>" if tokenizer.begin else None)
+    with pytest.raises(FileExistsError, match="exists already"):
         weights.main(str(tmp_path / "model"), tmp_path / "llama")
 
 
@@ -234,6 +253,8 @@ def damage(change):
          "unknown decoder, .*WordPiece"),
         (damage(lambda t: t.update(decoder=None)), "unknown decoder"),
         (lambda d: (d / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is not"),
+        (lambda d: (d / "tokenizer_config.json").write_text('{"eos_token": "x!y"}'),
+         "end of text, 'x!y', is not in its vocabulary"),
     ],
 )  # fmt: skip
 def test_damaged(tmp_path, edit, message):
