@@ -449,7 +449,7 @@ def train(config):
     V = config.model.vocab_size if config.init_from else V if V < 1024 else -(-V // 64) * 64
     windows, val = Windows(train_tokens, T, config.seed), Windows(val_tokens, T, seed=0)
     entropy = unigram_entropy(val_tokens, V)
-    config = from_first(adapt(config, windows))
+    config = from_first(adapt(config, Windows(train_tokens, T, seed=0)))  # the same for all seeds
 
     corpus = describe_corpus(folder, train_tokens, val_tokens)  # the same after a resume?
     run, latest, changed = from_first(None if rank else open_run(config, corpus, MAY_CHANGE))

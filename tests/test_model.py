@@ -321,7 +321,10 @@ def test_save_and_load(tmp_path, tied):
         (lambda d: (d / "config.json").write_text("[1]"), "not a JSON object"),
         (lambda d: (d / "config.json").write_text('{"format": "x"}'), "format 'x'"),
         (lambda d: edit(d, '"hidden_size": 32', '"hidden_size": 64'), "do not fit"),
-        (lambda d: edit(d, '"hidden_size": 32', '"hidden_size": "32"'), "wrong type"),
+        (
+            lambda d: edit(d, '"hidden_size": 32', '"hidden_size": "32"'),
+            "hidden_size = '32': it must",
+        ),
         (lambda d: edit(d, '"rms_norm_eps"', '"rms_eps"'), "unknown or missing fields.*rms_eps"),
         (lambda d: (d / "model.safetensors").write_bytes(b"pickle"), "no safetensors file"),
         (lambda d: (d / "model.safetensors").write_bytes(b""), "no safetensors file"),

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import small_model
 
+from checkpoint import changes
 from methods import CLASSES
 from train import parse
 
@@ -35,6 +37,27 @@ def run_script(tmp_path):
         return [[args for name, *args in lines if name == f"{s}.py"] for s in ("train", "analyze")]
 
     return run
+
+
+def test_llama(run_script, tmp_path):
+    """Catches a flag that train.py does not know, and arms that differ in more than they should."""
+    trained, analyzed = run_script("llama.sh")
+    assert [args[0] for args in analyzed] == ["pareto"]
+    base = tmp_path / "out/llama/hugging-face"
+    small_model(ponder_steps=0, method="vanilla").save_pretrained(base)
+    configs = {}
+    for args in trained:
+        args = [str(base) if arg == "out/llama/hugging-face" else arg for arg in args]
+        configs[args[args.index("--name") + 1]] = parse(args)
+    assert len(configs) == 11
+    plain, taught = configs["longer-1"], configs["taught-1"]
+    differ = set(changes(plain, taught))
+    assert {"method", "ponder_steps", "ponder_warmup", "penalty_weight"} == differ
+    assert {configs[f"taught-{seed}"].seed for seed in (1, 2, 3)} == {1, 2, 3}
+    assert changes(taught, configs["at-once-1"]).keys() == {"ponder_warmup"}
+    (tmp_path / "out/llama/plain-0").mkdir()
+    (tmp_path / "out/llama/plain-0/results.json").touch()
+    assert len(run_script("llama.sh", SEEDS="2")[0]) == 2
 
 
 def test_pareto(run_script, tmp_path):

@@ -198,6 +198,6 @@ def test_runs(tmp_path):
     """Catches a run that is overwritten, and a missing one without a word of what to do."""
     with pytest.raises(FileNotFoundError, match=r"python train\.py"):
         find_run(out=tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors"):
+    with pytest.raises(FileNotFoundError, match="x does not exist"):
         find_run(tmp_path / "x")
     assert new_run(tmp_path, None, "tiny").name.startswith("tiny-")

@@ -362,7 +362,7 @@ NORM = "model.norm.weight"
         (change_tensor(NORM, lambda x: x * float("nan")), "norm.weight has numbers that are not"),
         (
             change_tensor(NORM, lambda x: x[:5]),
-            r"do not fit config.json: 1 of another shape: model.norm.weight is \(5,\), not \(32,\)$",
+            r"fit config.json: 1 of another shape: model.norm.weight is \(5,\), not \(32,\)$",
         ),
         (change_tensor("odd", lambda _: torch.ones(2)), "do not fit config.json: 1 unknown: odd$"),
     ],
@@ -415,7 +415,7 @@ def test_table_is_missing(tmp_path):
     tensors = load_file(tmp_path / weights.SINGLE)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, tmp_path / weights.SINGLE)
-    with pytest.raises(ValueError, match="1 missing: model.embed_tokens.weight"):
+    with pytest.raises(ValueError, match=r"1 missing: model\.embed_tokens\.weight$"):
         load(tmp_path)
 
 
