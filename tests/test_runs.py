@@ -49,7 +49,7 @@ def test_llama(run_script, tmp_path):
     for args in trained:
         args = [str(base) if arg == "out/llama/hugging-face" else arg for arg in args]
         configs[args[args.index("--name") + 1]] = parse(args)
-    assert len(configs) == 11
+    assert len(configs) == 12
     plain, taught = configs["longer-1"], configs["taught-1"]
     differ = set(changes(plain, taught))
     assert {"method", "ponder_steps", "ponder_warmup", "penalty_weight"} == differ

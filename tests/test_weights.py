@@ -139,6 +139,7 @@ def test_round_trip(tmp_path, tied, rope):
     back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "b").eval()
     assert torch.equal(logits(back, ids(2, 100)), logits(llama, ids(2, 100)))
     assert load(tmp_path / "b").config == model.config
+    assert back.config.eos_token_id is None and back.config.bos_token_id is None  # no tokenizer
     assert not [f for f in (tmp_path / "b").iterdir() if f.suffix in (".bin", ".pt", ".pkl")]
 
 
