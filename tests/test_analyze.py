@@ -90,7 +90,7 @@ def test_one_window(runs, tmp_path):
     [
         (dict(windows=0), "windows = 0: it must be at least 1"),
         (dict(tau=2.0), "tau = 2.0 is not a probability"),
-        (dict(run="nowhere"), "nowhere holds no model"),
+        (dict(run="nowhere"), "nowhere does not exist"),
     ],
 )
 def test_wrong_options(runs, options, message):
