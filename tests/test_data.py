@@ -47,12 +47,15 @@ def test_round_trip_of_any_bytes(bpe, raw):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"a\nb", b"a" * 10**6, b"line\n" * 500_000, b"x" * 2_500_000]
+    "text",
+    [b"", b"a\nb", b"a" * 10**6, b"line\n" * 500_000, b"x" * 2_500_000, "日".encode() * 700_000],
 )
 def test_pieces(text):
-    """Catches a text that is cut inside a line, or where it need not be, or loses something."""
+    """Catches a text that is cut inside a line or a character, or where it need not be, or loses
+    something."""
     pieces = list(pieces_of(text))
     assert b"".join(pieces) == text and len(pieces) == -(-len(text) // 10**6)
+    assert all(piece.decode() for piece in pieces)
     assert b"\n" not in text or all(piece.endswith(b"\n") for piece in pieces[:-1])
 
 
