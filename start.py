@@ -96,10 +96,9 @@ def start_from(directory, config):
             f"{base.config.block_size} tokens"
         )
     model = build(config)
-    new = {k for k in model.state_dict() if not k.startswith(("model.", "lm_head."))}
-    if base.config.label != "vanilla":
-        new = set()
-    tensors = {k: x for k, x in model.state_dict().items() if k in new} | base.state_dict()
+    backbone = ("model.", "lm_head.")
+    new = {k: x for k, x in model.state_dict().items() if not k.startswith(backbone)}
+    tensors = new | base.state_dict()
     if wrong := differences(tensors, model.state_dict()):
         raise ValueError(f"{directory} does not fit {config.label}: {wrong}")
     model.load_state_dict(tensors)

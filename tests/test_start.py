@@ -14,6 +14,7 @@ from checkpoint import checkpoints
 from config import read_config
 from data import Windows
 from methods import CLASSES, load
+from model import PonderLM
 from start import adapt, offset_at, start_from
 from tokenizer import DataError
 from train import TrainConfig, open_corpus, parse, train
@@ -146,6 +147,10 @@ def test_pondering_model_goes_on(config, llama):
     second = going_on(config, first)
     assert second.model == read_config(first) and second.model.feedback_scale
     assert adapt(second, None) is second
+    from_scratch = PonderLM(replace(second.model, feedback_scale=None))
+    from_scratch.save_pretrained(llama.parent / "scratch")
+    third = going_on(config, llama.parent / "scratch")
+    assert adapt(third, None) is third and third.model.feedback_scale is None
     assert second.ponder_warmup == 0 and second.model.ponder_steps == 2
     a, b = load(first).state_dict(), start_from(first, second.model).state_dict()
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
