@@ -15,7 +15,7 @@ n counts the tokens of all windows. Losses are in nats, in float32, at the fixed
 import math
 import re
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +44,10 @@ def validation_windows(path):
     Raises:
         FileNotFoundError, ValueError: it is no run, or its corpus is another one now.
     """
-    _, config, corpus = read_run(path)
-    folder, tokenizer, train, val = open_corpus(config)
+    run, config, corpus = read_run(path)
+    # Its own tokenizer, as when it is resumed: a model that it began from may be gone.
+    here = replace(config, resume=True, out=str(run.parent), name=run.name)
+    folder, tokenizer, train, val = open_corpus(here)
     now = describe_corpus(folder, train, val)
     if any(now[key] != corpus[key] for key in ("train_tokens", "val_tokens", "sha256")):
         raise ValueError(f"{path} was trained with another corpus than {config.data} is now")

@@ -13,6 +13,7 @@ from test_weights import make_llama
 from checkpoint import checkpoints
 from config import read_config
 from data import Windows
+from measure import validation_windows
 from methods import CLASSES, load
 from model import PonderLM
 from start import adapt, offset_at, start_from
@@ -123,6 +124,7 @@ def test_training_and_resume(config, llama, capsys):
     shutil.rmtree(checkpoints(parts)[1])
     shutil.rmtree(llama)
     train(parse(["--resume", "--name", "parts"]))
+    assert validation_windows("out/whole")[2].count > 0
     a, b = (load(run).state_dict() for run in (whole, parts))
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     assert "resumed at step 10" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from tokenizers import (
 
 import weights
 from data import load_tokens, open_tokenizer, prepare
+from sample import Printer
 from tokenizer import DataError, load_tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it naps.\n" * 20
@@ -131,6 +132,16 @@ def test_added_tokens(tmp_path):
     ids = tokenizer.encode("the two words \u00e9 fox")
     assert library.token_to_id("two words \u00e9") in ids
     assert tokenizer.decode(ids).decode() == "the two words \u00e9 fox"
+
+
+def test_beginning_is_not_shown(tmp_path, capsys):
+    """Catches a "<s>" that is printed before a prompt which has none."""
+    _, tokenizer = make(tmp_path, "llama 3")
+    ids = tokenizer.begin + tokenizer.encode("the fox")
+    printer = Printer(tokenizer, 3, tokenizer.end_of_text)
+    printer.prompt("the fox", ids, [0] * len(ids))
+    printer.close()
+    assert capsys.readouterr().out.replace("\u2080", "") == "the fox\n"
 
 
 def test_bytes_of_a_character(tmp_path):
