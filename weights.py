@@ -289,7 +289,7 @@ def shards(directory):
 
 
 def read_tensors(directory):
-    """Yield (name, tensor), in float32, of a directory of weights.
+    """Yield (name, tensor), in torch's default type (float32), of a directory of weights.
 
     The files are memory-mapped, and mapped anew for each tensor, so that never more than one of
     them is in memory beside its copy.
@@ -309,7 +309,7 @@ def read_tensors(directory):
                     tensor = tensors.get_tensor(name)
                     if not tensor.is_floating_point() or tensor.element_size() < 2:
                         raise ValueError(f"{file}: {name} is of type {tensor.dtype}, quantized?")
-                    tensor = tensor.to(torch.float32, copy=True)
+                    tensor = tensor.to(torch.get_default_dtype(), copy=True)
                 if not tensor.sum().isfinite():  # in place of a mask as large as the tensor
                     raise ValueError(f"{file}: {name} has numbers that are not finite; damaged?")
                 yield name, tensor
