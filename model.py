@@ -414,7 +414,7 @@ class PonderLM(nn.Module):
         """Write config.json and model.safetensors.
 
         With K = 0 that is a Llama, which transformers.LlamaForCausalLM.from_pretrained loads, too.
-        It has the embedding scale in its table. `exact` keeps them apart, as training goes on with.
+        It has the embedding scale in its table. `exact` keeps the two apart, for training to go on.
         """
         config, tensors = asdict(self.config), self.state_dict()
         if self.config.label == "vanilla" and not exact:
