@@ -77,7 +77,7 @@ def test_bootstrap():
     """Catches an interval of single tokens, where tokens of a window hang together: of windows
     with one value each it is that of the mean of so many values."""
     generator = torch.Generator().manual_seed(0)
-    value = torch.randn(400, generator=generator, dtype=torch.float64)
+    value = 5 + torch.randn(400, generator=generator, dtype=torch.float64)
     window = torch.arange(400).repeat_interleave(50)
     low, high = bootstrap(window, value.repeat_interleave(50))
     half = 1.96 * value.std().item() / 20
