@@ -8,7 +8,7 @@ demo: .venv/installed
 	$(BIN)/python sample.py --tau 1e-4
 
 test: .venv/installed-test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv

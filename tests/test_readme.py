@@ -16,6 +16,7 @@ SHORT = {  # appended to a command, so that it takes seconds
     "train.py --resume": "--steps 4 --eval-windows 2 --log-every 1",
     "sample.py": "--max-new-tokens 3",
     **{f"analyze.py {name}": "--windows 2" for name in OF_ONE_RUN},
+    "evaluate.py": "--windows 3",
     "bench.py attention": "--lengths 256 --widths 56 --repeats 1",
     "bench.py train": "--preset tiny --windows 1 --repeats 1",
     "bench.py decode": "--batch-sizes 1 --prompts 4 --new-tokens 2 --repeats 1 --contexts 8",
