@@ -44,15 +44,14 @@ class Window:
 
     ids: list
     first: int  # at least 1: the first id only is read
-    text: int  # which text it is of
 
 
-def cut(ids, T, stride, text=0):
+def cut(ids, T, stride):
     """The Windows of a text, which read at most T ids; each id but the first is predicted once."""
     windows, done = [], 1
     for start in range(0, max(len(ids) - 1, 1), stride):
         end = min(start + T + 1, len(ids))
-        windows.append(Window(ids[start:end], done - start, text))
+        windows.append(Window(ids[start:end], done - start))
         done = end
         if end == len(ids):
             return windows
@@ -67,7 +66,7 @@ class Scores:
     soft: torch.Tensor  # (n,) loss in nats, all steps run
     hard: torch.Tensor  # (n,) stopped at tau, as decoding has it
     steps: torch.Tensor  # (n,) executed steps at tau
-    depths: torch.Tensor  # (n, K+1) soft, integrated up to depth i, renormalised
+    depths: torch.Tensor  # (n, K+1) soft, integrated up to depth i; without weights s, h^(i) alone
 
 
 def states(model, idx, tau, lengths):
@@ -98,7 +97,10 @@ def score(model, windows, tau=1e-4, batch_tokens=4096):
                 ids[row, : len(windows[i].ids)] = torch.tensor(windows[i].ids)
             x, y = ids[:, :-1].to(device), ids[:, 1:].to(device)
             h, s, steps = states(model, x, 0, lengths)
-            depths = [model.token_losses(truncate(h, s, i), y) for i in range(s.size(-1))]
+            depths = [
+                model.token_losses(truncate(h, s, i) if model.masks else h[:, :, i], y)
+                for i in range(s.size(-1))
+            ]
             soft = hard = model.token_losses(model.integrate(h, s), y)
             if model.masks:  # otherwise tau changes nothing
                 h, s, steps = states(model, x, tau, lengths)
@@ -179,7 +181,7 @@ def main(
     else:
         tokenizer = load_tokenizer(directory / "tokenizer.json")
         (texts, raw), name = texts_of(data, tokenizer), data
-    cuts = [w for i, ids in enumerate(texts) for w in cut(ids, config.block_size, stride, i)]
+    cuts = [w for ids in texts for w in cut(ids, config.block_size, stride)]
     complete = windows is None or windows >= len(cuts)
     cuts = [w for w in cuts[:windows] if len(w.ids) > w.first]
     if not cuts:
@@ -228,7 +230,8 @@ def show(result):
             f"{title:20}{row['loss']:8.4f}{low_high:>17}{row['perplexity']:12.3f}{bits:>11}"
             f"{row['steps']:7.2f}{row['paper_flops'] / 1e6:12.2f}"
         )
-    print("integrated up to i  " + "".join(f"{loss:8.4f}" for loss in result["depths"]))
+    title = "integrated up to i" if result["method"] == "ponderlm3" else "h^(i) alone"
+    print(f"{title:20}" + "".join(f"{loss:8.4f}" for loss in result["depths"]))
 
 
 if __name__ == "__main__":

@@ -276,8 +276,7 @@ def main(
     model = load(directory).to(device)
     tokenizer = load_tokenizer(directory / "tokenizer.json")
     K, window = model.config.ponder_steps, model.config.block_size
-    padded = tokenizer.name == "huggingface"  # may have tokens, like <pad>, that no text has
-    if tokenizer.vocab_size > model.config.vocab_size and not padded:
+    if tokenizer.vocab_size > model.config.vocab_size and not tokenizer.padded:
         raise ValueError(f"{directory}: the tokenizer has more tokens than the model; not its own?")
     if num_samples < 1 or batch_size < 1:
         raise ValueError(

@@ -4,7 +4,7 @@
     python data.py stream fineweb-edu --tokens 1e9
     python train.py --preset 70m --data data/fineweb-edu-gpt2
 
-val.bin, train-00000.bin, ..   uint16 token ids; the first documents are the validation
+val.bin, train-00000.bin, ..   token ids (see data.py); the first documents are the validation
 tokenizer.json
 meta.json                      what has been read so far, and where in the dataset that was
 

@@ -31,6 +31,7 @@ class Saved:
     """What all tokenizers have in common: a file of JSON, from `fields`."""
 
     begin, end_of_text = [], None
+    padded = False  # whether it may have tokens, like <pad>, that are in no text and no model
 
     def save(self, file):
         Path(file).write_text(json.dumps(self.fields()), encoding="utf-8")
@@ -159,7 +160,7 @@ class IdTokenizer(Saved):
 class HuggingFaceTokenizer(Saved):
     """A tokenizer.json of Hugging Face. Encodes text that is UTF-8."""
 
-    name = "huggingface"
+    name, padded = "huggingface", True
 
     def __init__(self, definition, end=None):
         """`definition`: what tokenizer.json holds; `end`: the text of the end-of-text token."""

@@ -306,8 +306,7 @@ def open_corpus(config):
             "out to take the model's own"
         )
     folder, tokenizer = prepare(config.data, name, V)
-    padded = tokenizer.name == "huggingface"  # may have tokens, like <pad>, that no text has
-    if config.init_from and tokenizer.vocab_size > V and not padded:
+    if config.init_from and tokenizer.vocab_size > V and not tokenizer.padded:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, {config.init_from} only {V}; leave "
             "out --tokenizer to take the model's own"

@@ -48,20 +48,21 @@ def test_against_the_simple_decoder(method, tau):
     """Catches scores that decoding does not give: each token's loss to 1e-4 (the latents are
     settled to 1e-5), its steps exactly."""
     model, text = method_model(method), ids(20)
-    scores = score(model, [Window(text, 1, 0)], tau)
+    scores = score(model, [Window(text, 1)], tau)
     losses, steps = decoder_losses(model, text, tau)
     torch.testing.assert_close(scores.hard, torch.tensor(losses).double(), atol=1e-4, rtol=0)
     assert scores.steps.tolist() == steps
     soft, _ = decoder_losses(model, text, 0)
     torch.testing.assert_close(scores.soft, torch.tensor(soft).double(), atol=1e-4, rtol=0)
     torch.testing.assert_close(scores.depths[:, -1], scores.soft, atol=1e-9, rtol=0)
+    assert scores.depths.std(0).min() > 0.1  # states of zeros would score log V everywhere
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_batches_and_order_do_not_matter(method):
     """Catches padding that is seen, a tolerance that is shared, and scores in the wrong place."""
     model = method_model(method)
-    windows = [Window(ids(n, n), 1 + n % 3, 0) for n in (12, 5, 33, 7, 20, 4, 33)]
+    windows = [Window(ids(n, n), 1 + n % 3) for n in (12, 5, 33, 7, 20, 4, 33)]
     alone = [score(model, [window], 0.3) for window in windows]
     for batch_tokens in (1, 50, 10_000):
         for order in (range(7), range(6, -1, -1)):
@@ -110,7 +111,7 @@ def test_report(tmp_path, capsys):
 def test_costs():
     """Catches the steps of the soft form reported for decoding."""
     model = small_model(router_scale=12.0)
-    result = summarise(score(model, [Window(ids(30), 1, 0)], 0.3), model.config)
+    result = summarise(score(model, [Window(ids(30), 1)], 0.3), model.config)
     assert result["soft"]["steps"] == 3 > result["hard"]["steps"] > 0
     ratio = result["hard"]["paper_flops"] / result["soft"]["paper_flops"]
     assert ratio == pytest.approx((1 + result["hard"]["steps"]) / 4)
