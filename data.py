@@ -288,7 +288,7 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         tokenizer.save(half / "tokenizer.json")
         text = b"".join(text for _, text in documents)
         meta = {"source": source, "documents": len(documents), "bytes": len(text)}
-        meta |= {"sha256": hashlib.sha256(text).hexdigest()}
+        meta |= {"sha256": hashlib.sha256(text).hexdigest(), "val_bytes": sum(map(len, val))}
         meta |= {"dtype": id_type(tokenizer.vocab_size).name}
         (half / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
         try:
@@ -372,7 +372,8 @@ def read_nanogpt_characters(file):
 class Tokens:
     """The .bin files of a split as one long array of token ids, memory-mapped."""
 
-    def __init__(self, files, kind=np.uint16):
+    def __init__(self, files, kind=np.uint16, bytes=None):
+        self.bytes = bytes  # of the text, if they are known
         self.parts = [np.memmap(file, dtype=kind, mode="r") for file in files]
         self.starts = np.cumsum([0, *map(len, self.parts)])
 
@@ -397,14 +398,15 @@ def load_tokens(folder, split, vocab_size, block_size):
     files = bin_files(folder, split)
     if not files:
         raise DataError(f"{folder / split}.bin is missing; a corpus has train.bin and val.bin")
-    kind = np.dtype(read_meta(folder).get("dtype", "uint16"))
+    meta = read_meta(folder)
+    kind = np.dtype(meta.get("dtype", "uint16"))
     for file in files:
         size = file.stat().st_size
         if size % kind.itemsize or not size:
             raise DataError(
                 f"{file} has {size} bytes: no file of {kind.itemsize * 8}-bit token ids"
             )
-    tokens = Tokens(files, kind)
+    tokens = Tokens(files, kind, meta.get(f"{split}_bytes"))
     if len(tokens) <= block_size:
         raise DataError(
             f"{files[0]} has {len(tokens)} tokens, less than one window of {block_size} and the "

@@ -279,10 +279,11 @@ class Engine:
     @torch.inference_mode()  # also saves a fifth of the time of small operations
     def stream(
         self, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None, seed=None,
-        end=None, read=None,
+        end=None, until=None, read=None,
     ):  # fmt: skip
         """Yield (i, token, steps) for each token of prompt i, as they come; see `generate`.
 
+        A sequence also ends where `until`, called with (i, token) once for each token, says so.
         `read`, a list for each prompt, receives the steps of every token that is read. An engine
         has one cache: a new stream ends the one before.
         """
@@ -323,6 +324,7 @@ class Engine:
                 q.chosen += 1
                 events.append((q.index, token, q.read[-1]))
                 over = q.chosen == max_new_tokens or token == end
+                over |= until is not None and until(q.index, token)
                 q.new = not over and len(q.context) > self.model.config.block_size
                 if over:
                     ended.append(row)

@@ -2,6 +2,7 @@
 
     python evaluate.py                                the newest run, on its validation text
     python evaluate.py --run my_llama --data texts/   any model, any text
+    python evaluate.py --tasks lambada_openai,sciq    benchmarks, see harness.py
 
 A text is scored in windows of the model's length T that lie `stride` apart, so that each token but
 the first ones has at least T - stride tokens before it. What is in the file counts, in its bytes,
@@ -45,6 +46,11 @@ class Window:
     ids: list
     first: int  # at least 1: the first id only is read
 
+    @property
+    def predictions(self):
+        """Where its predictions are made: the places before those ids."""
+        return slice(self.first - 1, len(self.ids) - 1)
+
 
 def cut(ids, T, stride):
     """The Windows of a text, which read at most T ids; each id but the first is predicted once."""
@@ -81,12 +87,10 @@ def states(model, idx, tau, lengths):
     return h, s, model.executed(log_w, tau)
 
 
-@torch.no_grad()
-def score(model, windows, tau=1e-4, batch_tokens=4096):
-    """Score Windows, the longest first, in batches of at most `batch_tokens` -> Scores."""
-    device = model.lm_head.weight.device
+def batches(windows, batch_tokens, device):
+    """Yield Windows in batches of at most `batch_tokens` tokens, the longest first: which they are,
+    inputs x and targets y (B, T), padded behind, and the windows' lengths (B,)."""
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
-    rows = [None] * len(windows)
     with tqdm(total=sum(len(w.ids) - 1 for w in windows), unit=" tokens", leave=False) as bar:
         while order:
             size = max(1, batch_tokens // (len(windows[order[0]].ids) - 1))
@@ -95,21 +99,27 @@ def score(model, windows, tau=1e-4, batch_tokens=4096):
             ids = torch.zeros(len(batch), int(lengths.max()) + 1, dtype=torch.long)
             for row, i in enumerate(batch):
                 ids[row, : len(windows[i].ids)] = torch.tensor(windows[i].ids)
-            x, y = ids[:, :-1].to(device), ids[:, 1:].to(device)
-            h, s, steps = states(model, x, 0, lengths)
-            depths = [
-                model.token_losses(truncate(h, s, i) if model.masks else h[:, :, i], y)
-                for i in range(s.size(-1))
-            ]
-            soft = hard = model.token_losses(model.integrate(h, s), y)
-            if model.masks:  # otherwise tau changes nothing
-                h, s, steps = states(model, x, tau, lengths)
-                hard = model.token_losses(model.integrate(h, s, steps), y)
-            found = (soft, hard, steps, torch.stack(depths, dim=-1))
-            for row, i in enumerate(batch):
-                part = slice(windows[i].first - 1, len(windows[i].ids) - 1)
-                rows[i] = [values[row, part].cpu() for values in found]
+            yield batch, ids[:, :-1].to(device), ids[:, 1:].to(device), lengths
             bar.update(int(lengths.sum()))
+
+
+@torch.no_grad()
+def score(model, windows, tau=1e-4, batch_tokens=4096):
+    """Score what Windows predict -> Scores."""
+    rows = [None] * len(windows)
+    for batch, x, y, lengths in batches(windows, batch_tokens, model.lm_head.weight.device):
+        h, s, steps = states(model, x, 0, lengths)
+        depths = [
+            model.token_losses(truncate(h, s, i) if model.masks else h[:, :, i], y)
+            for i in range(s.size(-1))
+        ]
+        soft = hard = model.token_losses(model.integrate(h, s), y)
+        if model.masks:  # otherwise tau changes nothing
+            h, s, steps = states(model, x, tau, lengths)
+            hard = model.token_losses(model.integrate(h, s, steps), y)
+        found = (soft, hard, steps, torch.stack(depths, dim=-1))
+        for row, i in enumerate(batch):
+            rows[i] = [values[row, windows[i].predictions].cpu() for values in found]
     counts = torch.tensor([len(row[0]) for row in rows])
     window = torch.arange(len(rows)).repeat_interleave(counts)
     return Scores(window, *(torch.cat(parts) for parts in zip(*rows, strict=True)))
@@ -142,17 +152,33 @@ def texts_of(data, tokenizer):
     return [before + tokenizer.encode(text) for text in texts], b"".join(texts)
 
 
+def import_harness():
+    try:
+        import harness
+    except ModuleNotFoundError as error:
+        if error.name != "lm_eval":
+            raise
+        raise ValueError(
+            "--tasks needs lm-evaluation-harness: pip install lm_eval==0.4.13"
+        ) from None
+    return harness
+
+
 def main(
     run: str | None = None,
     data: str | None = None,
     tau: float = 1e-4,
     stride: int | None = None,
     windows: int | None = None,
+    tasks: str | None = None,
+    num_fewshot: int = 0,
+    limit: int | None = None,
+    include_path: str | None = None,
     batch_tokens: int = 4096,
     device: str = "auto",
     out: Path | None = None,
 ):
-    """Perplexity and bits per byte of a model.
+    """Perplexity and bits per byte of a model; with --tasks its accuracy on benchmarks.
 
     Args:
         run: directory of a trained model, or its name on the Hub; by default the newest in out/
@@ -160,9 +186,13 @@ def main(
         tau: where decoding stops, 0 never
         stride: tokens from one window to the next; by default half of the model's window
         windows: score only so many, from the start on; by default all
+        tasks: of lm-evaluation-harness, with commas between them: lambada_openai,arc_easy
+        num_fewshot: solved examples in each prompt of a task
+        limit: documents of each task, from the start on; by default all
+        include_path: folder with tasks of your own (the harness's YAML files)
         batch_tokens: how many tokens are scored at once
         device: auto, cpu, cuda or mps
-        out: write the numbers to this file, as JSON
+        out: write the numbers to this file, as JSON; tasks that are in it are not done again
     """
     directory = find_run(run)
     model = load(directory).to(pick_device(device))
@@ -175,12 +205,24 @@ def main(
             f"tau = {tau}, windows = {windows}, batch_tokens = {batch_tokens}: tau is a "
             "probability, the others at least 1"
         )
+    if tasks is not None:
+        if data is not None:
+            raise ValueError("--tasks and --data exclude each other: give one of them")
+        harness = import_harness()
+        lm = harness.HarnessLM(
+            model, load_tokenizer(directory / "tokenizer.json"), tau, batch_tokens
+        )
+        report = harness.run(lm, directory, tasks, num_fewshot, limit, include_path, out)
+        harness.show(report, config)
+        return
     if data is None:
         _, tokenizer, val = validation_windows(directory)
-        texts, name, raw = [val.tokens[:].tolist()], f"validation tokens of {directory}", None
+        texts, name = [val.tokens[:].tolist()], f"validation tokens of {directory}"
+        size, sha256 = val.tokens.bytes, None
     else:
         tokenizer = load_tokenizer(directory / "tokenizer.json")
         (texts, raw), name = texts_of(data, tokenizer), data
+        size, sha256 = len(raw), hashlib.sha256(raw).hexdigest()
     cuts = [w for ids in texts for w in cut(ids, config.block_size, stride)]
     complete = windows is None or windows >= len(cuts)
     cuts = [w for w in cuts[:windows] if len(w.ids) > w.first]
@@ -188,11 +230,11 @@ def main(
         raise DataError(f"{name} has no token to predict; give more text")
     result = summarise(score(model, cuts, tau, batch_tokens), config)
     result |= {"run": str(directory), "text": name, "tau": tau, "stride": stride}
-    if raw is not None and complete:
-        result |= {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    if size is not None and complete:
+        result |= {"bytes": size, "sha256": sha256}
         for kind in ("soft", "hard"):
             nats = result[kind]["loss"] * result["tokens"]
-            result[kind]["bits_per_byte"] = nats / len(raw) / math.log(2)
+            result[kind]["bits_per_byte"] = nats / size / math.log(2)
     show(result)
     if out is not None:
         write_json(out, result)

@@ -147,12 +147,14 @@ def read_prompts(prompt, prompts):
     return texts
 
 
-def one_by_one(model, prompts, max_new_tokens, seed, read, **kwargs):
+def one_by_one(model, prompts, max_new_tokens, seed, read, until=None, **kwargs):
     """The events of Engine.stream, (i, token, steps), from the simple decoder."""
     for i, prompt in enumerate(prompts):
         one = None if seed is None else seed + i
-        for pair in stream(model, prompt, max_new_tokens, seed=one, read=read[i], **kwargs):
-            yield i, *pair
+        for token, steps in stream(model, prompt, max_new_tokens, seed=one, read=read[i], **kwargs):
+            yield i, token, steps
+            if until is not None and until(i, token):
+                break
 
 
 def show_one(events, printer, text, ids, read):

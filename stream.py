@@ -198,6 +198,8 @@ def stream(
             write_shard(folder / ("val.bin" if is_val else f"train-{number:05}.bin"), shard)
             meta["sha256"] = hashlib.sha256(meta["sha256"].encode() + shard.tobytes()).hexdigest()
             meta["documents"] += len(pieces)
+            if is_val:
+                meta["val_bytes"] = meta["bytes"]
             meta["tokens"] += 0 if is_val else count
             meta |= dict(shards=meta["shards"] + 1, complete=False, state=dataset.state_dict())
             write_json(folder / "meta.json", meta)

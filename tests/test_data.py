@@ -86,6 +86,8 @@ def test_corpus_of_files(tmp_path):
     assert prepare(str(texts), cache=tmp_path / "cache")[0] != folder
     meta = json.loads((folder / "meta.json").read_text())
     assert meta["bytes"] == 2400 and meta["documents"] == 3
+    # Three documents, each with an end of text.
+    assert meta["val_bytes"] == (folder / "val.bin").stat().st_size // 2 - 3
 
 
 def test_split_by_file():

@@ -31,6 +31,7 @@ def readme_commands():
 
 COMMANDS = [line for line in readme_commands() if line.startswith(("python ", "torchrun "))]
 COMMANDS = [line for line in COMMANDS if "--nnodes" not in line]  # which takes two machines
+COMMANDS = [line for line in COMMANDS if "lambada" not in line]  # which takes a network
 IN_REPORT = tuple(f"python analyze.py {name} " for name in OF_ONE_RUN[:6])  # which is run, too
 COMMANDS = [line for line in COMMANDS if not line.startswith(IN_REPORT)]
 
@@ -45,6 +46,11 @@ def directory(tmp_path_factory):
     (directory / "my_texts").mkdir()
     for i in range(40):
         (directory / "my_texts" / f"{i}.txt").write_text(f"{i}: Once upon a time.\n" * 40)
+    (directory / "my_tasks").mkdir()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, language in (("capitals.yaml", "yaml"), ("capitals.jsonl", "json")):
+        (block,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+        (directory / "my_tasks" / name).write_text(block)
     return directory
 
 
