@@ -19,6 +19,7 @@ BELONGS_TO = {
     "backprop_passes": PONDER[:2],
     "feedback_scale": PONDER[:2],
     "printed_mask_index": ("ponderlm3",),
+    "ablation": ("ponderlm3",),
     "accumulate": ("ponderlm1",),
     "pause_token": ("pause",),
     "capacities": ("mor-expert",),
@@ -54,6 +55,8 @@ class PonderConfig:
     penalty: Literal["token", "batch"] = "token"  # batch: the printed form (reading note 2)
     penalty_weight: float = 0.5  # lambda
     printed_mask_index: bool = False  # True: the printed index (reading note 1)
+    # what is missing: log w in attention, s in integration (the last state alone), a learned s
+    ablation: Literal["mask", "integration", "router"] | None = weights.later(None)
     accumulate: bool = True  # PonderLM-1: add each mixture to the last input, not to the first
     pause_token: int | None = None  # Pause: an unused id of the vocabulary; None: a row of its own
     capacities: tuple[float, ...] | None = None  # MoR expert-choice; None: 1, K/(K+1), .., 1/(K+1)
@@ -71,6 +74,8 @@ class PonderConfig:
             raise ValueError(f"penalty = {self.penalty!r} is neither 'token' nor 'batch'")
         if self.router not in ("learned", "always"):
             raise ValueError(f"router = {self.router!r} is neither 'learned' nor 'always'")
+        if self.ablation not in (None, "mask", "integration", "router"):
+            raise ValueError(f"ablation = {self.ablation!r} is not mask, integration or router")
         if H % self.key_value_heads:
             raise ValueError(f"{H} heads cannot share {self.key_value_heads} key/value heads")
         if self.head_dim is None and D % H:
@@ -140,6 +145,8 @@ class PonderConfig:
     def offset(self):
         if self.router_offset is not None:
             return self.router_offset
+        if self.ablation == "router":
+            return (0.0,) * (self.ponder_steps + 1)
         return tuple(6 * k / max(self.ponder_steps, 1) for k in range(self.ponder_steps + 1))
 
     @property

@@ -202,8 +202,10 @@ class Engine:
         rows = self.at(starting)
         log_s = torch.addmm(self.shift, h[rows], self.router).log_softmax(-1)  # as router.Router
         log_w = mask_score(log_s)
-        self.s[rows], self.bias[rows] = log_s.exp(), self.model.key_bias(log_w)
-        for row, stop in zip(starting, self.model.executed(log_w, self.tau).tolist(), strict=True):
+        steps = self.model.executed(log_w, self.tau)
+        self.s[rows] = self.model.step_weights(log_s.exp(), steps)
+        self.bias[rows] = self.model.key_bias(log_w)
+        for row, stop in zip(starting, steps.tolist(), strict=True):
             running[row].stop = stop
 
     def at(self, rows):

@@ -174,6 +174,7 @@ class PonderLM(nn.Module):
         self.lm_head = nn.Linear(D, config.vocab_size, bias=False)
         learned = config.label == "ponderlm3"
         self.router = Router(D, K, config.offset) if learned else AlwaysRouter(K)
+        self.router.requires_grad_(config.ablation != "router")  # its weights start at 0
         self.masks = learned  # without a learned router every w is 1 and there is no bias
         self.apply(self._init_weights)
         self._tie()
@@ -210,7 +211,8 @@ class PonderLM(nn.Module):
 
     def key_bias(self, log_w, tau=None):
         """Mask scores (..., K+1) -> bias on the keys of the slots; beyond K-hat: not to be seen."""
-        bias = slot_bias(log_w, self.config.printed_mask_index)
+        seen = torch.zeros_like(log_w) if self.config.ablation == "mask" else log_w
+        bias = slot_bias(seen, self.config.printed_mask_index)
         if tau:
             slot = torch.arange(bias.size(-1), device=bias.device)
             bias = bias.masked_fill(slot > stop_step(log_w, tau)[..., None], MASKED)
@@ -292,14 +294,24 @@ class PonderLM(nn.Module):
         """Pondering steps that decoding at tau executes. (..., K+1) -> (...)."""
         return stop_step(log_w, tau or 0)
 
+    def step_weights(self, s, steps=None):
+        """What each state counts for in h_hat: s_k up to K-hat, never renormalised.
+
+        s (..., S), steps (...) or None for all -> (..., S).
+        """
+        if self.config.ablation == "integration":
+            steps = torch.full_like(s[..., 0], s.size(-1) - 1) if steps is None else steps
+            return F.one_hot(steps.long(), s.size(-1)).to(s.dtype)
+        if steps is None:
+            return s
+        return s.masked_fill(torch.arange(s.size(-1), device=s.device) > steps[..., None], 0)
+
     def integrate(self, h, s, steps=None):
-        """h_hat = sum over k <= K-hat of s_k h^(k) (section 3.2.3), never renormalised.
+        """h_hat = sum over k <= K-hat of s_k h^(k) (section 3.2.3).
 
         h (B, T, S, D), s (B, T, S), steps (B, T) or None for all -> (B, T, D).
         """
-        if steps is not None:
-            s = s.masked_fill(torch.arange(s.size(-1), device=s.device) > steps[..., None], 0)
-        return (s[..., None] * h).sum(2).to(h.dtype)
+        return (self.step_weights(s, steps)[..., None] * h).sum(2).to(h.dtype)
 
     def token_losses(self, states, targets, rows=8192):
         """Cross-entropy of each token, (B, T, D) and (B, T) -> (B, T), no gradient.
@@ -350,11 +362,10 @@ class PonderLM(nn.Module):
 
         Not renormalised, as printed. -> (B, T, K), no gradient.
         """
-        partial, losses = torch.zeros_like(h[:, :, 0]), []
-        for i in range(self.config.ponder_steps):
-            partial = partial + (s[..., i : i + 1] * h[:, :, i]).detach()
-            losses.append(self.token_losses(partial.to(h.dtype), targets))
-        return torch.stack(losses, dim=-1)
+        with torch.no_grad():
+            depths = [torch.full_like(targets, i) for i in range(self.config.ponder_steps)]
+            partial = [self.integrate(h, s, i) for i in depths]
+        return torch.stack([self.token_losses(state, targets) for state in partial], dim=-1)
 
     def new_cache(self):
         """What `ponder_token` keeps of the tokens before: one LayerCache a layer."""
@@ -380,13 +391,14 @@ class PonderLM(nn.Module):
         unmasked = torch.zeros(1, 1, device=x.device) if self.masks else None
         h = self.model(x, positions, unmasked, cache=cache)
         s, log_w = self.router(h, alpha)  # (1, 1, K+1)
-        bias, steps = self.key_bias(log_w), int(self.executed(log_w, tau))
+        bias, steps = self.key_bias(log_w), self.executed(log_w, tau)
+        s = self.step_weights(s, steps)
         h_hat = s[..., :1] * h
-        for k in range(1, steps + 1):  # stop as soon as w_k < tau
+        for k in range(1, int(steps) + 1):  # stop as soon as w_k < tau
             x = self.feed_back(h)
             h = self.model(x, positions, bias[..., k] if self.masks else None, cache=cache)
             h_hat = h_hat + s[..., k : k + 1] * h
-        return self.lm_head(h_hat.to(h.dtype))[0, 0], steps
+        return self.lm_head(h_hat.to(h.dtype))[0, 0], int(steps)
 
     @classmethod
     def from_pretrained(cls, directory):

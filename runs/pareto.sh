@@ -16,7 +16,7 @@ train() { # name, flags
   once "$RUNS" "$1" "$seed" --preset "$SCALE" --precision bfloat16 "${@:2}"
 }
 
-for seed in ${SEEDS:-0 1}; do
+for seed in ${SEEDS:-0 1 2}; do
   train vanilla-0 --method vanilla
   for K in 1 2 3 4; do
     train looped-$K --method looped --ponder-steps $K
@@ -26,7 +26,7 @@ for seed in ${SEEDS:-0 1}; do
   done
   train ponderlm3-5 --ponder-steps 5
 
-  [ "$seed" = 0 ] || continue # the others once; sqrt(D) is the scale of embeddings in their own code
+  # sqrt(D) is the scale of embeddings in their own code
   train pause-3 --method pause
   train pause-sqrtD-3 --method pause --embed-scale "$SQRT_D"
   train ponderlm1-3 --method ponderlm1

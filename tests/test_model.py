@@ -8,8 +8,10 @@ from conftest import small_model
 
 from config import PonderConfig
 from device import pick_device, pick_precision
+from engine import Engine
 from model import PonderLM
 from router import bottom_mass_penalty
+from sample import generate
 
 
 @torch.no_grad()
@@ -96,6 +98,35 @@ def test_hard_stopping_parallel_sequential_and_cached_agree(tau, router, K, scal
     assert cache[0].keys.size(2) == len(steps) + sum(steps)  # executed slots only
     if router == "learned" and K == 3 and tau == 0.3:
         assert 0 in steps and 3 in steps and len(set(steps)) > 2
+
+
+@pytest.mark.parametrize("tau", [0, 0.3])
+@pytest.mark.parametrize("ablation", ["mask", "integration", "router"])
+def test_ablations(ablation, tau):
+    """Catches an ablation that leaves in what it should take out, or that decodes (simply, and by
+    the engine) otherwise than it scores: logits to 1e-9."""
+    full = small_model(router_scale=12.0)
+    model = small_model(ablation=ablation, router_scale=0 if ablation == "router" else 12.0)
+    model.load_state_dict(full.state_dict() if ablation != "router" else model.state_dict())
+    idx = tokens(T=12)
+    with torch.no_grad():
+        out = model(idx, tau=tau, iters=33)
+    cache = model.new_cache()
+    pairs = [model.ponder_token(int(x), t, cache, tau) for t, x in enumerate(idx[0])]
+    assert (torch.stack([logits for logits, _ in pairs]) - out.logits[0]).abs().max() < 1e-9
+    expected = generate(model, [idx[0]], 8, tau=tau, temperature=0)
+    engine = Engine(model, tau=tau, tolerance=0, max_passes=99)
+    assert engine.generate([idx[0]], 8, temperature=0) == expected
+
+    h, s, log_w = model.states(idx, iters=33, tau=tau)
+    bias = model.key_bias(log_w)
+    assert (bias.abs().max() == 0) == (ablation == "mask")
+    h_hat = model.integrate(h, s, out.steps)
+    last = h.gather(2, out.steps[..., None, None].expand(-1, -1, 1, h.size(-1)))[:, :, 0]
+    assert ((h_hat - last).abs().max() < 1e-12) == (ablation == "integration")
+    assert ((s - 0.25).abs().max() < 1e-6) == (ablation == "router")
+    model.train()(idx, idx, iters=1).loss.backward()
+    assert (model.router.proj.weight.grad is None) == (ablation == "router")
 
 
 def test_alpha_in_decoding():

@@ -69,12 +69,14 @@ def test_pareto(run_script, tmp_path):
     configs = [parse(args) for args in trained]
     assert len({config.name for config in configs}) == len(configs)
     budgets = [(c.model.method, c.model.ponder_steps, c.seed) for c in configs]
-    for seed in (0, 1):
+    for seed in (0, 1, 2):
         assert ("vanilla", 0, seed) in budgets
         for K in (1, 2, 3, 4):
             for method in ("looped", "ponderlm2", "ponderlm3"):
                 assert (method, K, seed) in budgets
-    assert {method for method, _, _ in budgets} == set(CLASSES)
+    assert {(c.model.method, c.seed) for c in configs} == {
+        (m, s) for m in CLASSES for s in range(3)
+    }
     assert (
         len({(c.steps, c.batch_size, c.learning_rate, c.data, c.precision) for c in configs}) == 1
     )
@@ -92,6 +94,15 @@ def test_remedies(run_script, tmp_path):
     trained, analyzed = run_script("remedies.sh")
     configs = [parse(args) for args in trained]
     assert len({config.name for config in configs}) == len(configs) and len(analyzed) == 1
+    assert len({repr(replace(config, name=None)) for config in configs}) == len(configs)
+
+
+def test_ablations(run_script, tmp_path):
+    """Catches flags that train.py does not know, and an ablation that is none."""
+    (tmp_path / "out/ablations/tiny").mkdir(parents=True)
+    trained, analyzed = run_script("ablations.sh")
+    configs = [parse(args) for args in trained]
+    assert len(configs) == 21 and len(analyzed) == 1
     assert len({repr(replace(config, name=None)) for config in configs}) == len(configs)
 
 

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# What each part of PonderLM-3 is good for: the part is missing, or as the paper prints it.
+#     bash runs/ablations.sh      SEEDS=1: the runs of one seed, no table
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. runs/once.sh
+
+SCALE=${SCALE:-tiny}
+RUNS=out/ablations/$SCALE
+
+train() { # name, flags
+  once "$RUNS" "$1" "$seed" --preset "$SCALE" --precision bfloat16 "${@:2}"
+}
+
+for seed in ${SEEDS:-0 1 2}; do
+  train as-it-is
+  train no-mask --ablation mask
+  train no-integration --ablation integration
+  train uniform --ablation router
+  train printed-mask-index --printed-mask-index
+  train printed-penalty --penalty batch
+  train no-penalty --penalty-weight 0
+done
+
+if [ -z "${SEEDS:-}" ]; then
+  "${PYTHON:-python}" analyze.py pareto --runs "$RUNS"/*-[0-9] --taus 0.1 --out out/ablations
+fi
