@@ -114,17 +114,18 @@ def requests(*pairs):
     return [SimpleNamespace(args=pair) for pair in pairs]
 
 
-def byte_model(method="ponderlm3", **kwargs):
-    return HarnessLM(
-        method_model(method, vocab_size=257, block_size=40), Tokenizer.bytes(), 0.3, **kwargs
-    )
+def byte_model(method="ponderlm3", ablation=None, **kwargs):
+    model = method_model(method, vocab_size=257, block_size=40, ablation=ablation)
+    return HarnessLM(model, Tokenizer.bytes(), 0.3, **kwargs)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_loglikelihood_is_what_decoding_has(method):
+@pytest.mark.parametrize(
+    "method,ablation", [*((method, None) for method in METHODS), ("ponderlm3", "integration")]
+)
+def test_loglikelihood_is_what_decoding_has(method, ablation):
     """Catches a sum over the wrong tokens, the soft form, and steps of padding: to 1e-4 (latents
     settled to 1e-5), whether greedy and steps exactly; a text without a context; a whole text."""
-    lm = byte_model(method)
+    lm = byte_model(method, ablation)
     end, encode = lm.eot_token_id, lm.tok_encode
     pairs = [("the fox", " naps"), ("", "a fox"), ("it is a", "nt"), ("one two  ", "three")]
     answers = lm.loglikelihood(requests(*pairs), disable_tqdm=True)
@@ -142,6 +143,16 @@ def test_loglikelihood_is_what_decoding_has(method):
     (whole,) = lm.loglikelihood_rolling(requests(("a fox naps",)))
     losses, _ = decoder_losses(lm.model, [end, *encode("a fox naps")], 0.3)
     assert whole == pytest.approx(-sum(losses), abs=1e-4)
+
+
+def test_a_whole_text_begins_once(tmp_path):
+    """Catches a beginning that is predicted from a beginning: a whole text is what follows none."""
+    library, model = byte_level(begin=True), small_model(vocab_size=300)
+    (tmp_path / "tokenizer.json").write_text(library.to_str())
+    lm = HarnessLM(model, load_tokenizer(tmp_path / "tokenizer.json"))
+    (whole,) = lm.loglikelihood_rolling(requests(("the fox naps",)))
+    ((after_nothing, _),) = lm.loglikelihood(requests(("", "the fox naps")), disable_tqdm=True)
+    assert whole == pytest.approx(after_nothing, abs=1e-9)
 
 
 def test_greedy():
@@ -191,6 +202,9 @@ def test_generate_until(method):
     asked = [dict(free, until=["nowhere", end]), free, dict(free, until=end), {"max_gen_toks": 3}]
     found = lm.generate_until(requests(*[("the fox", one) for one in asked]))
     assert found == [cut, text, cut, raw[:3].decode("utf-8", "replace")]
+    lm.vocabulary.end_of_text = ids[4]  # it ends a text, and is no part of it
+    (found,) = lm.generate_until(requests(("the fox", free)))
+    assert found == lm.vocabulary.decode(ids[: ids.index(ids[4])]).decode("utf-8", "replace")
     with pytest.raises(DataError, match="num_beams"):
         lm.generate_until(requests(("the fox", dict(free, num_beams=4))))
 
