@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from model import rotary
+from llama import rotary
 
 
 class Layer(NamedTuple):
@@ -100,7 +100,7 @@ class SlotStep:
         at = (self.heads[:A] * kv[0].size(2) + length[:, None]).flatten()  # (A*2G,) new places
         for layer, cache in zip(self.layers, kv, strict=True):
             y = (self.norm(x).to(dtype) @ layer.qkv).view(A, H + 2 * G, d)
-            y = torch.addcmul(y * cos, y.roll(d // 2, -1), sin)  # as model.rotate
+            y = torch.addcmul(y * cos, y.roll(d // 2, -1), sin)  # as llama.rotate
             y = torch.cat([y, channels], dim=-1)  # (A, H+2G, d'), as attention.augment
             cache.view(-1, self.width).index_copy_(0, at, y[:, H:].reshape(-1, self.width))
             keys, values = cache[:A, :, :places].split(G, dim=1)  # (A, G, m, d')
