@@ -30,7 +30,6 @@ from typing import Annotated
 import tyro
 
 import report as pages
-from checkpoint import find_run, write_json
 from compare import depth, hops, pareto
 from device import command_line, pick_device
 from measure import (
@@ -47,6 +46,7 @@ from measure import (
     tau_rows,
     token_rows,
 )
+from run import find_run, write_json
 from tables import COLORS, markdown, new_figure, save_figure, save_rows, tabulate
 
 PAPER_L, PAPER_R2 = 0.433, 0.9959  # of the paper's own model (appendix C)

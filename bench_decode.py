@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint import find_run
 from compact import settle
 from config import PONDER
 from device import pick_device
 from engine import Engine, Sequence
 from measure import validation_windows
 from methods import build, load
+from run import find_run
 from sample import stream
 from timing import machine, medians, write_results
 

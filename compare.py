@@ -18,12 +18,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoint import read_lines
 from cost import cost
 from device import pick_device
 from hops import CHAINS, HOPS
 from measure import answers, mean, open_subject, validation_windows
 from methods import load
+from run import read_lines
 from tables import (
     COLORS,
     MARKERS,

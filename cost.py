@@ -24,10 +24,10 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import tyro
 
-from checkpoint import read_results
 from config import read_config
 from device import command_line
 from methods import build
+from run import read_results
 
 # Section 4.2: extra steps, and G FLOPs a token as printed. MoR's and PonderLM-3's steps are not
 # given: 8.44 and 8.86 are 2.43 and 2.60 of them.

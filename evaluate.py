@@ -25,7 +25,6 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from checkpoint import find_run, write_json
 from compact import settle
 from config import PONDER
 from cost import cost
@@ -33,6 +32,7 @@ from data import read_texts
 from device import command_line, pick_device
 from measure import validation_windows
 from methods import load
+from run import find_run, write_json
 from tokenizer import DataError, load_tokenizer
 from validation import truncate
 

@@ -31,12 +31,12 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from checkpoint import write_json
 from config import PONDER
 from cost import PAPER, cost
 from engine import Engine
 from evaluate import Window, batches, states
 from router import upcast
+from run import write_json
 from sample import one_by_one
 from tokenizer import DataError, IdTokenizer
 from weights import read_json, shards

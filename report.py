@@ -13,9 +13,9 @@ from string import Template
 
 import torch
 
-from checkpoint import read_lines, read_results
 from cost import cost
 from measure import decoded, measure, show_token
+from run import read_lines, read_results
 from train import read_run
 
 LONGEST = 4096  # tokens of a depth map

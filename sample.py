@@ -21,12 +21,12 @@ from typing import Literal
 import tyro
 from tqdm import tqdm
 
-from checkpoint import find_run
 from choose import Sample, check, choose, uniform
 from config import PONDER
 from device import autocast, command_line, pick_device, pick_precision
 from engine import Engine
 from methods import load
+from run import find_run
 from tokenizer import load_tokenizer
 
 

@@ -21,7 +21,6 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from checkpoint import sync, write_json
 from data import (
     CACHE,
     check_end,
@@ -32,6 +31,7 @@ from data import (
     open_tokenizer,
     read_meta,
 )
+from run import sync, write_json
 from tokenizer import DataError, Tokenizer, check_bpe_size, load_tokenizer
 
 NAMES = {  # of Hugging Face's hub: repository, configuration

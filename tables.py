@@ -1,6 +1,6 @@
 """From trained runs to comparable rows, and from rows to files, tables and curves.
 
-run         what a finished run directory holds (checkpoint.py)
+run         what a finished run directory holds (run.py)
 group       runs that differ in nothing but their seed
 row         one line of a table: a dict, saved as CSV, from which every figure can be redrawn
 """
@@ -10,8 +10,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint import read_results
 from config import BELONGS_TO, PonderConfig, read_config
+from run import read_results
 from train import TrainConfig, read_run
 
 NAMES = {

@@ -32,24 +32,13 @@ from attention import BACKENDS, pick_backend
 from checkpoint import (
     Stopped,
     StopSignal,
-    append_line,
     begin_log,
     best_checkpoint,
-    changes,
     check_finite,
-    checkpoints,
-    draw_losses,
-    locked,
-    open_run,
     publish,
-    read_lines,
-    read_settings,
     read_trainer,
-    resume_command,
     save_checkpoint,
-    step_of,
     unreadable,
-    write_json,
 )
 from config import PonderConfig
 from data import (
@@ -74,6 +63,19 @@ from device import (
     reduce,
 )
 from methods import SETTINGS, build, load
+from run import (
+    append_line,
+    changes,
+    checkpoints,
+    draw_losses,
+    locked,
+    open_run,
+    read_lines,
+    read_settings,
+    resume_command,
+    step_of,
+    write_json,
+)
 from start import adapt, offset_at, start_defaults, start_from, tokenizer_beside
 from tokenizer import DataError
 from validation import evaluate, final_report

@@ -22,16 +22,9 @@ import torch
 from safetensors.torch import load_file
 
 import train as train_module
-from checkpoint import (
-    best_checkpoint,
-    checkpoints,
-    locked,
-    new_run,
-    read_lines,
-    read_settings,
-    step_of,
-)
+from checkpoint import best_checkpoint
 from model import PonderLM
+from run import checkpoints, locked, new_run, read_lines, read_settings, step_of
 from train import TrainConfig, parse, train
 
 ROOT = Path(__file__).parent.parent

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import small_model
 
-from checkpoint import changes
 from methods import CLASSES
+from run import changes
 from train import parse
 
 ROOT = Path(__file__).parent.parent

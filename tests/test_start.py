@@ -10,12 +10,12 @@ import torch
 from test_tokenizer import make as make_tokenizer
 from test_weights import make_llama
 
-from checkpoint import checkpoints
 from config import read_config
 from data import Windows
 from measure import validation_windows
 from methods import CLASSES, load
 from model import PonderLM
+from run import checkpoints
 from start import adapt, offset_at, start_from
 from tokenizer import DataError
 from train import TrainConfig, open_corpus, parse, train

@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import small_model
 
-from checkpoint import find_run, new_run, read_lines
 from data import Windows
 from model import PonderLM
+from run import find_run, new_run, read_lines
 from train import TrainConfig, learning_rate, parse, train
 from validation import evaluate
 
