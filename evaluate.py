@@ -2,11 +2,10 @@
 
     python evaluate.py                                the newest run, on its validation text
     python evaluate.py --run my_llama --data texts/   any model, any text
-    python evaluate.py --tasks lambada_openai,sciq    benchmarks, see harness.py
+    python evaluate.py --tasks lambada_openai,sciq    benchmarks, see benchmarks.py
 
-A text is scored in windows of the model's length T that lie `stride` apart, so that each token but
-the first ones has at least T - stride tokens before it. What is in the file counts, in its bytes,
-not how a tokenizer would write it.
+Bits per byte count the bytes of the files, not of what a tokenizer would write. The validation
+tokens of a run are one long text, in which ends of documents are predicted like other tokens.
 
 name            per token                  meaning
 loss            nats                       -log p(token | tokens before), mean
@@ -17,126 +16,19 @@ interval        of the loss                95 % of bootstrap samples of windows,
 
 import hashlib
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
 import tyro
-from tqdm import tqdm
 
-from compact import settle
-from config import PONDER
 from cost import cost
 from data import read_texts
 from device import command_line, pick_device
 from measure import validation_windows
 from methods import load
 from run import find_run, write_json
+from score import bootstrap, cut, score
 from tokenizer import DataError, load_tokenizer
-from validation import truncate
-
-TOLERANCE = 1e-5  # of the latents, when a window's Jacobi iteration has converged
-
-
-@dataclass
-class Window:
-    """Part of a text: token ids, of which those from `first` on are predicted here."""
-
-    ids: list
-    first: int  # at least 1: the first id only is read
-
-    @property
-    def predictions(self):
-        """Where its predictions are made: the places before those ids."""
-        return slice(self.first - 1, len(self.ids) - 1)
-
-
-def cut(ids, T, stride):
-    """The Windows of a text, which read at most T ids; each id but the first is predicted once."""
-    windows, done = [], 1
-    for start in range(0, max(len(ids) - 1, 1), stride):
-        end = min(start + T + 1, len(ids))
-        windows.append(Window(ids[start:end], done - start))
-        done = end
-        if end == len(ids):
-            return windows
-    return windows
-
-
-@dataclass
-class Scores:
-    """Of predicted tokens, in the order of the text."""
-
-    window: torch.Tensor  # (n,) which Window it is of
-    soft: torch.Tensor  # (n,) loss in nats, all steps run
-    hard: torch.Tensor  # (n,) stopped at tau, as decoding has it
-    steps: torch.Tensor  # (n,) executed steps at tau
-    depths: torch.Tensor  # (n, K+1) soft, integrated up to depth i; without weights s, h^(i) alone
-
-
-def states(model, idx, tau, lengths):
-    """h, s and executed steps of right-padded rows at their fixed point; tau 0 runs all steps.
-
-    Each row stops on its own, so that it does not depend on its neighbours.
-    """
-    if model.config.method in PONDER:
-        found = settle(model, idx, tau, lengths=lengths, tolerance=TOLERANCE)
-        return found.h, found.s, found.steps
-    h, s, log_w = model.states(idx, tau=tau)
-    return h, s, model.executed(log_w, tau)
-
-
-def batches(windows, batch_tokens, device):
-    """Yield Windows in batches of at most `batch_tokens` tokens, the longest first: which they are,
-    inputs x and targets y (B, T), padded behind, and the windows' lengths (B,)."""
-    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
-    with tqdm(total=sum(len(w.ids) - 1 for w in windows), unit=" tokens", leave=False) as bar:
-        while order:
-            size = max(1, batch_tokens // (len(windows[order[0]].ids) - 1))
-            batch, order = order[:size], order[size:]
-            lengths = torch.tensor([len(windows[i].ids) - 1 for i in batch], device=device)
-            ids = torch.zeros(len(batch), int(lengths.max()) + 1, dtype=torch.long)
-            for row, i in enumerate(batch):
-                ids[row, : len(windows[i].ids)] = torch.tensor(windows[i].ids)
-            yield batch, ids[:, :-1].to(device), ids[:, 1:].to(device), lengths
-            bar.update(int(lengths.sum()))
-
-
-@torch.no_grad()
-def score(model, windows, tau=1e-4, batch_tokens=4096):
-    """Score what Windows predict -> Scores."""
-    rows = [None] * len(windows)
-    for batch, x, y, lengths in batches(windows, batch_tokens, model.lm_head.weight.device):
-        h, s, steps = states(model, x, 0, lengths)
-        depths = [
-            model.token_losses(truncate(h, s, i) if model.masks else h[:, :, i], y)
-            for i in range(s.size(-1))
-        ]
-        soft = hard = model.token_losses(model.integrate(h, s), y)
-        if model.masks:  # otherwise tau changes nothing
-            h, s, steps = states(model, x, tau, lengths)
-            hard = model.token_losses(model.integrate(h, s, steps), y)
-        found = (soft, hard, steps, torch.stack(depths, dim=-1))
-        for row, i in enumerate(batch):
-            rows[i] = [values[row, windows[i].predictions].cpu() for values in found]
-    counts = torch.tensor([len(row[0]) for row in rows])
-    window = torch.arange(len(rows)).repeat_interleave(counts)
-    return Scores(window, *(torch.cat(parts) for parts in zip(*rows, strict=True)))
-
-
-def bootstrap(window, losses, samples=1000, seed=0):
-    """95 % interval of the mean loss: windows, whose tokens belong together, are drawn anew.
-
-    window (n,), losses (n,) -> low, high; None of fewer than two windows.
-    """
-    count = np.bincount(window.numpy())
-    total = np.bincount(window.numpy(), losses.double().numpy())
-    if len(count) < 2:
-        return None
-    drawn = np.random.default_rng(seed).integers(len(count), size=(samples, len(count)))
-    means = total[drawn].sum(1) / count[drawn].sum(1)
-    return tuple(np.quantile(means, (0.025, 0.975)).tolist())
+from weights import read_json
 
 
 def texts_of(data, tokenizer):
@@ -154,6 +46,7 @@ def texts_of(data, tokenizer):
 
 def import_harness():
     try:
+        import benchmarks
         import harness
     except ModuleNotFoundError as error:
         if error.name != "lm_eval":
@@ -161,7 +54,26 @@ def import_harness():
         raise ValueError(
             "--tasks needs lm-evaluation-harness: pip install lm_eval==0.4.13"
         ) from None
-    return harness
+    return benchmarks, harness
+
+
+def check(data, tau, stride, windows, tasks, batch_tokens, out, of_tasks):
+    """Refuse options that are out of range, or would be ignored, before any work is done."""
+    of_texts = dict(data=data, stride=stride, windows=windows)
+    ignored = of_tasks if tasks is None else of_texts
+    given = [f"--{name.replace('_', '-')}" for name, value in ignored.items() if value is not None]
+    if given:
+        which = "without --tasks" if tasks is None else "with --tasks"
+        raise ValueError(f"{', '.join(given)} {which}: it would change nothing; leave it out")
+    if not 0 <= tau <= 1 or (windows is not None and windows < 1) or batch_tokens < 1:
+        raise ValueError(
+            f"tau = {tau}, windows = {windows}, batch_tokens = {batch_tokens}: tau is a "
+            "probability, the others at least 1"
+        )
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise ValueError(f"--out {out} is a folder, or in none: name a file in one that exists")
+    if out is not None and tasks is None and out.exists() and "tasks" in read_json(out):
+        raise ValueError(f"--out {out} has results of --tasks: give another file")
 
 
 def main(
@@ -171,9 +83,9 @@ def main(
     stride: int | None = None,
     windows: int | None = None,
     tasks: str | None = None,
-    num_fewshot: int = 0,
+    num_fewshot: int | None = None,
     limit: int | None = None,
-    include_path: str | None = None,
+    include_path: Path | None = None,
     batch_tokens: int = 4096,
     device: str = "auto",
     out: Path | None = None,
@@ -187,34 +99,37 @@ def main(
         stride: tokens from one window to the next; by default half of the model's window
         windows: score only so many, from the start on; by default all
         tasks: of lm-evaluation-harness, with commas between them: lambada_openai,arc_easy
-        num_fewshot: solved examples in each prompt of a task
+        num_fewshot: solved examples in each prompt of a task; by default as the task has it
         limit: documents of each task, from the start on; by default all
         include_path: folder with tasks of your own (the harness's YAML files)
         batch_tokens: how many tokens are scored at once
         device: auto, cpu, cuda or mps
         out: write the numbers to this file, as JSON; tasks that are in it are not done again
     """
+    of_tasks = dict(num_fewshot=num_fewshot, limit=limit, include_path=include_path)
+    check(data, tau, stride, windows, tasks, batch_tokens, out, of_tasks)
     directory = find_run(run)
     model = load(directory).to(pick_device(device))
-    config = model.config
-    stride = stride or max(config.block_size // 2, 1)
-    if not 1 <= stride <= config.block_size:
-        raise ValueError(f"stride = {stride}: 1 to the window of {config.block_size} tokens")
-    if not 0 <= tau <= 1 or (windows is not None and windows < 1) or batch_tokens < 1:
-        raise ValueError(
-            f"tau = {tau}, windows = {windows}, batch_tokens = {batch_tokens}: tau is a "
-            "probability, the others at least 1"
-        )
     if tasks is not None:
-        if data is not None:
-            raise ValueError("--tasks and --data exclude each other: give one of them")
-        harness = import_harness()
-        lm = harness.HarnessLM(
-            model, load_tokenizer(directory / "tokenizer.json"), tau, batch_tokens
-        )
-        report = harness.run(lm, directory, tasks, num_fewshot, limit, include_path, out)
-        harness.show(report, config)
+        benchmarks, harness = import_harness()
+        tokenizer = load_tokenizer(directory / "tokenizer.json")
+        lm = harness.HarnessLM(model, tokenizer, tau, batch_tokens)
+        report = benchmarks.run(lm, directory, tasks, out=out, **of_tasks)
+        benchmarks.show(report, model.config)
         return
+    result = score_texts(model, directory, data, tau, stride, windows, batch_tokens)
+    show(result)
+    if out is not None:
+        write_json(out, result)
+        print(f"written: {out}")
+
+
+def score_texts(model, directory, data, tau, stride, windows, batch_tokens):
+    """Score the texts of `data`, or without any the run's validation tokens -> what is reported."""
+    T = model.config.block_size
+    stride = max(T // 2, 1) if stride is None else stride
+    if not 1 <= stride <= T:
+        raise ValueError(f"stride = {stride}: 1 to the window of {T} tokens")
     if data is None:
         _, tokenizer, val = validation_windows(directory)
         texts, name = [val.tokens[:].tolist()], f"validation tokens of {directory}"
@@ -223,22 +138,20 @@ def main(
         tokenizer = load_tokenizer(directory / "tokenizer.json")
         (texts, raw), name = texts_of(data, tokenizer), data
         size, sha256 = len(raw), hashlib.sha256(raw).hexdigest()
-    cuts = [w for ids in texts for w in cut(ids, config.block_size, stride)]
+    cuts = [w for ids in texts for w in cut(ids, T, stride)]
     complete = windows is None or windows >= len(cuts)
     cuts = [w for w in cuts[:windows] if len(w.ids) > w.first]
     if not cuts:
         raise DataError(f"{name} has no token to predict; give more text")
-    result = summarise(score(model, cuts, tau, batch_tokens), config)
+    print(f"scoring {len(cuts):,} windows; fewer with --windows", flush=True)
+    result = summarise(score(model, cuts, tau, batch_tokens), model.config)
     result |= {"run": str(directory), "text": name, "tau": tau, "stride": stride}
     if size is not None and complete:
         result |= {"bytes": size, "sha256": sha256}
         for kind in ("soft", "hard"):
             nats = result[kind]["loss"] * result["tokens"]
             result[kind]["bits_per_byte"] = nats / size / math.log(2)
-    show(result)
-    if out is not None:
-        write_json(out, result)
-        print(f"written: {out}")
+    return result
 
 
 def summarise(scores, config):
@@ -247,7 +160,9 @@ def summarise(scores, config):
     for kind in ("soft", "hard"):
         losses = getattr(scores, kind)
         loss = losses.double().mean().item()
-        steps = scores.steps.double().mean().item() if kind == "hard" else config.ponder_steps
+        steps = scores.steps.double().mean().item()
+        if kind == "soft" and config.label == "ponderlm3":
+            steps = config.ponder_steps
         low_high = bootstrap(scores.window, losses)
         result[kind] = {"loss": loss, "interval": low_high, "perplexity": math.exp(loss)}
         costs = cost(config, steps)

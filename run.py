@@ -21,7 +21,6 @@ from pathlib import Path
 
 from weights import from_json, is_model, locate
 
-
 # -- Files -----------------------------------------------------------------------------------------
 
 

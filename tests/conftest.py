@@ -1,4 +1,5 @@
 import json
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,16 @@ from config import PonderConfig
 from methods import SETTINGS, build
 from train import TrainConfig
 
+ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def script(name):
+    """A script as a module of another name: the harness imports a package named evaluate."""
+    spec = spec_from_file_location(f"{name}_script", ROOT / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def small_model(seed=0, **kwargs):

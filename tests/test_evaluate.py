@@ -3,15 +3,17 @@
 import json
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_model
+from conftest import script, small_model
 from test_methods import METHODS, method_model
 
-import evaluate
-from evaluate import Window, bootstrap, cut, score, summarise
+from score import Window, bootstrap, cut, score
 from tokenizer import Tokenizer
+
+evaluate = script("evaluate")
 
 
 def ids(n, seed=0):
@@ -111,10 +113,19 @@ def test_report(tmp_path, capsys):
 def test_costs():
     """Catches the steps of the soft form reported for decoding."""
     model = small_model(router_scale=12.0)
-    result = summarise(score(model, [Window(ids(30), 1)], 0.3), model.config)
+    result = evaluate.summarise(score(model, [Window(ids(30), 1)], 0.3), model.config)
     assert result["soft"]["steps"] == 3 > result["hard"]["steps"] > 0
     ratio = result["hard"]["paper_flops"] / result["soft"]["paper_flops"]
     assert ratio == pytest.approx((1 + result["hard"]["steps"]) / 4)
+
+
+@pytest.mark.parametrize("method", ["looped", "mor-token"])
+def test_costs_without_a_soft_form(method):
+    """Catches the cost of K steps for a model that took fewer: both rows are the same one."""
+    model = method_model(method)
+    scores = score(model, [Window(ids(30), 1)], 0.3)
+    result = evaluate.summarise(scores, model.config)
+    assert result["soft"]["steps"] == result["hard"]["steps"] == scores.steps.double().mean()
 
 
 @pytest.mark.parametrize(
@@ -123,6 +134,9 @@ def test_costs():
         (dict(data="nowhere"), "no such file"),
         (dict(data="empty"), "holds no text"),
         (dict(data="text", stride=17), "stride = 17"),
+        (dict(data="text", stride=0), "stride = 0"),
+        (dict(data="text", limit=3), "--limit without --tasks"),
+        (dict(data="text", out=Path("model")), "--out model is a folder"),
         (dict(data="text", tau=2.0), "tau = 2"),
         (dict(data="text", windows=0), "windows = 0"),
         (dict(), "train.json"),

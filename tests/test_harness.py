@@ -2,12 +2,14 @@
 
 import json
 import random
+import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import small_model
+from conftest import script, small_model
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -17,14 +19,15 @@ from test_tokenizer import byte_level
 from test_weights import make_llama
 from transformers import PreTrainedTokenizerFast
 
-import evaluate
-import harness
+import benchmarks
+from benchmarks import COLUMNS, PRINTED
 from config import PonderConfig
-from harness import COLUMNS, PRINTED, HarnessLM
+from harness import HarnessLM
 from methods import build, load
 from sample import generate
 from tokenizer import DataError, Tokenizer, load_tokenizer
 
+evaluate = script("evaluate")
 ANIMALS = dict(Ada="cat", Ben="dog", Cleo="hen", Dan="owl", Eve="fox", Finn="cow", Gus="ant")
 WRONG = ("bat", "elk")  # nobody has them
 
@@ -84,7 +87,7 @@ def tasks(tmp_path_factory):
 @pytest.fixture
 def quick(monkeypatch):
     """Without the harness's own 14,000 tasks, which take 12 s to find."""
-    monkeypatch.setattr(harness, "TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.setattr(benchmarks, "TaskManager", partial(TaskManager, include_defaults=False))
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +148,23 @@ def test_loglikelihood_is_what_decoding_has(method, ablation):
     assert whole == pytest.approx(-sum(losses), abs=1e-4)
 
 
+def test_context_of_spaces():
+    """Catches a context that is nothing but spaces, which go to the continuation: it is scored as
+    a text without a context, whatever is beside it."""
+    lm = byte_model()
+    pairs = [(" ", "hello world"), ("", " hello world"), ("a long context", " " * 20)]
+    for batch_tokens in (1, 4096):
+        lm.batch_tokens = batch_tokens
+        spaces, nothing, _ = lm.loglikelihood(requests(*pairs), disable_tqdm=True)
+        assert spaces[0] == pytest.approx(nothing[0], abs=1e-9)
+
+
+def test_two_packages_of_one_name():
+    """Catches the harness's metrics looked for in our evaluate.py."""
+    package = sys.modules["evaluate"]
+    assert hasattr(package, "EvaluationModule") and Path(package.__file__).parent.name == "evaluate"
+
+
 def test_a_whole_text_begins_once(tmp_path):
     """Catches a beginning that is predicted from a beginning: a whole text is what follows none."""
     library, model = byte_level(begin=True), small_model(vocab_size=300)
@@ -196,10 +216,13 @@ def test_generate_until(method):
     raw = lm.vocabulary.decode(ids)
     assert text == raw.decode("utf-8", "replace")
     assert lm.count.tokens == 7 + 11  # the last token is not read
+    _, steps = decoder_losses(lm.model, lm.tok_encode("the fox") + ids, 0.3)
+    assert lm.count.steps == sum(steps)
     end = text[5:7]  # over two tokens
     cut = text.split(end)[0]
     lm = byte_model(method)
-    asked = [dict(free, until=["nowhere", end]), free, dict(free, until=end), {"max_gen_toks": 3}]
+    asked = [dict(free, until=["nowhere", end], num_beams=1, top_k=0), free]
+    asked += [dict(free, until=end), {"max_gen_toks": 3}]
     found = lm.generate_until(requests(*[("the fox", one) for one in asked]))
     assert found == [cut, text, cut, raw[:3].decode("utf-8", "replace")]
     lm.vocabulary.end_of_text = ids[4]  # it ends a text, and is no part of it
@@ -218,9 +241,9 @@ def test_windows():
     shorter, *fits = (log_p for log_p, _ in lm.loglikelihood(kept, disable_tqdm=True))
     assert fits == pytest.approx([fits[0]] * 3, abs=1e-9) and abs(shorter - fits[0]) > 1e-3
     assert lm.count.cut == 2  # 38 + 3 are the window and the id after it: 39 do not fit
-    with pytest.raises(DataError, match=r"41 tokens .*1 to 40"):
+    with pytest.raises(DataError, match=r"41 tokens .*scores 40 at once"):
         lm.loglikelihood(requests(("a", "b" * 41)), disable_tqdm=True)
-    with pytest.raises(DataError, match="0 tokens"):
+    with pytest.raises(DataError, match="asks for nothing after"):
         lm._loglikelihood_tokens([(None, [1], [])])
     lm = byte_model()
     lm.generate_until(requests((long, {"max_gen_toks": 10}), (long[:30], {"max_gen_toks": 10})))
@@ -250,8 +273,20 @@ def test_by_heart(tasks, memory, quick, capsys):
     evaluate.main(str(memory / "trained"), **arguments, out=memory / "trained.json")
     assert "fetching" not in capsys.readouterr().out
     assert (memory / "trained.json").read_text() == before
-    with pytest.raises(ValueError, match="other settings"):
+    with pytest.raises(ValueError, match="another model, tasks or options"):
         evaluate.main(str(memory / "trained"), **arguments, tau=0.5, out=memory / "trained.json")
+    with pytest.raises(ValueError, match="has results of --tasks"):
+        evaluate.main(str(memory / "trained"), device="cpu", out=memory / "trained.json")
+    for damage in ([], {"quiz": {}}, {"quiz": 5}, None):
+        damaged = json.loads(before) | {"tasks": damage}
+        (memory / "damaged.json").write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match="damaged"):
+            evaluate.main(str(memory / "trained"), **arguments, out=memory / "damaged.json")
+    file = memory / "trained" / "config.json"
+    file.write_text(file.read_text().replace('"block_size": 24', '"block_size": 23'))
+    with pytest.raises(ValueError, match="another model, tasks or options"):
+        evaluate.main(str(memory / "trained"), **arguments, out=memory / "trained.json")
+    file.write_text(file.read_text().replace('"block_size": 23', '"block_size": 24'))
 
 
 @pytest.mark.parametrize("begin", [False, True])
@@ -305,15 +340,22 @@ def test_table(capsys):
         entry = dict(tokens=100, steps=150, cut=3, requests=10, documents={name: 5})
         report["tasks"][name] = entry | {"results": results}
     config = small_model().config
-    harness.show(report, config)
+    benchmarks.show(report, config)
     lines = capsys.readouterr().out.splitlines()
     (ours,) = [line for line in lines if line.startswith("ponderlm3")]
     assert ours.split()[-10:] == [f"{10 * i:.1f}" for i in range(9)] + ["40.0"]
-    flops = harness.cost(config, 1.5).paper_flops / 1e9
+    flops = benchmarks.cost(config, 1.5).paper_flops / 1e9
     assert float(ours.split()[-11]) == pytest.approx(flops, rel=1e-2)
     (paper,) = [line for line in lines if line.startswith("* PonderLM-3")]
     assert paper.split()[-11:] == ["8.86", *map(str, PRINTED[5]["PonderLM-3 (max 3 steps)"])]
     assert any("3 of 10 contexts" in line for line in lines)
+    others = {"mine": report["tasks"]["sciq"] | {"steps": 300}, "race": report["tasks"]["race"]}
+    others["race"]["results"] = {"race": {"exact_match,none": 1e9}}
+    benchmarks.show(report | {"tasks": others, "num_fewshot": None}, config)
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if line.startswith("ponderlm3")]
+    assert row.split()[-10:] == ["-"] * 10 and row.split()[-11] == ours.split()[-11]
+    assert any("0-shot" in line for line in lines) and any("1e+09" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +366,10 @@ def test_table(capsys):
         (dict(tasks="quiz", num_fewshot=-1), "num_fewshot = -1"),
         (dict(tasks="quiz", limit=0), "limit = 0"),
         (dict(tasks="quiz", include_path="nowhere"), "--include-path nowhere"),
-        (dict(tasks="quiz", data="text"), "exclude each other"),
-        (dict(tasks="remote"), "texts of remote cannot be fetched"),
+        (dict(tasks="quiz", data="text", stride=3), "--data, --stride with --tasks"),
+        (dict(tasks="remote"), "texts of remote cannot be read"),
+        (dict(tasks="misspelt"), "templates of misspelt cannot be filled in"),
+        (dict(tasks="quiz", out=Path("nowhere/scores.json")), "--out nowhere"),
     ],
 )
 def test_wrong_options(tmp_path, tasks, memory, quick, monkeypatch, kwargs, message):
@@ -336,14 +380,18 @@ def test_wrong_options(tmp_path, tasks, memory, quick, monkeypatch, kwargs, mess
     )
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    folder = str(tmp_path if kwargs["tasks"] == "remote" else tasks)
+    quiz = (tasks / "quiz.yaml").read_text()
+    (tmp_path / "misspelt.yaml").write_text(
+        quiz.replace("quiz", "misspelt").replace("{{name", "{{nam")
+    )
+    folder = str(tmp_path if kwargs["tasks"] in ("remote", "misspelt") else tasks)
     with pytest.raises(ValueError, match=message):
         evaluate.main(str(memory / "trained"), device="cpu", **{"include_path": folder} | kwargs)
 
 
 def test_without_the_package(memory, monkeypatch):
     """Catches a stack trace without lm-evaluation-harness, which is optional."""
-    monkeypatch.delitem(__import__("sys").modules, "harness")
-    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "benchmarks", raising=False)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ValueError, match="pip install lm_eval"):
         evaluate.main(str(memory / "trained"), tasks="quiz", device="cpu")
