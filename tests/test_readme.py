@@ -74,6 +74,7 @@ def test_readme_command(line, directory):
     two_words = f"{script} {(arguments or [''])[0]}"
     short = SHORT.get(two_words, SHORT.get(script, ""))
     short = short.replace("--batch-size 2", "") if launch else short
+    short = "" if "--tasks" in arguments else short
     # Compiling takes minutes: test_compiled_blocks, which is slow, does it.
     arguments = [word for word in arguments if word != "--compile"]
     command = [sys.executable, *launch, str(ROOT / script), *arguments, *short.split()]
