@@ -26,8 +26,8 @@ from bench_decode import decode
 from cost import slots_of_passes
 from device import autocast, command_line, pick_device, pick_precision
 from model import PonderLM
+from settings import PRESETS
 from timing import machine, medians, write_results
-from train import PRESETS
 
 EAGER_LIMIT = 4096  # beyond, its N x N matrices take gigabytes
 

@@ -18,15 +18,7 @@ import signal
 import torch
 from safetensors import SafetensorError
 
-from run import (
-    cannot_write,
-    checkpoints,
-    read_lines,
-    resume_command,
-    step_of,
-    sync,
-    write_text,
-)
+from run import cannot_write, checkpoints, read_lines, resume_command, step_of, sync, write_text
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 

@@ -129,7 +129,7 @@ def main(run: str | None = None):
     for name, (steps, printed) in PAPER.items():
         flops = paper_flops(PAPER_PARAMETERS, steps) / 1e9
         print(f"{name:26}{steps:7.2f}{flops:10.2f}{printed:10.2f}")
-    from train import PRESETS  # after this file in the reading order
+    from settings import PRESETS
 
     print(f"\nThe shapes, without a router\n{'':8}{'parameters':>12}{'without tables':>16}")
     for name in ("70m", "410m"):

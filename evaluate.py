@@ -20,8 +20,8 @@ from pathlib import Path
 
 import tyro
 
+from corpora import read_texts
 from cost import cost
-from data import read_texts
 from device import command_line, pick_device
 from measure import validation_windows
 from methods import load

@@ -13,8 +13,6 @@ n counts the tokens of all windows. Losses are in nats, in float32, at the fixed
 """
 
 import math
-import re
-from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -30,8 +28,8 @@ from hops import hops_asked
 from methods import load
 from model import PonderLM
 from router import bottom_mass_penalty
+from settings import TrainConfig, describe_corpus, open_corpus, read_run
 from tokenizer import Tokenizer
-from train import TrainConfig, describe_corpus, open_corpus, read_run
 from validation import truncate
 
 BATCH = 32  # windows at a time
@@ -159,57 +157,6 @@ def mean(values):
     return values.double().mean().item() if len(values) else None
 
 
-# -- Convergence of the Jacobi iteration (appendix C) ----------------------------------------------
-
-
-def rmse(a, b):
-    """Root-mean-square difference within each token, (B, T, ..) -> its mean over tokens."""
-    return (a - b).square().flatten(2).mean(-1).sqrt().mean().item()
-
-
-@torch.no_grad()
-def convergence_rows(model, idx, refinements=12):
-    """RMSE to the fixed point after n = 0 .. `refinements` refinements of the ladder's latents.
-
-    In float64; the fixed point is where the iteration stands still, which it does after K*T passes
-    at the latest. -> rows {refinements, latents, router}.
-    """
-    model, K = deepcopy(model).double(), model.config.ponder_steps
-
-    def iterates():  # the ladder's last pass is n = 0: the first that makes latents of all K slots
-        for n, (h, s, _) in enumerate(model.passes(idx), start=1 - K):
-            if n >= 0:
-                yield n, h[:, :, :K], s
-
-    fixed, rows = None, []
-    for n, latents, s in tqdm(iterates(), desc="fixed point", leave=False):
-        before, fixed, fixed_s = fixed, latents, s
-        if (n and (fixed - before).norm() <= 1e-14 * fixed.norm()) or n >= K * idx.size(1):
-            break
-    for n, latents, s in iterates():
-        errors = {"latents": rmse(latents, fixed), "router": rmse(s, fixed_s)}
-        rows.append({"refinements": n, **errors})
-        if n == refinements:
-            return rows
-
-
-def exponential_fit(n, errors):
-    """errors = A L^n by least squares on log(errors) -> L, A and R^2 of the logarithms.
-
-    Errors below 1e-12 of the largest, which rounding makes, are left out; (None, None, None) where
-    less than two are left.
-    """
-    floor = 1e-12 * max(errors)
-    points = [(i, math.log(e)) for i, e in zip(n, errors, strict=True) if e > floor]
-    if len(points) < 2:
-        return None, None, None
-    x, y = np.array(points, dtype=float).T
-    slope, intercept = np.polyfit(x, y, 1)
-    spread = ((y - y.mean()) ** 2).sum()
-    r2 = 1 - ((y - slope * x - intercept) ** 2).sum() / spread if spread else 1.0
-    return math.exp(slope), math.exp(intercept), float(r2)
-
-
 # -- Easy and hard tokens (section 4.3) ------------------------------------------------------------
 
 
@@ -314,74 +261,6 @@ def tau_rows(subject, taus):
         row |= {"perplexity": math.exp(row["loss"]), "steps": mean(steps)}
         rows.append(row | {"change": mean(loss - base), "moved": mean((loss - base).abs())})
     return rows
-
-
-# -- Steps of tokens and words (appendix D) --------------------------------------------------------
-
-
-def show_token(token):
-    """The bytes of a token as one readable line."""
-    text = token.decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def step_row(kind, text, steps, K):
-    """count, mean steps, and the share of `steps` that stop before K."""
-    pruned = mean(steps < K)
-    return {"kind": kind, "text": text, "count": len(steps), "steps": mean(steps), "pruned": pruned}
-
-
-def words(pieces):
-    """Tokens (bytes) of one window -> [(word, first, last)]: the tokens that make up each word.
-
-    A word is ASCII letters, with none of any other kind, digit or underscore beside them; it may
-    share its first token with a space before it. One that the window cuts, or that shares a token
-    with anything else, is left out.
-    """
-    ends = np.cumsum([len(piece) for piece in pieces])
-    text, found = b"".join(pieces), []
-    for match in re.finditer(rb"(?<![\w\x80-\xff])[A-Za-z]+(?![\w\x80-\xff])", text):
-        if match.start() == 0 or match.end() == len(text):
-            continue
-        first = int(np.searchsorted(ends, match.start(), side="right"))
-        last = int(np.searchsorted(ends, match.end() - 1, side="right"))
-        whole = b"".join(pieces[first : last + 1])
-        if whole.removeprefix(b" ") == match[0]:
-            found.append((match[0].decode(), first, last))
-    return found
-
-
-def token_rows(measured, tokenizer, T, names, least=50):
-    """Steps after each token, and after each word of `names` -> rows; words of one and more tokens.
-
-    Returns:
-        rows {kind, text, count, steps, pruned} of tokens with at least `least` occurrences and of
-        the names; and rows of how words of several tokens stop, inside and at their end.
-    """
-    if least < 1:
-        raise ValueError(f"least = {least}: it must be at least 1")
-    names = [name.lower() for name in names]
-    K, steps, rows = measured.ce.size(-1) - 1, measured.steps, []
-    for token in measured.x.unique().tolist():
-        mine = steps[measured.x == token]
-        if len(mine) >= least:
-            rows.append(step_row("token", show_token(tokenizer.decode([token])), mine, K))
-    of_word, inside, at_end = {name: [] for name in names}, [], []
-    pieces = {token: tokenizer.decode([token]) for token in measured.x.unique().tolist()}
-    for start in range(0, len(steps), T):
-        for word, first, last in words([pieces[t] for t in measured.x[start : start + T].tolist()]):
-            if word.lower() in of_word:
-                of_word[word.lower()].append(start + last)
-            if last > first:
-                inside += range(start + first, start + last)
-                at_end.append(start + last)
-    rows += [step_row("word", name, steps[where], K) for name, where in of_word.items()]
-    compound = []
-    for k in range(K + 1):
-        shares = [mean(steps[where] == k) for where in (inside, at_end)]
-        row = {"steps": k, "non_terminal": shares[0], "terminal": shares[1]}
-        compound.append(row | {"non_terminal_tokens": len(inside), "terminal_tokens": len(at_end)})
-    return rows, compound
 
 
 # -- Known difficulty (hops.py) --------------------------------------------------------------------

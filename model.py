@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import weights
 from attention import MASKED, slot_bias
 from config import PONDER, PonderConfig, read_config
+from formats import to_llama
 from llama import Block, LayerCache, Llama
 from router import AlwaysRouter, Router, bottom_mass_penalty, stop_step, upcast
 
@@ -312,7 +313,7 @@ class PonderLM(nn.Module):
         """
         config, tensors = asdict(self.config), self.state_dict()
         if self.config.label == "vanilla" and not exact:
-            config, tensors = weights.to_llama(config | {"embed_scale": self.config.scale}, tensors)
+            config, tensors = to_llama(config | {"embed_scale": self.config.scale}, tensors)
         else:
             config = {"format": weights.FORMAT, **config}
             if self.config.tie_word_embeddings:

@@ -14,9 +14,10 @@ from string import Template
 import torch
 
 from cost import cost
-from measure import decoded, measure, show_token
+from measure import decoded, measure
 from run import read_lines, read_results
-from train import read_run
+from settings import read_run
+from words import show_token
 
 LONGEST = 4096  # tokens of a depth map
 

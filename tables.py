@@ -12,7 +12,7 @@ from pathlib import Path
 
 from config import BELONGS_TO, PonderConfig, read_config
 from run import read_results
-from train import TrainConfig, read_run
+from settings import TrainConfig, read_run
 
 NAMES = {
     "ponderlm3": "PonderLM-3",

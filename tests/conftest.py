@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from config import PonderConfig
 from methods import SETTINGS, build
-from train import TrainConfig
+from settings import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 import analyze
+import figures
 from analyze import Options, WithReference
+from settings import read_run
 from tables import read_csv
-from train import read_run, train
+from train import train
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("converge", "buckets", "shift", "tokens", "tau", "penalty", "heatmap")
@@ -21,7 +23,7 @@ COMMANDS = ("converge", "buckets", "shift", "tokens", "tau", "penalty", "heatmap
 def runs(tmp_path_factory):
     """A PonderLM-3 and a model without pondering, on the same text."""
     from config import PonderConfig
-    from train import TrainConfig
+    from settings import TrainConfig
 
     folder = tmp_path_factory.mktemp("analyze")
     text = folder / "text.txt"
@@ -135,9 +137,9 @@ def test_tables():
     assert lines[0].endswith("| 5 | 3.000 | 50.00% |")
     keys = ("ce", "rho_token", "rho_batch", "count_token", "count_batch")
     rows = [{"depth": 0, **dict.fromkeys(keys, value)} for value in (1.0, 4.0)]
-    assert analyze.penalty_table(rows).splitlines()[-1] == "| 0 " + "| 2.5 " * 5 + "|"
+    assert figures.penalty_table(rows).splitlines()[-1] == "| 0 " + "| 2.5 " * 5 + "|"
     rows = [{"refinements": n, "latents": 0.5**n, "router": 0.25**n} for n in range(4)]
-    assert "| L of the fit | 0.500 | 0.250 |" in analyze.converge_table(rows)
+    assert "| L of the fit | 0.500 | 0.250 |" in figures.converge_table(rows)
 
 
 def test_wrong_values(runs):

@@ -25,7 +25,8 @@ import train as train_module
 from checkpoint import best_checkpoint
 from model import PonderLM
 from run import checkpoints, locked, new_run, read_lines, read_settings, step_of
-from train import TrainConfig, parse, train
+from settings import TrainConfig, parse
+from train import train
 
 ROOT = Path(__file__).parent.parent
 TRAIN = [sys.executable, str(ROOT / "train.py")]
@@ -467,7 +468,7 @@ def test_several_processes(directory, processes):
 
 def test_processes_that_do_not_fit(config):
     """Catches a penalty whose micro-batch depends on the number of processes."""
-    from train import check
+    from settings import check
 
     check(replace(config, batch_size=8, micro_batch_size=4), processes=2)
     for micro, way_out in ((8, "--micro-batch-size 4 would do"), (None, "--micro-batch-size 4")):

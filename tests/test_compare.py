@@ -10,8 +10,9 @@ from compare import at_other_taus, depth, depth_rows, on_frontier, pareto, paret
 from cost import cost
 from measure import answers, open_subject
 from methods import SETTINGS
+from settings import PRESETS
 from tables import check_comparable, group_runs, mean_std, read_csv, read_runs
-from train import PRESETS, train
+from train import train
 
 
 @pytest.fixture

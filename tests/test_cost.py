@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from config import PonderConfig
 from cost import PAPER, PAPER_PARAMETERS, cost, paper_flops, parameters, training_forwards
 from methods import CLASSES, SETTINGS
-from train import PRESETS
+from settings import PRESETS
 
 SHAPE_125M = PonderConfig(50_304, 768, 2064, 12, 12, ponder_steps=0)
 

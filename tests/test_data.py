@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import corpora
 import data
 from data import Windows, load_tokens, pieces_of, prepare, unigram_entropy
 from tokenizer import CharTokenizer, DataError, Tokenizer, load_tokenizer
@@ -93,7 +94,7 @@ def test_corpus_of_files(tmp_path):
 def test_split_by_file():
     """Catches documents cut in two where there are enough to keep them whole."""
     documents = [(f"f{i}", f"text {i}".encode()) for i in range(400)]
-    train, val = data.split(documents)
+    train, val = corpora.divide(documents)
     assert sorted(train + val) == sorted(text for _, text in documents)
     assert 8 < len(val) < 40
 
@@ -104,15 +105,15 @@ def test_docstrings(tmp_path):
     file.write_text(
         '"""M."""\nclass C:\n    """C."""\n    async def f(self):\n        """F."""\n        "no"\n'
     )
-    assert data.docstrings(file) == ["M.", "C.", "F."]
+    assert corpora.docstrings(file) == ["M.", "C.", "F."]
     file.write_text("print 'python 2'")
-    assert data.docstrings(file) == []
+    assert corpora.docstrings(file) == []
 
 
 def test_pydocs_is_clean():
     """Catches test files and duplicates in the default corpus, and an unstable order."""
-    names = [name for name, _ in data.package_files()]
-    assert len(names) > 1000 and names == [name for name, _ in data.package_files()]
+    names = [name for name, _ in corpora.package_files()]
+    assert len(names) > 1000 and names == [name for name, _ in corpora.package_files()]
     assert not any("/tests/" in name or "site-packages" in name for name in names)
 
 
@@ -173,10 +174,10 @@ def test_download_is_checked(monkeypatch, tmp_path):
     """Catches another text under the same address."""
     file = tmp_path / "input.txt"
     file.write_bytes(b"To be")
-    monkeypatch.setattr(data, "SHAKESPEARE", (file.as_uri(), sha256(b"To go").hexdigest()))
+    monkeypatch.setattr(corpora, "SHAKESPEARE", (file.as_uri(), sha256(b"To go").hexdigest()))
     with pytest.raises(DataError, match="sha256 differs"):
         data.shakespeare()
-    monkeypatch.setattr(data, "SHAKESPEARE", (file.as_uri(), sha256(b"To be").hexdigest()))
+    monkeypatch.setattr(corpora, "SHAKESPEARE", (file.as_uri(), sha256(b"To be").hexdigest()))
     assert data.shakespeare() == [("shakespeare", b"To be")]
 
 

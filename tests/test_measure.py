@@ -9,27 +9,23 @@ import torch.nn.functional as F
 from conftest import small_model
 
 import hops
+from converge import convergence_rows, exponential_fit, rmse
 from measure import (
     Measured,
     Subject,
     answers,
     bucket_rows,
-    convergence_rows,
     decoded,
     difficulty_rows,
-    exponential_fit,
     measure,
     penalty_rows,
-    rmse,
     shift_rows,
-    show_token,
     tau_rows,
     thirds,
-    token_rows,
-    words,
 )
+from settings import TrainConfig
 from tokenizer import Tokenizer
-from train import TrainConfig
+from words import show_token, token_rows, words
 
 
 def subject(model, windows=3, T=8, tau=0.3, V=31):

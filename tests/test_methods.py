@@ -11,7 +11,8 @@ from config import PonderConfig
 from methods import CLASSES, SETTINGS, load
 from model import PonderLM
 from sample import generate, stream
-from train import parse, train
+from settings import parse
+from train import train
 
 METHODS = list(CLASSES)
 

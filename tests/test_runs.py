@@ -12,7 +12,7 @@ from conftest import small_model
 
 from methods import CLASSES
 from run import changes
-from train import parse
+from settings import parse
 
 ROOT = Path(__file__).parent.parent
 

@@ -16,9 +16,10 @@ from measure import validation_windows
 from methods import CLASSES, load
 from model import PonderLM
 from run import checkpoints
+from settings import TrainConfig, open_corpus, parse
 from start import adapt, offset_at, start_from
 from tokenizer import DataError
-from train import TrainConfig, open_corpus, parse, train
+from train import train
 from validation import evaluate
 from weights import is_model
 

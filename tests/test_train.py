@@ -11,7 +11,8 @@ from conftest import small_model
 from data import Windows
 from model import PonderLM
 from run import find_run, new_run, read_lines
-from train import TrainConfig, learning_rate, parse, train
+from settings import TrainConfig, parse
+from train import learning_rate, train
 from validation import evaluate
 
 
