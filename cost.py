@@ -28,6 +28,7 @@ from config import read_config
 from device import command_line
 from methods import build
 from run import read_results
+from settings import PRESETS
 
 # Section 4.2: extra steps, and G FLOPs a token as printed. MoR's and PonderLM-3's steps are not
 # given: 8.44 and 8.86 are 2.43 and 2.60 of them.
@@ -129,8 +130,6 @@ def main(run: str | None = None):
     for name, (steps, printed) in PAPER.items():
         flops = paper_flops(PAPER_PARAMETERS, steps) / 1e9
         print(f"{name:26}{steps:7.2f}{flops:10.2f}{printed:10.2f}")
-    from settings import PRESETS
-
     print(f"\nThe shapes, without a router\n{'':8}{'parameters':>12}{'without tables':>16}")
     for name in ("70m", "410m"):
         shape = replace(PRESETS[name].model, ponder_steps=0)

@@ -118,16 +118,16 @@ def test_tables():
     """Catches columns that are mixed up, and tokens that are ranked the wrong way."""
     row = {"difficulty_by": "x", "bucket": "easy", "tokens": 1, "difficulty": 2, "steps": None}
     row |= {"gain_1": 3, "gain_2": 4, "raw_gain_1": 5, "raw_gain_2": 6}
-    last = analyze.bucket_table([row]).splitlines()[-1]
+    last = figures.bucket_table([row]).splitlines()[-1]
     assert last == "| x | easy | 1 | 2.000 | - | 3.000 | 4.000 | 5.000 | 6.000 |"
     rows = [{"bucket": b, "steps": i, "loss_change": i / 10} for i, b in enumerate(analyze.BUCKETS)]
     rows = [row | {"difficulty_by": "x", "alpha": -1.0, "all_steps": 9} for row in rows]
-    last = analyze.shift_table(rows).splitlines()[-1]
+    last = figures.shift_table(rows).splitlines()[-1]
     assert last == "| x | -1 | 9.00 | 0.00, 0.0000 | 1.00, 0.1000 | 2.00, 0.2000 |"
     rows = [
         {"kind": "token", "text": str(i), "count": 5, "steps": i, "pruned": 0.5} for i in range(4)
     ]
-    lines = analyze.token_table(rows, most=2).splitlines()[2:]
+    lines = figures.token_table(rows, most=2).splitlines()[2:]
     assert [line.split("|")[1:3] for line in lines] == [
         [" most steps ", " “3” "],
         [" most steps ", " “2” "],

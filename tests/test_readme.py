@@ -86,6 +86,46 @@ def test_readme_command(line, directory):
     assert done.stdout.strip() and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("n", range(1, 11))
+def test_tutorial(n):
+    """Catches a tutorial that shows other numbers than the code computes."""
+    command = [sys.executable, str(ROOT / "tour.py"), str(n)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    title, shown = done.stdout.split("\n\n", 1)
+    assert title.startswith(f"{n}. ")
+    assert f"```\n{shown.rstrip()}\n```\n" in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_reading_order():
+    """Catches a file that the README leaves out, or lists before one that it imports."""
+    text = (ROOT / "README.md").read_text("utf-8").split("## Reading order")[1].split("\n## ")[0]
+    table = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
+    files = re.findall(r"`(\w+)\.py`", table)
+    assert sorted(files) == sorted(file.stem for file in ROOT.glob("*.py"))
+    for i, file in enumerate(files[1:]):  # the tour comes first
+        source = (ROOT / f"{file}.py").read_text("utf-8")
+        imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
+        assert not imported & set(files[i + 2 :]), (file, imported & set(files[i + 2 :]))
+
+
+def test_links():
+    """Catches a link to a file, a function in it, or a heading that is not there."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?s)```.*?```", "", text))
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    links = re.findall(r"\[([^\]]*)\]\(([^)\s]*)\)", text)
+    assert len(links) > 30
+    for name, target in links:
+        if target.startswith("#"):
+            assert target[1:] in anchors, target
+        elif "://" not in target:
+            assert (ROOT / target).is_file(), target
+            if name.startswith("`"):
+                function = name.strip("`").split(".")[-1]
+                source = (ROOT / target).read_text("utf-8")
+                assert re.search(rf"(?m)^ *(def |class )?{function}\b", source), name
+
+
 def test_readme_python(directory):
     """Catches a README whose Python has drifted from the code; it uses a run of the commands."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)

@@ -106,6 +106,13 @@ def test_ablations(run_script, tmp_path):
     assert len({repr(replace(config, name=None)) for config in configs}) == len(configs)
 
 
+def test_paper(run_script, tmp_path):
+    """Catches a recipe that does not begin, of either size."""
+    trained, _ = run_script("paper.sh", TRY="1")
+    configs = [parse(args) for args in trained]
+    assert [(config.preset, config.steps) for config in configs] == [("70m", 2), ("410m", 2)]
+
+
 def test_hops(run_script, tmp_path):
     """Catches flags that train.py does not know, and budgets that differ in more than K."""
     (tmp_path / "out/hops").mkdir(parents=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import small_model
 
+import settings
 from data import Windows
 from model import PonderLM
 from run import find_run, new_run, read_lines
@@ -115,9 +116,9 @@ def test_schedule_and_validation_file(config, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     rates, files = [], []
     monkeypatch.setattr("train.learning_rate", lambda step, c: rates.append(step) or 0.0)
-    load = train.__globals__["load_tokens"]
+    load = settings.load_tokens
     monkeypatch.setattr(
-        "train.load_tokens", lambda f, split, *a: files.append(split) or load(f, split, *a)
+        "settings.load_tokens", lambda f, split, *a: files.append(split) or load(f, split, *a)
     )
     config.steps = 3
     run, _ = train(config)

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# The paper's sizes on the Pile, for those who have the hardware: 70M parameters on 15 B tokens, 410M
+# on 10 B, then the benchmarks of its table. Each part is skipped if it is done, and goes on if not.
+#     SIZE=70m GPUS=8 bash runs/paper.sh      SIZE=410m METHODS="ponderlm3 ponderlm2"
+#     TRY=1 bash runs/paper.sh                two steps of one window on a CPU: does the recipe run?
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python}
+SIZE=${SIZE:-70m}
+RUNS=out/paper/$SIZE
+declare -A TOKENS=([70m]=15e9 [410m]=10e9)
+
+if [ -n "${TRY:-}" ]; then
+  for SIZE in 70m 410m; do
+    "$PYTHON" train.py --preset "$SIZE" --data pydocs --out out/try --steps 2 --batch-size 1 \
+      --micro-batch-size 1 --recompute --eval-windows 1 --log-every 1 --name "$SIZE-$(date +%s)"
+  done
+  exit
+fi
+
+"$PYTHON" data.py stream pile --tokens "${TOKENS[$SIZE]}" --folder data/pile
+for method in ${METHODS:-ponderlm3 ponderlm2 looped vanilla}; do
+  run=$RUNS/$method
+  if [ ! -f "$run/results.json" ]; then
+    how=(--preset "$SIZE" --method "$method" --data data/pile)
+    [ -f "$run/train.json" ] && how=(--resume)
+    "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="${GPUS:-1}" train.py \
+      "${how[@]}" --out "$RUNS" --name "$method"
+  fi
+  for shots in 0 5; do
+    "$PYTHON" evaluate.py --run "$run" --num-fewshot $shots --out "$run/tasks-$shots.json" --tasks \
+      lambada_openai,arc_easy,lambada_standard,arc_challenge,winogrande,piqa,hellaswag,sciq,race
+  done
+done

@@ -1,0 +1,187 @@
+"""From a transformer to PonderLM-3 in ten steps, on four words and a small random model.
+
+    python tour.py           all of them
+    python tour.py 4 6       these
+
+README.md tells the story; here is what its steps print. The weights are random: the numbers show
+how the parts fit together, not what a trained model does.
+"""
+
+import torch
+import torch.nn.functional as F
+import tyro
+
+from config import PonderConfig
+from device import command_line
+from model import PonderLM
+from router import bottom_mass_penalty
+
+WORDS = ["the", "capital", "of", "France", "is", "Paris", "Rome", "."]
+TEXT = ["the", "capital", "of", "France"]
+K, T, S, TAU = 2, len(TEXT), 3, 0.2
+
+
+def small_model():
+    torch.manual_seed(4)
+    config = PonderConfig(
+        vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, block_size=8, ponder_steps=K, router_offset=(0, 0, 0),
+    )  # fmt: skip
+    model = PonderLM(config).double().eval()
+    torch.nn.init.normal_(model.router.proj.weight, std=0.8)  # a router that is decided
+    return model
+
+
+def table(titles, rows):
+    """Print columns of 9 characters behind a first one of 13; numbers with three digits."""
+    for cells in (titles, *rows):
+        cells = [f"{c:.3f}" if isinstance(c, float) else str(c) for c in cells]
+        print((f"{cells[0]:13}" + "".join(f"{cell:>9}" for cell in cells[1:])).rstrip())
+
+
+def small(x):
+    return f"{x:.0e}" if x > 1e-12 else "< 1e-12"
+
+
+def one_after_another(model, idx):
+    """All states by definition: slot by slot, each attending to all before it. -> (1, T, S, D)"""
+    e, inputs, bias, states = model.embed(idx)[0], [], [], []
+    for t in range(T):
+        log_w = torch.zeros(S, dtype=e.dtype)  # slot 0 is never masked
+        for k in range(S):
+            inputs.append(e[t] if k == 0 else states[-1])
+            bias.append(log_w[k])
+            positions = torch.arange(t + 1).repeat_interleave(S)[: len(inputs)]
+            h = model.transform(torch.stack(inputs)[None], positions, torch.stack(bias)[None])
+            states.append(h[0, -1])
+            if k == 0:
+                log_w = model.router(states[-1])[1]
+    return torch.stack(states).view(1, T, S, -1)
+
+
+def transformer(model, idx):
+    """A transformer: one state a token, which predicts the next token"""
+    h = model.transform(model.embed(idx), torch.arange(T))  # (1, T, D)
+    p = model.lm_head(h).softmax(-1)[0]
+    print(f"tokens {tuple(idx.shape)} -> states {tuple(h.shape)} -> probabilities of {len(WORDS)}")
+    table(["after", *WORDS], [[word, *row] for word, row in zip(TEXT, p.tolist(), strict=True)])
+
+
+def interleave(model, idx):
+    """Interleave: S = K + 1 slots a token, room for K of its states"""
+    slots = [(word, k, t) for t, word in enumerate(TEXT[:3]) for k in range(S)]
+    table(["token", *(word for word, _, _ in slots)], [])
+    table(["input", *(f"h({k - 1})" if k else "e(x)" for _, k, _ in slots)], [])
+    table(["slot", *(k for _, k, _ in slots)], [])
+    table(["position", *(t for _, _, t in slots)], [])
+
+
+def feed_back(model, idx):
+    """Feed back: the output of a slot is the input of the next"""
+    h = one_after_another(model, idx)[0]
+    moved = (h[:, 1:] - h[:, :-1]).norm(dim=-1) / h[:, :-1].norm(dim=-1)  # (T, K)
+    titles = ["change", *(f"to h({k + 1})" for k in range(K))]
+    table(titles, [[word, *row] for word, row in zip(TEXT, moved.tolist(), strict=True)])
+    print(f"{T} tokens took {T * S} passes of the transformer, each waiting for the one before")
+
+
+def jacobi(model, idx):
+    """Jacobi: all slots at once, again and again, until the states stand still"""
+    exact = one_after_another(model, idx)
+    rows = []
+    for n, (h, _, _) in zip(range(1, 10), model.passes(idx), strict=False):
+        error = (h - exact[:, :, : h.size(2)]).norm() / exact[:, :, : h.size(2)].norm()
+        rows.append([f"pass {n}", T * h.size(2), small(error)])
+    table(["", "slots", "error"], rows)
+
+
+def router(model, idx):
+    """Router: from its first state, each token's distribution over the number of steps"""
+    _, s, _ = model.jacobi(idx, iters=T * S)
+    rows = zip(TEXT, s[0].tolist(), strict=True)
+    table(["", *(f"s_{k}" for k in range(S))], [[word, *row] for word, row in rows])
+
+
+def mask(model, idx):
+    """Mask: log w_k on the key of slot k, so that what nobody needs fades out"""
+    h, _, log_w = model.jacobi(idx, iters=T * S)
+    rows = [[word, *w, *(float(b) for b in bias)] for word, w, bias in
+            zip(TEXT, log_w[0].exp().tolist(), model.key_bias(log_w)[0], strict=True)]  # fmt: skip
+    table(["", *(f"w_{k}" for k in range(S)), *(f"bias {k}" for k in range(S))], rows)
+    seen = model.key_bias
+    model.key_bias = lambda log_w, tau=None: torch.zeros_like(log_w)
+    without = model.jacobi(idx, iters=T * S)[0]
+    model.key_bias = seen
+    moved = (h - without)[0, -1, -1].norm() / h[0, -1, -1].norm()
+    print(f"without it the last state would be another one, by {moved:.0%}")
+
+
+def integrate(model, idx):
+    """Integrate: all states together predict the next token"""
+    h, s, _ = model.jacobi(idx, iters=T * S)
+    states = torch.cat([h, model.integrate(h, s)[:, :, None]], dim=2)[0, :-1]  # (T-1, S+1, D)
+    p = model.lm_head(states).softmax(-1)  # (T-1, S+1, V)
+    p = p.gather(-1, idx[0, 1:, None, None].expand(-1, S + 1, 1))[..., 0]
+    titles = ["p of the next", *(f"h({k})" for k in range(S)), "h_hat"]
+    table(titles, [[word, *row] for word, row in zip(TEXT[1:], p.tolist(), strict=True)])
+
+
+def penalty(model, idx):
+    """Penalty: as many tokens as a depth resolves need none that is deeper"""
+    log_w = torch.tensor([[0.95, 0.9], [0.9, 0.2], [0.5, 0.1], [0.3, 0.05]], dtype=torch.float64)
+    log_w = F.pad(log_w.log(), (1, 0)).requires_grad_()  # (4, K+1)
+    ce = torch.tensor([[3.0, 2.8, 2.7], [1.5, 0.2, 0.2], [2.0, 0.1, 0.1], [0.3, 0.2, 0.1]])
+    value, rho = bottom_mass_penalty(log_w, ce)
+    value.backward()
+    print(f"rho = {[round(x, 2) for x in rho.tolist()]}, penalty {value:.3f}")
+    pushed = ["pushed" if g else "" for g in log_w.grad[:, 1].tolist()]
+    rows = zip(TEXT, ce.tolist(), log_w[:, 1].exp().tolist(), pushed, strict=True)
+    titles = ["", *(f"ce_{i}" for i in range(S)), "w_1", ""]
+    table(titles, [[word, *losses, w, push] for word, losses, w, push in rows])
+
+
+def stop(model, idx):
+    """Stop: inference runs step k while w_k >= tau"""
+    soft, hard = model(idx, iters=T * S), model(idx, iters=T * S, tau=TAU)
+    rows = zip(TEXT, hard.log_w[0].exp().tolist(), hard.steps[0].tolist(), strict=True)
+    table(["", *(f"w_{k}" for k in range(S)), "K-hat"], [[word, *w, k] for word, w, k in rows])
+    run = int((hard.steps + 1).sum())
+    gap = (soft.logits.softmax(-1) - hard.logits.softmax(-1)).abs().max()
+    print(f"tau = {TAU}: {run} of {T * S} slots run; probabilities move by at most {gap:.3f}")
+
+
+def cache(model, idx):
+    """Cache: token by token, keys of executed slots only, the same function"""
+    parallel, keys, worst = model(idx, iters=T * S, tau=TAU), model.new_cache(), 0
+    rows = []
+    for t, token in enumerate(idx[0].tolist()):
+        logits, steps = model.ponder_token(token, t, keys, TAU)
+        worst = max(worst, (logits - parallel.logits[0, t]).abs().max().item())
+        rows.append([TEXT[t], steps, keys[0].keys.size(2)])
+    table(["", "steps", "keys"], rows)
+    print(f"logits differ from the parallel form by {small(worst)}")
+
+
+STEPS = (transformer, interleave, feed_back, jacobi, router, mask, integrate, penalty, stop, cache)
+
+
+@torch.no_grad()
+def main(steps: tyro.conf.Positional[tuple[int, ...]] = ()):
+    """Print the steps of the tutorial.
+
+    Args:
+        steps: numbers, 1 to 10; by default all
+    """
+    wrong = [n for n in steps if not 1 <= n <= len(STEPS)]
+    if wrong:
+        raise ValueError(f"step {wrong[0]}: there are 1 to {len(STEPS)}")
+    model, idx = small_model(), torch.tensor([[WORDS.index(word) for word in TEXT]])
+    for n in steps or range(1, len(STEPS) + 1):
+        print(f"{n}. {STEPS[n - 1].__doc__}\n")
+        with torch.set_grad_enabled(STEPS[n - 1] is penalty):
+            STEPS[n - 1](model, idx)
+        print()
+
+
+if __name__ == "__main__":
+    command_line(lambda: tyro.cli(main))
