@@ -149,7 +149,8 @@ def run(lm, directory, tasks, num_fewshot=None, limit=None, include_path=None, o
         raise DataError(f"--include-path {include_path}: no such folder")
     files = [directory / "config.json", directory / "tokenizer.json", *shards(directory)]
     if include_path is not None:
-        files += sorted(f for f in Path(include_path).rglob("*") if f.is_file() and f != out)
+        inside = sorted(file for file in Path(include_path).rglob("*") if file.is_file())
+        files += [file for file in inside if out is None or file.resolve() != out.resolve()]
     settings = {"files": digest(files), "lm_eval": version("lm_eval"), "tau": lm.tau}
     report = read_report(out, settings | {"num_fewshot": num_fewshot, "limit": limit})
     left = [name for name in names if name not in report["tasks"]]
