@@ -101,6 +101,27 @@ def bin_files(folder, split):
     return sorted([*folder.glob(f"{split}.bin"), *folder.glob(f"{split}-[0-9]*.bin")])
 
 
+def write_corpus(folder, source, documents, train, val, tokenizer):
+    """A prepared corpus, whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        half = Path(temporary) / "corpus"  # renamed when complete: no half corpus in the cache
+        half.mkdir()
+        write_tokens(train, tokenizer, half / "train.bin", "encoding train")
+        write_tokens(val, tokenizer, half / "val.bin", "encoding val")
+        tokenizer.save(half / "tokenizer.json")
+        text = b"".join(text for _, text in documents)
+        meta = {"source": source, "documents": len(documents), "bytes": len(text)}
+        meta |= {"sha256": hashlib.sha256(text).hexdigest(), "val_bytes": sum(map(len, val))}
+        meta |= {"dtype": id_type(tokenizer.vocab_size).name}
+        (half / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
+        try:
+            half.rename(folder)
+        except OSError:  # another program prepared the same meanwhile
+            if not folder.exists():
+                raise
+
+
 def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
     """Make a corpus ready for training, once; later calls find it in the cache.
 
@@ -157,23 +178,7 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         tokenizer = Tokenizer.train((text.decode("utf-8", "ignore") for text in train), vocab_size)
     elif isinstance(tokenizer, str):
         tokenizer = hops.tokenizer() if tokenizer == "hops" else open_tokenizer(tokenizer)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        half = Path(temporary) / "corpus"  # renamed when complete: no half corpus in the cache
-        half.mkdir()
-        write_tokens(train, tokenizer, half / "train.bin", "encoding train")
-        write_tokens(val, tokenizer, half / "val.bin", "encoding val")
-        tokenizer.save(half / "tokenizer.json")
-        text = b"".join(text for _, text in documents)
-        meta = {"source": source, "documents": len(documents), "bytes": len(text)}
-        meta |= {"sha256": hashlib.sha256(text).hexdigest(), "val_bytes": sum(map(len, val))}
-        meta |= {"dtype": id_type(tokenizer.vocab_size).name}
-        (half / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
-        try:
-            half.rename(folder)
-        except OSError:  # another program prepared the same meanwhile
-            if not folder.exists():
-                raise
+    write_corpus(folder, source, documents, train, val, tokenizer)
     return folder, tokenizer
 
 
