@@ -2,7 +2,7 @@
 # The paper's sizes on the Pile, for those who have the hardware: 70M parameters on 15 B tokens, 410M
 # on 10 B, then the benchmarks of its table. Each part is skipped if it is done, and goes on if not.
 #     SIZE=70m GPUS=8 bash runs/paper.sh      SIZE=410m METHODS="ponderlm3 ponderlm2"
-#     TRY=1 bash runs/paper.sh                two steps of one window on a CPU: does the recipe run?
+#     TRY=1 bash runs/paper.sh                do they run? Two steps of one short window, on a CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,8 +13,8 @@ declare -A TOKENS=([70m]=15e9 [410m]=10e9)
 
 if [ -n "${TRY:-}" ]; then
   for SIZE in 70m 410m; do
-    "$PYTHON" train.py --preset "$SIZE" --data pydocs --out out/try --steps 2 --batch-size 1 \
-      --micro-batch-size 1 --recompute --eval-windows 1 --log-every 1 --name "$SIZE-$(date +%s)"
+    "$PYTHON" train.py --preset "$SIZE" --tokenizer bytes --block-size 256 --steps 2 --batch-size 1 \
+      --micro-batch-size 1 --recompute --eval-windows 1 --log-every 1 --out out/try --name "$SIZE-$(date +%s)"
   done
   exit
 fi

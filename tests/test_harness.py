@@ -265,6 +265,7 @@ def test_by_heart(tasks, memory, quick, capsys):
         assert trained[task]["results"][task][f"{metric},none"] == 1
         assert untrained[task]["results"][task][f"{metric},none"] < 0.7
         assert trained[task]["documents"] == {task: 7}
+        assert trained[task]["requests"] == (21 if task == "quiz" else 7)
         assert 0 <= trained[task]["steps"] <= 2 * trained[task]["tokens"]
     assert trained["cloze"]["results"]["cloze"]["perplexity,none"] < 1.1
     assert trained["whole"]["cut"] == 0 < trained["whole"]["tokens"]
