@@ -13,7 +13,7 @@ declare -A TOKENS=([70m]=15e9 [410m]=10e9)
 
 if [ -n "${TRY:-}" ]; then
   for SIZE in 70m 410m; do
-    "$PYTHON" train.py --preset "$SIZE" --tokenizer bytes --block-size 256 --steps 2 --batch-size 1 \
+    "$PYTHON" train.py --preset "$SIZE" --tokenizer bytes --block-size 64 --steps 2 --batch-size 1 \
       --micro-batch-size 1 --recompute --eval-windows 1 --log-every 1 --out out/try --name "$SIZE-$(date +%s)"
   done
   exit
