@@ -225,6 +225,9 @@ def test_generate_until(method):
     asked += [dict(free, until=end), {"max_gen_toks": 3}]
     found = lm.generate_until(requests(*[("the fox", one) for one in asked]))
     assert found == [cut, text, cut, raw[:3].decode("utf-8", "replace")]
+    lm = byte_model(method)
+    lm.generate_until(requests(("the fox", dict(free, until=end))))
+    assert lm.count.tokens < 7 + 11  # it went on no further
     lm.vocabulary.end_of_text = ids[4]  # it ends a text, and is no part of it
     (found,) = lm.generate_until(requests(("the fox", free)))
     assert found == lm.vocabulary.decode(ids[: ids.index(ids[4])]).decode("utf-8", "replace")
