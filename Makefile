@@ -4,7 +4,7 @@ BIN := .venv/bin
 .PHONY: demo test
 
 demo: .venv/installed
-	$(BIN)/python train.py
+	$(BIN)/python train.py --preset tiny
 	$(BIN)/python sample.py --tau 1e-4
 
 test: .venv/installed-test

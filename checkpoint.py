@@ -20,8 +20,6 @@ from safetensors import SafetensorError
 
 from run import cannot_write, checkpoints, read_lines, resume_command, step_of, sync, write_text
 
-# -- Checkpoints -----------------------------------------------------------------------------------
-
 
 def best_checkpoint(run):
     """The one with the lowest validation loss of those that are left, or None."""

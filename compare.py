@@ -1,4 +1,4 @@
-"""Several runs side by side: the parts of analyze.py that compare methods and budgets.
+"""Several runs side by side: methods and budgets compared, for analyze.py.
 
 word        meaning
 K           extra computations a token may take, of any method (methods.py)

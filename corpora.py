@@ -1,6 +1,6 @@
 """Where text comes from: docstrings of installed packages, files, a download. As documents, bytes.
 
-A document is (name, bytes). Nothing here knows of tokens.
+A document is (name, bytes); here nothing is cut into tokens yet.
 """
 
 import ast

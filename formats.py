@@ -118,7 +118,7 @@ def to_llama(config, tensors):
         attention_bias=False,
         mlp_bias=False,
         torch_dtype="float32",
-        bos_token_id=None,  # which are the tokenizer's, see main
+        bos_token_id=None,  # which are the tokenizer's, see weights.main
         eos_token_id=None,
     )
     return llama, tensors

@@ -105,8 +105,9 @@ class PonderLM(nn.Module):
         """The Jacobi iteration (section 3.4.1), without end: yields h, s, log_w after each pass.
 
         Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: the ladder. From pass K+1 on all
-        S slots run, and each pass replaces all latents at once by its outputs. Here
-            S^(n+1) = Transformer(S^(n)),    S^(n) = [e(x_1), h_1^(0), .., h_1^(K-1), e(x_2), ..]
+        S slots run, and each pass replaces all latents at once by its outputs:
+            h^(0..K) = Transformer([e(x_1), h_1^(0), .., h_1^(K-1), e(x_2), ..])
+        where the latents on the right are those of the pass before.
         The first `without_gradient` passes are constants to the backward pass.
         """
         B, T = idx.shape

@@ -311,7 +311,7 @@ def loss_rows(path):
 
 
 def settings(out, name):
-    """What a figure was measured on, as analyze.py saved it."""
+    """What a figure was measured on, as figures.py saved it."""
     file = out / f"{name}.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     found = {key: value for key, value in found.items() if value is not None}
@@ -319,7 +319,7 @@ def settings(out, name):
 
 
 def report_page(path, out):
-    """What analyze.py left in `out`, and what the run knows of itself -> out/index.html."""
+    """What figures.py left in `out`, and what the run knows of itself -> out/index.html."""
     run, config, corpus = read_run(path)
     started = [row for row in read_lines(run / "log.jsonl") if "torch" in row]
     commit = (started[-1].get("commit") if started else None) or "not recorded"

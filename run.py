@@ -1,4 +1,4 @@
-"""A run is a folder, out/<name>/: what is in it, and how it is found, opened and read.
+"""A run is a folder, out/<name>/: what is in it, and how it is found and opened.
 
 train.json                       every setting of the training, and its corpus
 tokenizer.json                   the vocabulary (tokenizer.py)

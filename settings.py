@@ -1,4 +1,4 @@
-"""Every setting of a training, with its default: the presets, the command line, what is refused."""
+"""Every setting of a training: defaults, presets, the command line, what is refused, the corpus."""
 
 import argparse
 import hashlib

@@ -4,8 +4,11 @@
     python tour.py 4 6       these
 
 README.md tells the story; here is what its steps print. The weights are random: the numbers show
-how the parts fit together, not what a trained model does.
+how the parts fit together, not what a trained model does. The states of all steps but the first are
+those of the whole model, router and mask included.
 """
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +21,8 @@ from router import bottom_mass_penalty
 
 WORDS = ["the", "capital", "of", "France", "is", "Paris", "Rome", "."]
 TEXT = ["the", "capital", "of", "France"]
-K, T, S, TAU = 2, len(TEXT), 3, 0.2
+K, T, TAU = 2, len(TEXT), 0.2
+S = K + 1
 
 
 def small_model():
@@ -33,10 +37,10 @@ def small_model():
 
 
 def table(titles, rows):
-    """Print columns of 9 characters behind a first one of 13; numbers with three digits."""
+    """Print columns of 9 characters behind a first one of 14; numbers with three digits."""
     for cells in (titles, *rows):
         cells = [f"{c:.3f}" if isinstance(c, float) else str(c) for c in cells]
-        print((f"{cells[0]:13}" + "".join(f"{cell:>9}" for cell in cells[1:])).rstrip())
+        print((f"{cells[0]:14}" + "".join(f"{cell:>9}" for cell in cells[1:])).rstrip())
 
 
 def small(x):
@@ -122,22 +126,23 @@ def integrate(model, idx):
     states = torch.cat([h, model.integrate(h, s)[:, :, None]], dim=2)[0, :-1]  # (T-1, S+1, D)
     p = model.lm_head(states).softmax(-1)  # (T-1, S+1, V)
     p = p.gather(-1, idx[0, 1:, None, None].expand(-1, S + 1, 1))[..., 0]
+    pairs = [f"{a} {b}" for a, b in pairwise(TEXT)]
     titles = ["p of the next", *(f"h({k})" for k in range(S)), "h_hat"]
-    table(titles, [[word, *row] for word, row in zip(TEXT[1:], p.tolist(), strict=True)])
+    table(titles, [[pair, *row] for pair, row in zip(pairs, p.tolist(), strict=True)])
 
 
 def penalty(model, idx):
-    """Penalty: as many tokens as a depth resolves need none that is deeper"""
-    log_w = torch.tensor([[0.95, 0.9], [0.9, 0.2], [0.5, 0.1], [0.3, 0.05]], dtype=torch.float64)
-    log_w = F.pad(log_w.log(), (1, 0)).requires_grad_()  # (4, K+1)
+    """Penalty: the smallest w are pushed down, of as many tokens as a depth resolves"""
+    w = [[0.95, 0.9], [0.9, 0.2], [0.5, 0.1], [0.3, 0.05]]  # made up, as are the losses ce_i
     ce = torch.tensor([[3.0, 2.8, 2.7], [1.5, 0.2, 0.2], [2.0, 0.1, 0.1], [0.3, 0.2, 0.1]])
+    log_w = F.pad(torch.tensor(w).log(), (1, 0)).requires_grad_()  # (4, K+1)
     value, rho = bottom_mass_penalty(log_w, ce)
     value.backward()
     print(f"rho = {[round(x, 2) for x in rho.tolist()]}, penalty {value:.3f}")
-    pushed = ["pushed" if g else "" for g in log_w.grad[:, 1].tolist()]
-    rows = zip(TEXT, ce.tolist(), log_w[:, 1].exp().tolist(), pushed, strict=True)
-    titles = ["", *(f"ce_{i}" for i in range(S)), "w_1", ""]
-    table(titles, [[word, *losses, w, push] for word, losses, w, push in rows])
+    pushed = [", ".join(f"w_{k}" for k in (1, 2) if g[k]) for g in log_w.grad.tolist()]
+    titles = ["", *(f"ce_{i}" for i in range(S)), "w_1", "w_2", "pushed"]
+    rows = zip(TEXT, ce.tolist(), w, pushed, strict=True)
+    table(titles, [[word, *losses, *both, push] for word, losses, both, push in rows])
 
 
 def stop(model, idx):
@@ -159,7 +164,7 @@ def cache(model, idx):
         worst = max(worst, (logits - parallel.logits[0, t]).abs().max().item())
         rows.append([TEXT[t], steps, keys[0].keys.size(2)])
     table(["", "steps", "keys"], rows)
-    print(f"logits differ from the parallel form by {small(worst)}")
+    print(f"logits differ from the parallel form, stopped at tau, by {small(worst)}")
 
 
 STEPS = (transformer, interleave, feed_back, jacobi, router, mask, integrate, penalty, stop, cache)
