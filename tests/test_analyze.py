@@ -120,7 +120,7 @@ def test_tables():
     row |= {"gain_1": 3, "gain_2": 4, "raw_gain_1": 5, "raw_gain_2": 6}
     last = figures.bucket_table([row]).splitlines()[-1]
     assert last == "| x | easy | 1 | 2.000 | - | 3.000 | 4.000 | 5.000 | 6.000 |"
-    rows = [{"bucket": b, "steps": i, "loss_change": i / 10} for i, b in enumerate(analyze.BUCKETS)]
+    rows = [{"bucket": b, "steps": i, "loss_change": i / 10} for i, b in enumerate(figures.BUCKETS)]
     rows = [row | {"difficulty_by": "x", "alpha": -1.0, "all_steps": 9} for row in rows]
     last = figures.shift_table(rows).splitlines()[-1]
     assert last == "| x | -1 | 9.00 | 0.00, 0.0000 | 1.00, 0.1000 | 2.00, 0.2000 |"
