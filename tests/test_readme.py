@@ -94,7 +94,8 @@ def test_tutorial():
     assert len(steps) == 10
     text = (ROOT / "README.md").read_text("utf-8")
     for shown in steps:
-        assert f"```\n{shown.strip()}\n```\n" in text, shown
+        block = shown.strip("\n")
+        assert f"```\n{block}\n```\n" in text, shown
 
 
 def test_reading_order():
