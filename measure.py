@@ -22,7 +22,6 @@ from tqdm import tqdm
 
 from compact import settle
 from config import read_config
-from data import Windows
 from device import autocast
 from hops import hops_asked
 from methods import load
@@ -31,6 +30,7 @@ from router import bottom_mass_penalty
 from settings import TrainConfig, describe_corpus, open_corpus, read_run
 from tokenizer import Tokenizer
 from validation import truncate
+from windows import Windows
 
 BATCH = 32  # windows at a time
 BUCKETS = ("easy", "medium", "hard")

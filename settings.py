@@ -15,13 +15,14 @@ import tyro
 
 from attention import BACKENDS
 from config import PonderConfig
-from data import is_prepared, load_tokens, prepare
+from data import prepare
 from device import pick_device
 from methods import SETTINGS
 from run import read_settings
 from start import start_defaults, tokenizer_beside
 from tokenizer import DataError
 from weights import later, locate
+from windows import is_prepared, load_tokens
 
 
 @dataclass

@@ -18,10 +18,11 @@ from pathlib import Path
 import torch
 
 from config import read_config
-from data import is_prepared, open_tokenizer
+from data import open_tokenizer
 from methods import SETTINGS, build, load
 from tokenizer import DataError, load_tokenizer
 from weights import differences, locate
+from windows import is_prepared
 
 # What the weights fix.
 BACKBONE = (

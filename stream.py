@@ -4,7 +4,7 @@
     python data.py stream fineweb-edu --tokens 1e9
     python train.py --preset 70m --data data/fineweb-edu-gpt2
 
-val.bin, train-00000.bin, ..   token ids (see data.py); the first documents are the validation
+val.bin, train-00000.bin, ..   token ids (see windows.py); the first documents are the validation
 tokenizer.json
 meta.json                      what has been read so far, and where in the dataset that was
 
@@ -21,18 +21,10 @@ import numpy as np
 import tyro
 from tqdm import tqdm
 
-from data import (
-    CACHE,
-    check_end,
-    check_streamed,
-    describe,
-    id_type,
-    is_prepared,
-    open_tokenizer,
-    read_meta,
-)
+from data import CACHE, check_end, open_tokenizer
 from run import sync, write_json
 from tokenizer import DataError, Tokenizer, check_bpe_size, load_tokenizer
+from windows import check_streamed, describe, id_type, is_prepared, read_meta
 
 NAMES = {  # of Hugging Face's hub: repository, configuration
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
@@ -114,6 +106,77 @@ def make_tokenizer(name, vocab_size, documents):
     return Tokenizer.train(texts, vocab_size)
 
 
+def write_shard(file, ids):
+    """All of a shard, or none of it."""
+    temporary = file.with_name(file.name + ".tmp")
+    ids.tofile(temporary)
+    sync(temporary)
+    os.replace(temporary, file)
+
+
+def begin(folder, meta, source, tokenizer, vocab_size, documents):
+    """A new corpus in `folder`, whose meta.json is `meta` so far -> what meta.json has now."""
+    if is_prepared(folder) and "shards" not in meta:
+        raise DataError(f"{folder} holds another corpus: delete it, or use --folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(tokenizer, vocab_size, documents).save(folder / "tokenizer.json")
+    meta = dict(source=source, complete=False, tokens=0, shards=0, documents=0, bytes=0)
+    meta |= dict(sha256="", state=None)
+    write_json(folder / "meta.json", meta)
+    return meta
+
+
+def read_shard(texts, wanted, encode, progress):
+    """Documents until there are `wanted` tokens -> ids of each, tokens and bytes in all."""
+    pieces, count, size = [], 0, 0
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        while count < wanted and (batch := take(texts, min(BATCH, wanted - count))):
+            for ids in pool.map(encode, batch):
+                pieces.append(ids)
+                count += len(ids)
+                progress(len(ids))
+            size += sum(map(len, batch))
+    return pieces, count, size
+
+
+def add_shards(folder, meta, dataset, field, tokens, val_tokens, shard_tokens):
+    """Write shards until there are `tokens` tokens, and `meta` after each -> has the text ended?"""
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    check_end(tokenizer)
+    kind = id_type(tokenizer.vocab_size)
+    meta["dtype"] = kind.name
+
+    def encode(text):
+        ids = [*tokenizer.begin, *tokenizer.encode(text), tokenizer.end_of_text]
+        return np.array(ids, dtype=kind)
+
+    texts, ended = texts_of(dataset, field), False
+    total = int(tokens) if tokens < np.inf else None
+    with tqdm(total=total, initial=meta["tokens"], unit=" tokens", unit_scale=True) as bar:
+        while not ended and (meta["shards"] == 0 or meta["tokens"] < tokens):
+            is_val = meta["shards"] == 0
+            wanted = val_tokens if is_val else min(shard_tokens, tokens - meta["tokens"])
+            progress = (lambda n: None) if is_val else bar.update
+            pieces, count, size = read_shard(texts, wanted, encode, progress)
+            ended = count < wanted
+            if is_val and ended:
+                raise DataError(f"{folder}: the text has {count:,} tokens; lower --val-tokens")
+            if not pieces:
+                break
+            shard, number = np.concatenate(pieces), meta["shards"] - 1
+            write_shard(folder / ("val.bin" if is_val else f"train-{number:05}.bin"), shard)
+            meta["sha256"] = hashlib.sha256(meta["sha256"].encode() + shard.tobytes()).hexdigest()
+            meta["documents"] += len(pieces)
+            meta["bytes"] += size
+            if is_val:
+                meta["val_bytes"] = size
+            else:
+                meta["tokens"] += count
+            meta |= dict(shards=meta["shards"] + 1, complete=False, state=dataset.state_dict())
+            write_json(folder / "meta.json", meta)
+    return ended
+
+
 def stream(
     name: tyro.conf.Positional[str],
     tokens: float,
@@ -153,56 +216,15 @@ def stream(
         name, config or "", split, field, f"{kind} {val_tokens:g} {shard_tokens:g}"
     )
     meta = read_meta(folder)
-    begun = meta.get("shards", 0) > 0
-    if begun and meta["source"] != source:
+    if meta.get("shards", 0) == 0:
+        meta = begin(folder, meta, source, tokenizer, vocab_size, texts_of(dataset, field))
+    elif meta["source"] != source:
         raise DataError(f"{folder} was made from {meta['source']!r}, not {source!r}: use --folder")
-    if not begun:
-        if is_prepared(folder) and "shards" not in meta:
-            raise DataError(f"{folder} holds another corpus: delete it, or use --folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        documents = texts_of(dataset, field)
-        make_tokenizer(tokenizer, vocab_size, documents).save(folder / "tokenizer.json")
-        meta = dict(source=source, complete=False, tokens=0, shards=0, documents=0, bytes=0)
-        meta |= dict(sha256="", state=None)
-        write_json(folder / "meta.json", meta)
     if meta["complete"]:
         check_streamed(folder)
-    tokens_of = load_tokenizer(folder / "tokenizer.json")
-    check_end(tokens_of)
-    kind = id_type(tokens_of.vocab_size)
-    meta["dtype"] = kind.name
     if meta["state"]:
         dataset.load_state_dict(meta["state"])
-    texts, ended = texts_of(dataset, field), False
-    total = int(tokens) if tokens < np.inf else None
-    bar = tqdm(total=total, initial=meta["tokens"], unit=" tokens", unit_scale=True)
-    with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
-        while not ended and (meta["shards"] == 0 or meta["tokens"] < tokens):
-            is_val = meta["shards"] == 0
-            wanted = val_tokens if is_val else min(shard_tokens, tokens - meta["tokens"])
-            pieces, count = [], 0
-            while count < wanted and (batch := take(texts, min(BATCH, wanted - count))):
-                for ids in pool.map(tokens_of.encode, batch):
-                    ids = [*tokens_of.begin, *ids, tokens_of.end_of_text]
-                    pieces.append(np.array(ids, dtype=kind))
-                    count += len(pieces[-1])
-                    bar.update(0 if is_val else len(pieces[-1]))
-                meta["bytes"] += sum(map(len, batch))
-            ended = count < wanted
-            if is_val and ended:
-                raise DataError(f"{name} has {count:,} tokens in all; lower --val-tokens")
-            if not pieces:
-                break
-            shard = np.concatenate(pieces)
-            number = meta["shards"] - 1
-            write_shard(folder / ("val.bin" if is_val else f"train-{number:05}.bin"), shard)
-            meta["sha256"] = hashlib.sha256(meta["sha256"].encode() + shard.tobytes()).hexdigest()
-            meta["documents"] += len(pieces)
-            if is_val:
-                meta["val_bytes"] = meta["bytes"]
-            meta["tokens"] += 0 if is_val else count
-            meta |= dict(shards=meta["shards"] + 1, complete=False, state=dataset.state_dict())
-            write_json(folder / "meta.json", meta)
+    ended = add_shards(folder, meta, dataset, field, tokens, val_tokens, shard_tokens)
     if not meta["tokens"]:
         raise DataError(f"{name} is used up by the validation; delete {folder}, lower --val-tokens")
     write_json(folder / "meta.json", meta | dict(complete=True))
@@ -210,11 +232,3 @@ def stream(
         print(f"note: {name} has {meta['tokens']:,} training tokens, not {tokens:,.0f}")
     print(f"{describe(folder)}, {meta['tokens']:,} training tokens; next:")
     print(f"python train.py --data {folder}")
-
-
-def write_shard(file, ids):
-    """All of a shard, or none of it."""
-    temporary = file.with_name(file.name + ".tmp")
-    ids.tofile(temporary)
-    sync(temporary)
-    os.replace(temporary, file)

@@ -33,7 +33,6 @@ from checkpoint import (
     save_checkpoint,
     unreadable,
 )
-from data import Windows, describe, unigram_entropy
 from device import (
     any_process,
     autocast,
@@ -64,6 +63,7 @@ from settings import MAY_CHANGE, check, describe_corpus, open_corpus, parse
 from start import adapt, offset_at, start_from
 from validation import evaluate, final_report
 from weights import locate
+from windows import Windows, describe, unigram_entropy
 
 
 def learning_rate(step, config):

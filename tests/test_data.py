@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import corpora
 import data
-from data import Windows, load_tokens, pieces_of, prepare, unigram_entropy
+from data import pieces_of, prepare
 from tokenizer import CharTokenizer, DataError, Tokenizer, load_tokenizer
+from windows import Windows, load_tokens, unigram_entropy
 
 TEXT = "def f(x):\n    return x + 1  # naïve café 😀👩‍👩‍👧\n" * 40
 

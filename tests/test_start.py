@@ -11,7 +11,6 @@ from test_tokenizer import make as make_tokenizer
 from test_weights import make_llama
 
 from config import read_config
-from data import Windows
 from measure import validation_windows
 from methods import CLASSES, load
 from model import PonderLM
@@ -22,6 +21,7 @@ from tokenizer import DataError
 from train import train
 from validation import evaluate
 from weights import is_model
+from windows import Windows
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream as stream_module
-from data import Tokens, load_tokens, prepare
+from data import prepare
 from stream import stream
 from tokenizer import DataError
+from windows import Tokens, load_tokens
 
 
 @pytest.fixture
@@ -156,7 +157,7 @@ def test_refused(documents, monkeypatch, tmp_path):
         stream("texts", 100, field="body", **FLAGS)
     with pytest.raises(DataError, match="must be at least 1"):
         stream("texts", 0, **FLAGS)
-    with pytest.raises(DataError, match=r"has [\d,]+ tokens in all; lower --val-tokens"):
+    with pytest.raises(DataError, match=r"has [\d,]+ tokens; lower --val-tokens"):
         stream("texts", 100, **{**FLAGS, "val_tokens": 1e9}, folder="x")
     stream("texts", 100, **FLAGS, folder="x")  # the way out works
     stream("texts", 100, **FLAGS)

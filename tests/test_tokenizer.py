@@ -16,9 +16,10 @@ from tokenizers import (
 )
 
 import weights
-from data import load_tokens, open_tokenizer, prepare
+from data import open_tokenizer, prepare
 from sample import Printer
 from tokenizer import DataError, load_tokenizer
+from windows import load_tokens
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it naps.\n" * 20
 HARD = "the  fox\n\tnaps: é ☃ 日本 \U0001f98a <s> </s> <|endoftext|> \x00!"

@@ -9,12 +9,12 @@ import torch
 from conftest import small_model
 
 import settings
-from data import Windows
 from model import PonderLM
 from run import find_run, new_run, read_lines
 from settings import TrainConfig, parse
 from train import learning_rate, train
 from validation import evaluate
+from windows import Windows
 
 
 def test_training_learns_and_leaves_a_run(config, monkeypatch, tmp_path, capsys):
