@@ -169,9 +169,9 @@ def read_config(directory):
     """The PonderConfig of a directory of weights.
 
     Raises:
-        FileNotFoundError, ValueError: as weights.read_config; or unknown fields, or wrong values.
+        FileNotFoundError, ValueError: as weights.read_fields; or unknown fields, or wrong values.
     """
-    config, complete = weights.read_config(directory)
+    config, complete = weights.read_fields(directory)
     try:
         return weights.from_json(
             PonderConfig, config if complete else asdict(PonderConfig()) | config

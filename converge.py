@@ -17,8 +17,8 @@ def rmse(a, b):
 def convergence_rows(model, idx, refinements=12):
     """RMSE to the fixed point after n = 0 .. `refinements` refinements of the ladder's latents.
 
-    In float64; the fixed point is where the iteration stands still, which it does after K*T passes
-    at the latest. -> rows {refinements, latents, router}.
+    In float64; the fixed point is where the iteration stands still, which it does after K (T-1)
+    refinements at the latest. -> rows {refinements, latents, router}.
     """
     model, K = deepcopy(model).double(), model.config.ponder_steps
 
@@ -30,7 +30,7 @@ def convergence_rows(model, idx, refinements=12):
     fixed, rows = None, []
     for n, latents, s in tqdm(iterates(), desc="fixed point", leave=False):
         before, fixed, fixed_s = fixed, latents, s
-        if (n and (fixed - before).norm() <= 1e-14 * fixed.norm()) or n >= K * idx.size(1):
+        if (n and (fixed - before).norm() <= 1e-14 * fixed.norm()) or n >= K * (idx.size(1) - 1):
             break
     for n, latents, s in iterates():
         errors = {"latents": rmse(latents, fixed), "router": rmse(s, fixed_s)}

@@ -3,10 +3,10 @@
 A row is a dict (tables.py); `study.rows` measures them, or with --redraw reads the saved ones.
 """
 
+import statistics
 from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
-from statistics import mean
 
 import report as pages
 from converge import convergence_rows, exponential_fit
@@ -312,7 +312,7 @@ def penalty_table(rows):
     means = []
     for i in sorted({r["depth"] for r in rows}):
         mine = [r for r in rows if r["depth"] == i]
-        means.append({"depth": i} | {key: mean(r[key] for r in mine) for key in titles})
+        means.append({"depth": i} | {key: statistics.mean(r[key] for r in mine) for key in titles})
     columns = [("depth i", "depth", ".0f"), *((title, key, ".3g") for key, title in titles.items())]
     return tabulate(means, columns)
 

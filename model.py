@@ -139,8 +139,8 @@ class PonderLM(nn.Module):
         Args:
             idx: (B, T) token ids.
             iters: R. None: in training a draw from config.iters; in evaluation as many as it takes
-                for the relative change of the latents to fall below `tolerance`. K*T passes are
-                always enough: each one settles one more slot of the chain.
+                for the relative change of the latents to fall below `tolerance`. K (T-1) are
+                always enough: each pass settles one more latent of the chain, the ladder's K too.
             tau: None for the soft mask; else the keys of slots k > K-hat are hidden from everyone.
             alpha: shifts the step distribution, see router.py.
 
@@ -153,7 +153,7 @@ class PonderLM(nn.Module):
         if iters is None and self.training:
             low, high = self.config.iters
             iters = int(torch.randint(low, high + 1, ()))
-        last = K * T if iters is None else min(iters, K * T)  # of which K = 0 needs none
+        last = K * (T - 1) if iters is None else min(iters, K * (T - 1))
         constant = 0
         if self.training and self.config.backprop_passes:
             constant = K + last + 1 - self.config.backprop_passes

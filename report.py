@@ -326,12 +326,10 @@ def report_page(path, out):
     rows = loss_rows(path) or [
         ("final evaluation", "none: a checkpoint, or not trained to the end")
     ]
-    body = [f"<h1>{html.escape(str(path))}</h1>"]
-    body += [
-        f"<p>{html.escape(config.model.label)}, K = {config.model.ponder_steps}; ",
-    ]
-    body += [f"commit {html.escape(commit)}; corpus {html.escape(corpus['name'])}, "]
-    body += [f"{corpus['train_tokens']:,} training tokens.</p>", "<h2>Losses and costs</h2>"]
+    what = f"{config.model.label}, K = {config.model.ponder_steps}; commit {commit}; corpus "
+    what += f"{corpus['name']}, {corpus['train_tokens']:,} training tokens."
+    body = [f"<h1>{html.escape(str(path))}</h1><p>{html.escape(what)}</p>"]
+    body += ["<h2>Losses and costs</h2>"]
     body += ["<table>", *(f"<tr><td>{a}</td><td>{b}</td></tr>" for a, b in rows), "</table>"]
     if (out / "heatmap.html").is_file():
         body += ['<h2>A text</h2><p><a href="heatmap.html">Each token by its steps or loss</a></p>']

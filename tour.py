@@ -8,6 +8,7 @@ how the parts fit together, not what a trained model does. The states of all ste
 those of the whole model, router and mask included.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -112,10 +113,9 @@ def mask(model, idx):
     rows = [[word, *w, *(float(b) for b in bias)] for word, w, bias in
             zip(TEXT, log_w[0].exp().tolist(), model.key_bias(log_w)[0], strict=True)]  # fmt: skip
     table(["", *(f"w_{k}" for k in range(S)), *(f"bias {k}" for k in range(S))], rows)
-    seen = model.key_bias
-    model.key_bias = lambda log_w, tau=None: torch.zeros_like(log_w)
+    model.config = replace(model.config, ablation="mask")
     without = model.jacobi(idx, iters=T * S)[0]
-    model.key_bias = seen
+    model.config = replace(model.config, ablation=None)
     moved = (h - without)[0, -1, -1].norm() / h[0, -1, -1].norm()
     print(f"without it the last state would be another one, by {moved:.0%}")
 

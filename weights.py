@@ -111,7 +111,7 @@ def from_json(kind, settings):
         raise ValueError(f"a field of a wrong type: {error}") from None
 
 
-def read_config(directory):
+def read_fields(directory):
     """config.json of a directory of weights -> fields of PonderConfig, and whether those are all.
 
     Raises:
