@@ -129,6 +129,14 @@ class Printer:
         print(self.decoder.decode(b"", final=True))
 
 
+def open_model(directory, device):
+    """A model and its tokenizer, which a vocabulary that is too large is not."""
+    model, tokenizer = load(directory).to(device), load_tokenizer(directory / "tokenizer.json")
+    if tokenizer.vocab_size > model.config.vocab_size and not tokenizer.padded:
+        raise ValueError(f"{directory}: the tokenizer has more tokens than the model; not its own?")
+    return model, tokenizer
+
+
 def read_prompts(prompt, prompts):
     """The texts to go on from: one, or the lines of a file without the empty ones."""
     try:
@@ -194,6 +202,13 @@ def show_many(events, n, max_new_tokens, end, show):
             if i in finished or not max_new_tokens:
                 show(i, samples[i], None)
     return sum(len(sample.tokens) for sample in samples)
+
+
+def write_sample(file, prompt, sample, tokenizer, end):
+    """A sample as one line of JSON."""
+    text = tokenizer.decode([token for token in sample.tokens if token != end])
+    line = {"prompt": prompt, "text": text.decode("utf-8", "replace"), **vars(sample)}
+    print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
 
 
 @contextmanager
@@ -272,14 +287,10 @@ def main(
         device: auto, cpu, cuda or mps
         precision: of the computation; a few queries at a time gain little from bfloat16
     """
-    directory = find_run(run)
-    device = pick_device(device)
+    directory, device = find_run(run), pick_device(device)
     dtype = pick_precision(precision, device)
-    model = load(directory).to(device)
-    tokenizer = load_tokenizer(directory / "tokenizer.json")
+    model, tokenizer = open_model(directory, device)
     K, window = model.config.ponder_steps, model.config.block_size
-    if tokenizer.vocab_size > model.config.vocab_size and not tokenizer.padded:
-        raise ValueError(f"{directory}: the tokenizer has more tokens than the model; not its own?")
     if num_samples < 1 or batch_size < 1:
         raise ValueError(
             f"num_samples = {num_samples}, batch_size = {batch_size}: they must be at least 1"
@@ -308,12 +319,11 @@ def main(
         f"{directory}: K = {K}, tau = {tau:g}, device {device.type}, precision {str(dtype)[6:]}, "
         f"decoder {decoder}"
     )
-    longest, half = max(map(len, ids)), max(window // 2, 1)
-    if longest > window:
-        long = sum(len(x) > window for x in ids)
+    half = max(window // 2, 1)
+    if long := [len(x) for x in ids if len(x) > window]:
         print(
-            f"note: {long} of {n} prompts do not fit the window of {window} tokens, the longest "
-            f"has {longest}; of these the last {half} tokens are read"
+            f"note: {len(long)} of {n} prompts do not fit the window of {window} tokens, the "
+            f"longest has {max(long)}; of these the last {half} tokens are read"
         )
     if show_steps and not out:
         color = sys.stdout.isatty()
@@ -321,17 +331,14 @@ def main(
 
     def show(i, sample, bar):
         if out:
-            kept = [token for token in sample.tokens if token != end]
-            text = tokenizer.decode(kept).decode("utf-8", "replace")
-            line = {"prompt": texts[i], "text": text, **vars(sample)}
-            print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
-        else:
-            if bar is not None:
-                bar.clear()
-            print(f"\n--- sample {i + 1} of {n}")
-            pairs = zip(sample.tokens, sample.steps, strict=True)
-            known = read[i][: len(ids[i]) if len(ids[i]) <= window else half]
-            show_one(((i, *pair) for pair in pairs), Printer(*painted), texts[i], ids[i], known)
+            write_sample(file, texts[i], sample, tokenizer, end)
+            return
+        if bar is not None:
+            bar.clear()
+        print(f"\n--- sample {i + 1} of {n}")
+        pairs = zip(sample.tokens, sample.steps, strict=True)
+        known = read[i][: len(ids[i]) if len(ids[i]) <= window else half]
+        show_one(((i, *pair) for pair in pairs), Printer(*painted), texts[i], ids[i], known)
 
     painted, start = (tokenizer, K if show_steps else None, end), time.perf_counter()
     mixed = autocast(device, dtype) if decoder == "simple" else nullcontext()
