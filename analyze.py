@@ -15,6 +15,7 @@ Of several runs, written to out/analyze/:
 
     python analyze.py pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
     python analyze.py depth --runs out/pareto/tiny/*      loss against the step budget K
+    python analyze.py losses --runs out/tiny/*            with all steps, stopped, steps permuted
     python analyze.py hops --runs out/hops/*              accuracy where the difficulty is known
 
 Each saves its numbers (<figure>.csv), the same as a table (.md) and a figure (.png), and draws
@@ -28,7 +29,7 @@ from typing import Annotated
 import tyro
 
 import report as pages
-from compare import depth, hops, pareto
+from compare import depth, hops, losses, pareto
 from device import command_line
 from figures import (
     ALPHAS,
@@ -150,6 +151,7 @@ if __name__ == "__main__":
         report,
         pareto,
         depth,
+        losses,
         hops,
     )
     commands = {command.__name__: command for command in commands}

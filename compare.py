@@ -6,6 +6,7 @@ steps       those it does take in decoding, hard-stopped at tau; mean over token
 loss        nats per token on the validation windows, as it decodes: fixed point, hard-stopped
 perplexity  exp(loss), per token: per byte for models of bytes
 seeds       runs that differ in nothing else; a spread is their standard deviation
+R           refinements in training (the most, where they are drawn)
 frontier    no other row is better in steps or perplexity and not worse in the other (means)
 """
 
@@ -137,6 +138,57 @@ def pareto(
         *handles, loc="outside lower center", ncols=2 * len(panels), fontsize=8, handlelength=5
     )
     save_figure(figure, out / "pareto.png")
+
+
+# -- What is lost by stopping (section 3.3) --------------------------------------------------------
+
+
+def losses_rows(runs):
+    """One row for each method and K, over the seeds: its losses, and differences between them.
+
+    loss: at the fixed point, all steps run. hard: stopped at tau. gap: loss less that at R, the
+    number of refinements in training. permuted: what it costs, stopped, to give each token the
+    step distribution of another one.
+    """
+    check_comparable(runs)
+    rows = []
+    for (name, K), group in group_runs(runs).items():
+        row, results = {"method": name, "K": K, "seeds": len(group)}, [r.results for r in group]
+        for key, values in {
+            "loss": [r["fixed"]["loss"] for r in results],
+            "hard": [r["hard"]["loss"] for r in results],
+            "steps": [r["hard"]["steps"] for r in results],
+            "gap": [r["fixed"]["loss"] - r["trained"]["loss"] for r in results],
+            "permuted": [r["permuted"]["loss"] - r["hard"]["loss"] for r in results],
+        }.items():
+            row[key], row[f"{key}_std"] = mean_std(values)
+        forwards = cost(group[0].shape, row["steps"]).training_forwards
+        rows.append(row | {"R": results[0]["iters"], "training_forwards": forwards})
+    return rows
+
+
+def losses_table(rows):
+    titles = ["method", "K", "R", "seeds", "loss, all steps", "hard-stopped", "extra steps"]
+    lines = []
+    for r in rows:
+        keys = (("loss", 4), ("hard", 4), ("steps", 2), ("gap", 4), ("permuted", 3))
+        numbers = [show(r[key], r[f"{key}_std"], digits) for key, digits in keys]
+        line = [r["method"], *(f"{r[key]:.0f}" for key in ("K", "R", "seeds")), *numbers]
+        lines.append([*line, f"{r['training_forwards']:.1f}"])
+    return markdown([*titles, "gap to R", "s permuted, +", "training forwards"], lines)
+
+
+def losses(runs: tuple[str, ...] = (), out: Path = Path("out/analyze"), redraw: bool = False):
+    """Losses with all steps, stopped, and with the steps of other tokens: a table, no figure.
+
+    Args:
+        runs: directories of trained runs
+        out: where losses.csv and .md go
+        redraw: from the numbers saved there, without runs
+    """
+    loaded = read_runs(runs, redraw)
+    save_rows(out, "losses", None if redraw else losses_rows(loaded), losses_table)
+    print(f"written: {out / 'losses'}.csv, .md")
 
 
 # -- Loss against the step budget (section 4.4) ----------------------------------------------------

@@ -178,9 +178,10 @@ def read_results(run):
         raise FileNotFoundError(f"{file} does not exist; {way_out}")
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
-        loss, steps = results["hard"]["loss"], results["hard"]["steps"]
-        if not (math.isfinite(loss) and 0 <= steps < math.inf):
-            raise ValueError(f"loss {loss}, steps {steps}")
+        losses = [results[key]["loss"] for key in ("trained", "fixed", "hard", "permuted")]
+        steps, R = results["hard"]["steps"], results["iters"]
+        if not (all(map(math.isfinite, losses)) and 0 <= steps < math.inf and R >= 0):
+            raise ValueError(f"losses {losses}, steps {steps}, iters {R}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error!r}; --resume writes it again") from None
     return results

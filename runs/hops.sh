@@ -17,6 +17,7 @@ train() { # name, K, flags
 for run in ${RUNS:-0 1 2 3 4 long}; do
   case $run in
     long) train K1-long 1 --steps 14000 ;;
+    1) for s in ${SEED:-0 1}; do SEED=$s train K1 1; done ;;
     *) train "K$run" "$run" ;;
   esac
 done

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What might bring PonderLM-3 to the Pareto frontier at a small scale; the numbers are in LOG.md.
-#     bash runs/remedies.sh      SEEDS=1: the runs of one seed, no table
+#     bash runs/remedies.sh      after pareto.sh; SEEDS=1: the runs of one seed, no table
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . runs/once.sh
@@ -12,7 +12,7 @@ train() { # name, flags
   once "$RUNS" "$1" "$seed" --preset "$SCALE" --precision bfloat16 "${@:2}"
 }
 
-for seed in ${SEEDS:-0 1}; do
+for seed in ${SEEDS:-0 1 2}; do
   train no-penalty-3 --penalty-weight 0
   train refine-3 --iters 2 2
 

@@ -6,13 +6,15 @@ import pytest
 
 import compare
 import hops
-from compare import at_other_taus, depth, depth_rows, on_frontier, pareto, pareto_rows
+from compare import at_other_taus, depth, depth_rows, losses, on_frontier, pareto, pareto_rows
 from cost import cost
 from measure import answers, open_subject
 from methods import SETTINGS
 from settings import PRESETS
 from tables import check_comparable, group_runs, mean_std, read_csv, read_runs
 from train import train
+
+SCORES = ("hard", "fixed", "trained", "permuted")
 
 
 @pytest.fixture
@@ -28,7 +30,12 @@ def make_run(tmp_path):
         (run / "train.json").write_text(json.dumps({"config": asdict(config), "corpus": corpus}))
         (run / "config.json").write_text(json.dumps({"format": "ponderlm-3", **asdict(model)}))
         (run / "model.safetensors").touch()
-        (run / "results.json").write_text(json.dumps({"hard": {"loss": loss, "steps": steps}}))
+        broken = isinstance(loss, str)
+        results = {
+            key: {"loss": loss if broken else loss + i / 8, "steps": steps}
+            for i, key in enumerate(SCORES)
+        }
+        (run / "results.json").write_text(json.dumps(results | {"iters": 2}))
         log = [{"step": s, "ce": float(s)} for s in range(5, 101, 5)] + [{"step": 100, "val": 1}]
         (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
         return str(run)
@@ -50,6 +57,25 @@ def test_pareto_rows(make_run):
     shape = read_runs(runs)[0].shape
     assert adaptive["paper_flops"] == cost(shape, 2.5).paper_flops
     assert (adaptive["frontier"], looped["frontier"]) == (1, 1)
+
+
+def test_losses(make_run, tmp_path, capsys):
+    """Catches a loss in the column of another, a difference with the wrong sign, and seeds or
+    methods that are mixed."""
+    runs = [make_run("a", 1.0, 2.0), make_run("b", 2.0, 3.0, seed=1)]
+    runs += [make_run("c", 0.5, 3.0, method="ponderlm2", iters=(2, 2))]
+    losses(tuple(runs), out=tmp_path)
+    ours, other = read_csv(tmp_path / "losses.csv")
+    assert (ours["method"], ours["K"], ours["seeds"], other["seeds"]) == ("PonderLM-3", 3, 2, 1)
+    assert (ours["loss"], ours["hard"], ours["steps"]) == (1.625, 1.5, 2.5)
+    assert (ours["gap"], ours["permuted"], ours["permuted_std"]) == (-0.125, 0.375, 0)
+    assert ours["hard_std"] == pytest.approx(math.sqrt(0.5)) and other["hard_std"] is None
+    assert (other["method"], other["hard"], other["R"]) == ("PonderLM-2", 0.5, 2)
+    assert (ours["training_forwards"], other["training_forwards"]) == (14, 18)
+    printed = capsys.readouterr().out
+    assert "| PonderLM-2 | 3 | 2 | 1 | 0.6250 | 0.5000 | 3.00 | -0.1250 | 0.375 | 18.0 |" in printed
+    losses(out=tmp_path, redraw=True)
+    assert capsys.readouterr().out == printed
 
 
 def test_at_other_taus(config):

@@ -42,7 +42,7 @@ def run_script(tmp_path):
 def test_llama(run_script, tmp_path):
     """Catches a flag that train.py does not know, and arms that differ in more than they should."""
     trained, analyzed = run_script("llama.sh")
-    assert [args[0] for args in analyzed] == ["pareto"]
+    assert [args[0] for args in analyzed] == ["losses", "pareto"]
     base = tmp_path / "out/llama/hugging-face"
     small_model(ponder_steps=0, method="vanilla").save_pretrained(base)
     configs = {}
@@ -97,6 +97,16 @@ def test_remedies(run_script, tmp_path):
     assert len({repr(replace(config, name=None)) for config in configs}) == len(configs)
 
 
+def test_tiny(run_script, tmp_path):
+    """Catches flags that train.py does not know, seeds that are left out or are all the same."""
+    (tmp_path / "out/tiny").mkdir(parents=True)
+    trained, analyzed = run_script("tiny.sh")
+    configs = [parse(args) for args in trained]
+    assert len({repr(replace(config, name=None)) for config in configs}) == 12 == len(configs)
+    assert [args[0] for args in analyzed] == ["losses"]
+    assert len(run_script("tiny.sh", SEEDS="1")[0]) == 4
+
+
 def test_ablations(run_script, tmp_path):
     """Catches flags that train.py does not know, and an ablation that is none."""
     (tmp_path / "out/ablations/tiny").mkdir(parents=True)
@@ -118,11 +128,12 @@ def test_hops(run_script, tmp_path):
     (tmp_path / "out/hops").mkdir(parents=True)
     trained, analyzed = run_script("hops.sh")
     configs = [parse(args) for args in trained]
-    assert [config.model.ponder_steps for config in configs] == [0, 1, 2, 3, 4, 1]
-    assert [len(config.model.router_offset) for config in configs] == [1, 2, 3, 4, 5, 2]
-    assert [config.steps for config in configs] == [7000] * 5 + [14000]
+    assert [config.model.ponder_steps for config in configs] == [0, 1, 1, 2, 3, 4, 1]
+    assert [len(config.model.router_offset) for config in configs] == [1, 2, 2, 3, 4, 5, 2]
+    assert [config.seed for config in configs] == [0, 0, 1, 0, 0, 0, 0]
+    assert [config.steps for config in configs] == [7000] * 6 + [14000]
     same = dict(ponder_steps=0, router_offset=(0.0,))
-    same = [replace(c, name=None, steps=1, model=replace(c.model, **same)) for c in configs]
+    same = [replace(c, name=None, steps=1, seed=0, model=replace(c.model, **same)) for c in configs]
     assert all(config == same[0] for config in same) and same[0].data == "hops"
     assert [args[:2] for args in analyzed] == [["hops", "--tau"]]
 
