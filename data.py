@@ -140,6 +140,8 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         source = f"{path.name} {hashlib.sha256(repr(texts).encode()).hexdigest()}"
     else:
         raise DataError(f"--data {data}: no such file or folder, nor one of {', '.join(corpora)}")
+    if tokenizer == "hops" and data != "hops":
+        raise DataError(f"--tokenizer hops is for --data hops, not {data}")
     tokenizer = tokenizer or ("hops" if data == "hops" else "bytes")
     kind = tokenizer
     if tokenizer == "bpe":

@@ -131,6 +131,8 @@ def command_line(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            error = f"{error.filename}: {error.strerror}"
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

@@ -233,6 +233,8 @@ def replacing(out, n):
 def summary(steps, K, total, seconds):
     """What a run of the decoder took; `steps` of every token that was read."""
     mean = sum(steps) / len(steps)
+    if not K:
+        return f"\n{total / seconds:.1f} tokens/s"
     return (
         f"\n{mean:.2f} of {K} pondering steps per token, prompts included; "
         f"{len(steps) + sum(steps):,} slots run and cached where always running {K} takes "
@@ -287,6 +289,7 @@ def main(
         device: auto, cpu, cuda or mps
         precision: of the computation; a few queries at a time gain little from bfloat16
     """
+    texts = [text for text in read_prompts(prompt, prompts) for _ in range(num_samples)]
     directory, device = find_run(run), pick_device(device)
     dtype = pick_precision(precision, device)
     model, tokenizer = open_model(directory, device)
@@ -297,7 +300,8 @@ def main(
         )
     if out and out.exists() and (not out.is_file() or (prompts and out.samefile(prompts))):
         raise ValueError(f"--out {out} is the file of prompts, or no regular file: take another")
-    texts = [text for text in read_prompts(prompt, prompts) for _ in range(num_samples)]
+    if out and not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {out.parent}; make it first")
     # An empty prompt is where a document begins.
     ids = [
         tokenizer.begin + tokenizer.encode(text) or [tokenizer.end_of_text or 0] for text in texts

@@ -43,7 +43,13 @@ def open_dataset(name, config, split, field):
         raise DataError("streaming needs the package datasets: pip install datasets") from None
     known = NAMES.get(name, (name, None))
     config = config or known[1]
-    texts = [str(file) for file in sorted(Path(name).glob("**/*.txt"))]
+    files = [file for file in sorted(Path(name).rglob("*")) if file.is_file()]
+    texts = [str(file) for file in files if file.suffix == ".txt"]
+    if texts and len(texts) < len(files):
+        other = next(file for file in files if file.suffix != ".txt")
+        raise DataError(
+            f"{name} has .txt files and {other.name}: give them in folders of their own"
+        )
     try:
         if texts:  # a file is a document; by itself datasets takes each line for one
             kwargs = dict(data_files={split: texts}, sample_by="document")
@@ -226,7 +232,12 @@ def stream(
         dataset.load_state_dict(meta["state"])
     ended = add_shards(folder, meta, dataset, field, tokens, val_tokens, shard_tokens)
     if not meta["tokens"]:
-        raise DataError(f"{name} is used up by the validation; delete {folder}, lower --val-tokens")
+        for file in ("val.bin", "tokenizer.json", "meta.json"):
+            (folder / file).unlink()
+        raise DataError(
+            f"{name} is used up by the validation, which takes whole documents: give more of them, "
+            "or lower --val-tokens"
+        )
     write_json(folder / "meta.json", meta | dict(complete=True))
     if ended and tokens < np.inf:
         print(f"note: {name} has {meta['tokens']:,} training tokens, not {tokens:,.0f}")

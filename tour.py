@@ -9,7 +9,7 @@ those of the whole model, router and mask included.
 """
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -74,11 +74,17 @@ def transformer(model, idx):
 
 def interleave(model, idx):
     """Interleave: S = K + 1 slots a token, room for K of its states"""
-    slots = [(word, k, t) for t, word in enumerate(TEXT[:3]) for k in range(S)]
-    table(["token", *(word for word, _, _ in slots)], [])
-    table(["input", *(f"h({k - 1})" if k else "e(x)" for _, k, _ in slots)], [])
-    table(["slot", *(k for _, k, _ in slots)], [])
-    table(["position", *(t for _, _, t in slots)], [])
+    seen = []  # what goes into the transformer in each pass
+    hook = model.model.register_forward_pre_hook(lambda _, args: seen.append(args[:2]))
+    *_, (h, _, _), _ = islice(model.passes(idx), S)  # pass K, whose states the last pass reads
+    hook.remove()
+    (x, positions), columns = seen[-1], []
+    for slot, t in enumerate(positions[: 3 * S].tolist()):
+        known = {"e(x)": model.embed(idx)[0, t], **{f"h({k})": h[0, t, k] for k in range(K)}}
+        name = next(name for name, state in known.items() if torch.equal(x[0, slot], state))
+        columns.append((TEXT[t], name, slot % S, t))
+    for title, *row in zip(("token", "input", "slot", "position"), *columns, strict=True):
+        table([title, *row], [])
 
 
 def feed_back(model, idx):

@@ -174,8 +174,11 @@ def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
             raise Stopped
         stop.at_once(due)
         if due and done not in evaluated:
-            loss = evaluate(model, val, min(64, val.count), device, iters=high)["loss"]
-            print(f"step {done}/{config.steps}  validation {loss:.3f}", flush=True)
+            count = min(64, val.count)
+            loss = evaluate(model, val, count, device, iters=high)["loss"]
+            print(
+                f"step {done}/{config.steps}  validation {loss:.3f} ({count} windows)", flush=True
+            )
             check_finite(run, done, validation=loss)
             if not rank:
                 append_line(run / "log.jsonl", {"step": done, "val": loss})
@@ -264,7 +267,8 @@ def train(config):
     best = best_checkpoint(run)
     if best != checkpoints(run)[-1]:
         print(f"an earlier checkpoint had a better validation loss: {best}")
-    print(f"next: python sample.py --run {shlex.quote(str(run))} --tau {config.tau:g} --show-steps")
+    flags = f" --tau {config.tau:g} --show-steps" if config.model.ponder_steps else ""
+    print(f"next: python sample.py --run {shlex.quote(str(run))}{flags}")
     return run, results
 
 

@@ -43,7 +43,7 @@ def evaluate(
     permute=False,
     batch_size=32,
 ):
-    """Mean losses over the first `count` windows, in float32.
+    """Mean losses over `count` windows, the first in the order of their seed, in float32.
 
     iters and tau as in PonderLM.jacobi; iters None is the fixed point, which decoding computes.
     permute gives each token another one's s and w: as many steps, but not where the router wants.
@@ -101,7 +101,7 @@ def final_report(model, windows, config, device):
         hard, permuted = measure(tau=config.tau), measure(tau=config.tau, permute=True)
     print(f"\nvalidation loss in nats per token, {count} windows of {windows.block_size} tokens")
     if iterates:
-        print(f"  as trained, {R} refinements      {trained['loss']:.4f}")
+        print(f"  {f'as trained, R = {R}':28}  {trained['loss']:.4f}")
     print(f"  {'at the fixed point' if iterates else model.config.label:28}  {fixed['loss']:.4f}")
     if model.masks:
         print(f"  hard-stopped at tau = {config.tau:<7g} {hard['loss']:.4f}")

@@ -2,8 +2,8 @@
 
 A prepared corpus is a folder with train.bin and val.bin (uint16 token ids, nanoGPT's format; uint32
 where the vocabulary is larger; of a large corpus train-00000.bin and so on), tokenizer.json, and
-meta.json (where the text came from, its size, its sha256, the type of the ids). data.py and
-stream.py make them.
+meta.json (where the text came from, its size, its sha256 (of a streamed one that of
+its shards), the type of the ids). data.py and stream.py make them.
 """
 
 import json
@@ -103,9 +103,10 @@ def load_tokens(folder, split, vocab_size, block_size):
             )
     tokens = Tokens(files, kind, meta.get(f"{split}_bytes"))
     if len(tokens) <= block_size:
+        way_out = "give more text" + (", or a smaller --block-size" if block_size > 1 else "")
         raise DataError(
             f"{files[0]} has {len(tokens)} tokens, less than one window of {block_size} and the "
-            "token after it: give more text, or a smaller --block-size"
+            f"token after it: {way_out}"
         )
     for i in range(0, min(len(tokens), 10**9), 10**7):
         largest = int(tokens[i : i + 10**7].max())
