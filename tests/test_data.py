@@ -69,6 +69,8 @@ def test_bpe_merges(bpe):
     assert len(bpe.encode(TEXT)) < len(TEXT.encode()) * 2 / 3
     with pytest.raises(DataError, match="a BPE of 100 tokens"):
         Tokenizer.train([TEXT], 100)
+    with pytest.raises(DataError, match="--tokenizer hops is for --data hops"):
+        prepare(__file__, "hops")
 
 
 def test_corpus_of_files(tmp_path):

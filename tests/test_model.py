@@ -67,6 +67,19 @@ def test_jacobi_equals_sequential(router, K, printed):
         assert all(a > 2 * b for a, b in pairwise(errors) if a > 1e-10)
 
 
+@pytest.mark.parametrize("K", [0, 1, 3])
+def test_number_of_passes(K, monkeypatch):
+    """Catches a bound that stops before the last link of the chain is settled, and idle passes."""
+    model, calls = small_model(ponder_steps=K), []
+    idx = torch.randint(31, (2, 5), generator=torch.Generator().manual_seed(0))
+    transform = model.transform
+    monkeypatch.setattr(model, "transform", lambda *args: calls.append(1) or transform(*args))
+    for iters, passes in ((0, K + 1), (2, K + 3 if K else 1), (10**6, 5 * K + 1)):
+        calls.clear()
+        model.jacobi(idx, iters=iters)
+        assert len(calls) == passes
+
+
 def test_automatic_passes_reach_the_fixed_point():
     """Catches a stopping rule of the evaluation that stops too early or not at all."""
     model, idx = small_model(), tokens(B=3)

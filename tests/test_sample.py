@@ -5,6 +5,7 @@ import torch
 from conftest import small_model
 
 from choose import choose, uniform
+from device import command_line
 from methods import load
 from sample import generate, main, paint, stream
 from tokenizer import Tokenizer
@@ -209,6 +210,10 @@ def test_the_prompts_are_not_overwritten(run, tmp_path):
     for out in (file, tmp_path):
         with pytest.raises(ValueError, match="take another"):
             main(run=run, prompts=str(file), out=out, device="cpu")
+    with pytest.raises(ValueError, match="there is no folder"):
+        main(run=run, prompts=str(file), out=tmp_path / "none" / "new", device="cpu")
+    with pytest.raises(SystemExit, match=r"^error: none\.txt: No such file or directory$"):
+        command_line(lambda: main(run=run, prompts="none.txt"))
     with pytest.raises(ValueError, match="the prompt is not UTF-8 text"):
         main(run=run, prompt="a\udcff", out=tmp_path / "new", device="cpu")
     assert file.read_text() == "kept" and not (tmp_path / "new").exists()

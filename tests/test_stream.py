@@ -11,7 +11,7 @@ import stream as stream_module
 from data import prepare
 from stream import stream
 from tokenizer import DataError
-from windows import Tokens, load_tokens
+from windows import Tokens, load_tokens, read_meta
 
 
 @pytest.fixture
@@ -40,6 +40,7 @@ def test_stream_is_the_corpus(documents, capsys):
     ids = np.concatenate([val[:], train[:]])
     assert tokenizer.decode(ids[ids < 256]).decode() == "".join(documents)
     assert (ids == 256).sum() == 1000 and 5000 <= len(val) < 5200
+    assert read_meta(folder)["bytes"] == (ids < 256).sum() and val.bytes == (val[:] < 256).sum()
 
 
 @pytest.mark.parametrize("at", [1, 2, 4])
@@ -163,6 +164,14 @@ def test_refused(documents, monkeypatch, tmp_path):
     stream("texts", 100, **FLAGS)
     with pytest.raises(DataError, match=r"was made from .*: use --folder"):
         stream("texts", 100, **{**FLAGS, "val_tokens": 6000})
+    with pytest.raises(DataError, match="is used up by the validation"):
+        everything = len("".join(documents).encode()) + len(documents)
+        stream("texts", 100, **{**FLAGS, "val_tokens": everything}, folder="y")
+    assert not any((tmp_path / "y").iterdir())
+    (tmp_path / "texts" / "one.txt").write_text("more")
+    with pytest.raises(DataError, match=r"texts has \.txt files and 0\.jsonl"):
+        stream("texts", 100, **FLAGS)
+    (tmp_path / "texts" / "one.txt").unlink()
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="cannot open empty"):
         stream("empty", 100, **FLAGS)
