@@ -155,14 +155,16 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
     if folder.exists():
         return folder, load_tokenizer(folder / "tokenizer.json")
 
+    if tokenizer in ("bytes", "gpt2"):  # which may need the network: before minutes of reading
+        tokenizer = open_tokenizer(tokenizer)
     if data in corpora:
         documents = corpora[data]()
     train, val = divide(documents)
     if tokenizer == "bpe":
         print(f"training a BPE tokenizer of {vocab_size} tokens", flush=True)
         tokenizer = Tokenizer.train((text.decode("utf-8", "ignore") for text in train), vocab_size)
-    elif isinstance(tokenizer, str):
-        tokenizer = hops.tokenizer() if tokenizer == "hops" else open_tokenizer(tokenizer)
+    elif tokenizer == "hops":
+        tokenizer = hops.tokenizer()
     write_corpus(folder, source, documents, train, val, tokenizer)
     return folder, tokenizer
 

@@ -159,8 +159,8 @@ def test_bad_bins(tmp_path, raw, message):
         load_tokens(tmp_path, "train", 257, 64)
 
 
-def test_no_network(monkeypatch):
-    """Catches a stack trace without a network, and a download that is not what it should be."""
+def test_no_network(monkeypatch, tmp_path):
+    """Catches a stack trace without a network, or its one line after minutes of reading text."""
 
     def refuse(*_, **__):
         raise urllib.error.URLError("no route")
@@ -171,6 +171,9 @@ def test_no_network(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", refuse)
     with pytest.raises(DataError, match=r"--tokenizer bytes"):
         Tokenizer.gpt2()
+    monkeypatch.setattr(data, "pydocs", lambda: pytest.fail("the text was read before"))
+    with pytest.raises(DataError, match=r"--tokenizer bytes"):
+        prepare("pydocs", "gpt2", cache=tmp_path)
 
 
 def test_download_is_checked(monkeypatch, tmp_path):
