@@ -89,9 +89,9 @@ class Pause(PonderLM):
 class PonderLM1(PonderLM):
     """e_i = e_{i-1} + softmax(lm_head(F(e_{i-1}))) E, i = 1 .. K; logits = lm_head(F(e_K)).
 
-    What is fed back is the embedding that the model expects next, over the full vocabulary. Each
-    pass sees its own keys only. arXiv 2505.20674. The LLaMA form in PonderLM-2's code does not
-    accumulate, e_i = e_0 + ..: `--no-accumulate`.
+    E is the scaled table. What is fed back is the embedding that the model expects next, over the
+    full vocabulary. Each pass sees its own keys only. arXiv 2505.20674. The LLaMA form in
+    PonderLM-2's code does not accumulate, e_i = e_0 + ..: `--no-accumulate`.
     """
 
     methods = ("ponderlm1",)

@@ -5,8 +5,8 @@
     python bench.py train                     a training step against plain forward and backward
     python bench.py decode                    early exit against no exit, the cache, transformers
 
-Writes <out>/attention-<device>.json, train-<preset>-<device>.json or decode-<device>.json, for the
-first and the last a picture, too, and prints the table.
+Writes <out>/attention-<device>.json, train-<preset>-<device>.json or decode-<run>-<device>.json,
+for the first and the last a picture, too, and prints the table.
 """
 
 import sys
@@ -59,8 +59,8 @@ def peak_memory(arguments):
     """MiB that one run of `make(*case)` needs beyond its inputs, in a process of its own."""
     make, warm_up, case = arguments
     make(*warm_up)()  # loads the libraries
-    run = make(*case)
-    if torch.cuda.is_available():
+    run, device = make(*case), case[-2]
+    if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
@@ -77,7 +77,7 @@ def measure(make, cases, repeats, warm_up):
     seconds = medians(runs, repeats)
     del runs
     memory = dict.fromkeys(cases, float("nan"))
-    if torch.cuda.is_available() or sys.platform == "linux":
+    if all(case[-2].type == "cuda" for case in cases.values()) or sys.platform == "linux":
         tasks = [(make, warm_up, case) for case in cases.values()]
         with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             memory = dict(zip(cases, pool.map(peak_memory, tasks, 1), strict=True))
@@ -110,6 +110,8 @@ def attention(
         device: auto, cpu, cuda
         out: folder for the results
     """
+    if min(*lengths, *widths, heads, repeats) < 1:
+        raise ValueError("lengths, widths, heads and repeats are 1 or more")
     device = pick_device(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backends = ["plain", "sdpa", "eager"]

@@ -7,6 +7,7 @@ context  milliseconds for a token with more and more slots before it
 """
 
 import itertools
+import math
 import tempfile
 import time
 from collections import deque
@@ -251,6 +252,8 @@ def decode(
         raise ValueError(f"new_tokens = {new_tokens}: it must be at least 2")
     if not all((batch_sizes, prompts, alphas, contexts)):
         raise ValueError("batch_sizes, prompts, alphas and contexts need a value each")
+    if min(*batch_sizes, *prompts, *contexts, repeats) < 1 or not all(map(math.isfinite, alphas)):
+        raise ValueError("batch_sizes, prompts, contexts and repeats are 1 or more, alphas finite")
     model = load(directory).to(device)
     if model.config.method not in PONDER or not model.masks:
         raise ValueError(f"{directory} is of method {model.config.label}; this needs a PonderLM-3")
@@ -268,7 +271,7 @@ def decode(
     results["others"] = other_rows(model, val, batch_sizes, prompts, new_tokens, repeats)
     results["exit"] = exit_rows(model, val, batch_sizes, prompts, new_tokens, alphas, repeats)
     results["minutes"] = (time.perf_counter() - start) / 60
-    file = write_results(out / f"decode-{device.type}.json", results)
+    file = write_results(out / f"decode-{directory.name}-{device.type}.json", results)
     print_tables(results)
     draw(results, file.with_suffix(".png"))
     print(f"written: {file} and {file.with_suffix('.png').name}")

@@ -33,6 +33,7 @@ from tables import (
     group_runs,
     markdown,
     mean_std,
+    method_index,
     new_figure,
     read_runs,
     save_figure,
@@ -91,7 +92,10 @@ def pareto_table(rows):
     ]
     titles += ["keys a layer", "training forwards", "frontier"]
     lines = []
+    if not any(r["frontier"] for r in rows):
+        raise ValueError("no row is on the frontier")
     for r in rows:
+        method_index(r["method"])
         line = [r["method"], f"{r['K']:.0f}", f"{r['seeds']:.0f}"]
         line += [show(r["steps"], r["steps_std"], 2), show(r["loss"], r["loss_std"], 4)]
         line += [show(r["perplexity"], r["perplexity_std"], 3)]

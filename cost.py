@@ -8,12 +8,12 @@ token_computations    passes of the stack    1 + steps
 paper_flops           FLOPs                  6 N (1 + steps): the paper's unit (section 4.2). 6 N is
                                              what a token costs in training; decoding takes 2 N.
 forward_flops         FLOPs                  2 N (1 + steps)
-product_flops         FLOPs                  2 for each weight that is really multiplied: the head
+product_flops         FLOPs                  about 2 for each weight that is multiplied: the head
                                              once, the embedding table never (but PonderLM-1 applies
                                              both after each pass). Without attention's products,
                                              which grow with the text.
 cache_entries         keys a layer           1 + steps
-training_forwards     passes of the stack    one, for each slot of each pass
+training_forwards     passes of the stack    slots that run for it in all passes of a training step
 
 N are all parameters, the embedding table's too; steps are those executed beyond the first
 computation, a mean over tokens (for MoR: mean depth - 1).

@@ -72,8 +72,10 @@ def check(data, tau, stride, windows, tasks, batch_tokens, out, of_tasks):
         )
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise ValueError(f"--out {out} is a folder, or in none: name a file in one that exists")
-    if out is not None and tasks is None and out.exists() and "tasks" in read_json(out):
-        raise ValueError(f"--out {out} has results of --tasks: give another file")
+    if out is not None and tasks is None and out.exists() and "stride" not in read_json(out):
+        raise ValueError(
+            f"--out {out} has no losses of texts, but something else: give another file"
+        )
 
 
 def main(

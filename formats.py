@@ -10,12 +10,12 @@ import math
 ONLY = {
     "architectures": (None, ["LlamaForCausalLM"]),
     "hidden_act": ("swish", "silu"),  # two names of one function
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
+    "attention_bias": (None, False),
+    "mlp_bias": (None, False),
     "sliding_window": (None,),
     "quantization_config": (None,),
-    "partial_rotary_factor": (1, None),
-    "interpolation": (False, None),  # of PonderLM-2: weights the states by their predictions
+    "partial_rotary_factor": (None, 1),
+    "interpolation": (None, False),  # of PonderLM-2: weights the states by their predictions
 }
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -63,6 +63,14 @@ class TrainConfig:
     backend: Literal[BACKENDS] = "auto"  # attention
     compile: bool = False  # compile the blocks: faster steps, after a minute
     recompute: bool = False  # compute each pass again in the backward pass, to save memory
+
+    def __post_init__(self):
+        """Refuse what JSON may hold in place of a number or a text."""
+        kinds = {str: (str, os.PathLike), int: int, float: (int, float), bool: bool}
+        for f in fields(self):
+            value, kind = getattr(self, f.name), type(f.default)
+            if not isinstance(value, kinds.get(kind, object)):
+                raise ValueError(f"{f.name} = {value!r}: it must be of type {kind.__name__}")
 
 
 # What a resumed training may change: anything else would make it another training. The corpus may

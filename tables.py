@@ -128,8 +128,13 @@ def check_comparable(runs):
     """
     first, odd = runs[0], {}
     for run in runs:
-        if run.corpus != first.corpus:
-            raise ValueError(f"{first.path} and {run.path} have different corpora: not comparable")
+        for what, a, b in (
+            ("corpora", first.corpus, run.corpus),
+            ("windows", first.shape.block_size, run.shape.block_size),
+            ("numbers of windows", first.config.eval_windows, run.config.eval_windows),
+        ):
+            if a != b:
+                raise ValueError(f"{first.path} and {run.path} are scored on different {what}")
         for name, value in run.settings.items():
             if name not in OF_METHOD and value != first.settings.get(name, value):
                 odd.setdefault(name, {str(first.settings[name])}).add(str(value))
@@ -227,12 +232,20 @@ def new_figure(x, y, panels=1):
     return figure, axes[0]
 
 
+def method_index(name):
+    """The place in NAMES of the method that a row's name begins with. ValueError: there is none."""
+    for i, method in enumerate(NAMES.values()):
+        if name.startswith(method):
+            return i
+    raise ValueError(f"{name!r} is no method")
+
+
 def draw_curves(axes, rows, x, y):
     """One curve for each method of the rows, its points named by K, with the seeds' spread."""
     of_base = {}
     for name in dict.fromkeys(row["method"] for row in rows):
         curve = [row for row in rows if row["method"] == name]
-        base = next(i for i, method in enumerate(NAMES.values()) if name.startswith(method))
+        base = method_index(name)
         variant = of_base[base] = of_base.get(base, -1) + 1
         color, marker = COLORS[base], MARKERS[(base + variant) % len(MARKERS)]
         spread = [[row.get(f"{axis}_std") for row in curve] for axis in (x, y)]

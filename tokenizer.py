@@ -1,8 +1,8 @@
 """Bytes <-> token ids: raw bytes, BPE trained with rustbpe, GPT-2's, all used through tiktoken;
 and the tokenizer.json beside a Llama, through Hugging Face's tokenizers.
 
-A tokenizer has `vocab_size`, `begin` (ids before a text), `end_of_text` (the id behind it, or
-None), `encode`, `decode`, `save` and `digest`.
+A tokenizer has `name`, `vocab_size`, `padded`, `begin` (ids before a text), `end_of_text` (the id
+behind it, or None), `encode`, `decode`, `save` and `digest`.
 """
 
 import base64
@@ -260,10 +260,14 @@ def load_tokenizer(file):
         if fields["name"] == HuggingFaceTokenizer.name:
             return HuggingFaceTokenizer(fields["tokenizer"], fields["end"])
         if fields["name"] == "ids":
-            return IdTokenizer(fields["vocab_size"])
+            return IdTokenizer(int(fields["vocab_size"]))
         tokens = [base64.b64decode(token) for token in fields["tokens"]]
+        if len(set(tokens)) < len(tokens):
+            raise ValueError("a token is there twice")
         if fields["name"] == "chars":
             return CharTokenizer([token.decode() for token in tokens])
+        if not {bytes([i]) for i in range(256)} <= set(tokens):
+            raise ValueError("a byte has no token")
         return Tokenizer(fields["name"], fields["pattern"], tokens)
     except OSError as error:
         raise DataError(

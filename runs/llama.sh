@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 
 out=out/llama
 once $out plain 0 --preset tiny --method vanilla --embed-scale 1
+[ -f $out/hugging-face/tokenizer.json ] || rm -rf $out/hugging-face
 [ -d $out/hugging-face ] || "${PYTHON:-python}" weights.py $out/plain-0 --to $out/hugging-face
 
 train() { # name, seed, flags

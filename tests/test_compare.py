@@ -59,6 +59,26 @@ def test_pareto_rows(make_run):
     assert (adaptive["frontier"], looped["frontier"]) == (1, 1)
 
 
+def test_scored_alike(make_run):
+    """Catches losses on other windows in one table."""
+    runs = read_runs([make_run("a", 1.0, 2.0), make_run("b", 1.0, 2.0, block_size=32)])
+    with pytest.raises(ValueError, match="scored on different windows"):
+        check_comparable(runs)
+    other = replace(runs[0], config=replace(runs[0].config, eval_windows=5))
+    with pytest.raises(ValueError, match="scored on different numbers of windows"):
+        check_comparable([runs[0], other])
+
+
+def test_damaged_rows(make_run, tmp_path):
+    """Catches saved numbers that end in a stack trace when they are drawn again."""
+    pareto((make_run("a", 1.0, 2.0),), out=tmp_path)
+    saved = (tmp_path / "pareto.csv").read_text()
+    for damage in (saved.replace("PonderLM-3", "Ponder"), saved.replace(",1\n", ",0\n")):
+        (tmp_path / "pareto.csv").write_text(damage)
+        with pytest.raises(ValueError, match="is damaged"):
+            pareto(out=tmp_path, redraw=True)
+
+
 def test_losses(make_run, tmp_path, capsys):
     """Catches a loss in the column of another, a difference with the wrong sign, and seeds or
     methods that are mixed."""

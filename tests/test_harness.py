@@ -279,7 +279,7 @@ def test_by_heart(tasks, memory, quick, capsys):
     assert (memory / "trained.json").read_text() == before
     with pytest.raises(ValueError, match="another model, tasks or options"):
         evaluate.main(str(memory / "trained"), **arguments, tau=0.5, out=memory / "trained.json")
-    with pytest.raises(ValueError, match="has results of --tasks"):
+    with pytest.raises(ValueError, match="has no losses of texts, but something else"):
         evaluate.main(str(memory / "trained"), device="cpu", out=memory / "trained.json")
     for damage in ([], {"quiz": {}}, {"quiz": 5}, None):
         damaged = json.loads(before) | {"tasks": damage}

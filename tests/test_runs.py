@@ -93,7 +93,7 @@ def test_remedies(run_script, tmp_path):
     (tmp_path / "out/remedies/tiny").mkdir(parents=True)
     trained, analyzed = run_script("remedies.sh")
     configs = [parse(args) for args in trained]
-    assert len({config.name for config in configs}) == len(configs) and len(analyzed) == 1
+    assert len({config.name for config in configs}) == len(configs) and len(analyzed) == 2
     assert len({repr(replace(config, name=None)) for config in configs}) == len(configs)
 
 

@@ -277,6 +277,22 @@ def test_damaged(tmp_path, edit, message):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"vocab_size": "abc", "name": "ids"}, "no tokenizer that is known"),
+        ({"tokens": ["YQ==", "YQ=="]}, "a token is there twice"),
+        ({"tokens": ["YQ=="]}, "a byte has no token"),
+    ],
+)
+def test_damaged_own(tmp_path, change, message):
+    """Catches a vocabulary with which the library ends the process, or that says something else."""
+    fields = open_tokenizer("bytes").fields() | {"name": "bpe"} | change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
 def test_without_the_library(tmp_path, monkeypatch):
     make(tmp_path, "byte-level")
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)

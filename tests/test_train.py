@@ -196,6 +196,13 @@ def test_paper_sizes(preset, millions):
     assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
 
 
+@pytest.mark.parametrize("wrong", [{"steps": "x"}, {"seed": [1]}, {"tau": "x"}, {"data": 5}])
+def test_types_of_settings(wrong):
+    """Catches a damaged train.json that is noticed only where the value is used."""
+    with pytest.raises(ValueError, match="it must be of type"):
+        TrainConfig(**wrong)
+
+
 def test_runs(tmp_path):
     """Catches a run that is overwritten, and a missing one without a word of what to do."""
     with pytest.raises(FileNotFoundError, match=r"python train\.py"):
