@@ -11,17 +11,17 @@ import math
 import tempfile
 import time
 from collections import deque
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from compact import settle
-from config import PONDER
+from config import BELONGS_TO, PONDER
 from device import pick_device
 from engine import Engine, Sequence
-from measure import validation_windows
+from measure import check_taus, validation_windows
 from methods import build, load
 from run import find_run
 from sample import stream
@@ -63,7 +63,7 @@ class SamePrompt(Engine):
         return logits.expand(len(rows), -1)
 
 
-def exit_rows(model, val, batch_sizes, lengths, new_tokens, alphas, repeats):
+def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats):
     """Adaptive against always K: which share of the skipped slots is saved time? (target: 0.9)
 
     The router is shifted by each alpha. Counted is the time from the first new token on, of twice
@@ -74,7 +74,7 @@ def exit_rows(model, val, batch_sizes, lengths, new_tokens, alphas, repeats):
         prompts = 2 * B * prompts_of(val, 1, length)
         engines = {"always": SamePrompt(model, B, tau=0)}
         for alpha in alphas:
-            engines[alpha] = SamePrompt(model, B, tau=1e-4, alpha=alpha)
+            engines[alpha] = SamePrompt(model, B, tau=tau, alpha=alpha)
         slots = {}
 
         def run(name, B=B, prompts=prompts, engines=engines, slots=slots):
@@ -105,9 +105,8 @@ def llama(config):
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    vanilla = build(
-        replace(config, method="vanilla", router="learned", ponder_steps=0, router_offset=None)
-    )
+    defaults = {f.name: f.default for f in fields(config) if f.name in BELONGS_TO}
+    vanilla = build(replace(config, **defaults, method="vanilla", ponder_steps=0))
     with tempfile.TemporaryDirectory() as directory:
         vanilla.save_pretrained(directory)
         return LlamaForCausalLM.from_pretrained(directory).eval(), vanilla.eval()
@@ -228,6 +227,7 @@ def decode(
     batch_sizes: tuple[int, ...] = (1, 8, 32),
     prompts: tuple[int, ...] = (32, 512),
     new_tokens: int = 32,
+    tau: float = 1e-4,
     alphas: tuple[float, ...] = (0.0, -2.0, -4.0),
     contexts: tuple[int, ...] = (64, 512, 1024, 2048, 4096, 8192),
     repeats: int = 3,
@@ -241,6 +241,7 @@ def decode(
         batch_sizes: sequences that run at once
         prompts: lengths of prompts, in tokens
         new_tokens: to generate for each
+        tau: where early exit stops, in the comparison with always K
         alphas: shifts of the router, which sweep the executed steps
         contexts: slots in the cache for the last measurement
         repeats: rounds
@@ -254,6 +255,7 @@ def decode(
         raise ValueError("batch_sizes, prompts, alphas and contexts need a value each")
     if min(*batch_sizes, *prompts, *contexts, repeats) < 1 or not all(map(math.isfinite, alphas)):
         raise ValueError("batch_sizes, prompts, contexts and repeats are 1 or more, alphas finite")
+    check_taus([tau])
     model = load(directory).to(device)
     if model.config.method not in PONDER or not model.masks:
         raise ValueError(f"{directory} is of method {model.config.label}; this needs a PonderLM-3")
@@ -264,12 +266,13 @@ def decode(
     trained = model.config.block_size
     model.config = replace(model.config, block_size=max(trained, needed, max(contexts) // S + 1))
     start = time.perf_counter()
-    results = {"machine": machine(device), "run": directory.name, "window": trained}
+    results = {"machine": machine(device), "run": directory.name, "window": trained, "tau": tau}
     results["parameters"] = sum(p.numel() for p in model.parameters())
     results["context"] = context_rows(model, contexts, repeats)
     results["prompt"] = prompt_rows(model, val, prompts, alphas, repeats)
     results["others"] = other_rows(model, val, batch_sizes, prompts, new_tokens, repeats)
-    results["exit"] = exit_rows(model, val, batch_sizes, prompts, new_tokens, alphas, repeats)
+    options = batch_sizes, prompts, new_tokens, tau, alphas
+    results["exit"] = exit_rows(model, val, *options, repeats)
     results["minutes"] = (time.perf_counter() - start) / 60
     file = write_results(out / f"decode-{directory.name}-{device.type}.json", results)
     print_tables(results)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import small_model
 
+from bench_decode import llama
 from config import PonderConfig
 from methods import CLASSES, SETTINGS, load
 from model import PonderLM
@@ -340,3 +341,15 @@ def test_alpha_without_a_router():
     """Catches a shift of a router that is not there, which would silently do nothing."""
     with pytest.raises(ValueError, match="only the router of a PonderLM-3"):
         generate(method_model("looped"), [[1]], 1, alpha=1.0)
+
+
+def test_llama_beside_a_ponderlm():
+    """Catches settings of PonderLM-3 that keep bench.py from a Llama of the same shape, and another
+    shape."""
+    model = small_model(penalty_weight=0.0, penalty="batch", ablation="mask", feedback_scale=2.0)
+    theirs, ours = llama(model.config)
+    idx = torch.arange(12)[None]
+    with torch.no_grad():
+        expected = theirs(idx).logits
+        torch.testing.assert_close(ours(idx).logits, expected, atol=1e-5, rtol=0)
+    assert ours.config.hidden_size == model.config.hidden_size and ours.config.label == "vanilla"
