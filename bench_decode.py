@@ -271,8 +271,7 @@ def decode(
     results["context"] = context_rows(model, contexts, repeats)
     results["prompt"] = prompt_rows(model, val, prompts, alphas, repeats)
     results["others"] = other_rows(model, val, batch_sizes, prompts, new_tokens, repeats)
-    options = batch_sizes, prompts, new_tokens, tau, alphas
-    results["exit"] = exit_rows(model, val, *options, repeats)
+    results["exit"] = exit_rows(model, val, batch_sizes, prompts, new_tokens, tau, alphas, repeats)
     results["minutes"] = (time.perf_counter() - start) / 60
     file = write_results(out / f"decode-{directory.name}-{device.type}.json", results)
     print_tables(results)

@@ -130,7 +130,7 @@ class Printer:
 
 
 def open_model(directory, device):
-    """A model and its tokenizer, which a vocabulary that is too large is not."""
+    """A model and its tokenizer. ValueError: one that has more tokens is another model's."""
     model, tokenizer = load(directory).to(device), load_tokenizer(directory / "tokenizer.json")
     if tokenizer.vocab_size > model.config.vocab_size and not tokenizer.padded:
         raise ValueError(f"{directory}: the tokenizer has more tokens than the model; not its own?")

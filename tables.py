@@ -124,7 +124,7 @@ def check_comparable(runs):
     """Name what differs between the runs beside the method, which a comparison should not have.
 
     Raises:
-        ValueError: they are scored on different texts.
+        ValueError: they are scored on different texts, or windows of them.
     """
     first, odd = runs[0], {}
     for run in runs:

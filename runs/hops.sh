@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Does depth follow difficulty where the difficulty is known? One layer, K = 0 to 4.
-#     bash runs/hops.sh      RUNS="3 1 long" SEED=1: these alone, no table
+#     bash runs/hops.sh      RUNS="3 1 long", SEED=1 or both: these alone, no table
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . runs/once.sh
@@ -22,6 +22,6 @@ for run in ${RUNS:-0 1 2 3 4 long}; do
   esac
 done
 
-if [ -z "${RUNS:-}" ]; then
+if [ -z "${RUNS:-}${SEED:-}" ]; then
   "${PYTHON:-python}" analyze.py hops --tau 0.1 --runs out/hops/K*
 fi

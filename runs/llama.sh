@@ -7,8 +7,10 @@ cd "$(dirname "$0")/.."
 
 out=out/llama
 once $out plain 0 --preset tiny --method vanilla --embed-scale 1
-[ -f $out/hugging-face/tokenizer.json ] || rm -rf $out/hugging-face
-[ -d $out/hugging-face ] || "${PYTHON:-python}" weights.py $out/plain-0 --to $out/hugging-face
+if [ ! -f $out/hugging-face/tokenizer.json ]; then # which is written last
+  rm -rf $out/hugging-face
+  "${PYTHON:-python}" weights.py $out/plain-0 --to $out/hugging-face
+fi
 
 train() { # name, seed, flags
   once $out "$1" "$2" --preset tiny --init-from $out/hugging-face "${@:3}"

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from conftest import small_model
 
-from bench_decode import llama
+import bench
+from bench_decode import decode, llama
 from config import PonderConfig
 from methods import CLASSES, SETTINGS, load
 from model import PonderLM
@@ -341,6 +342,18 @@ def test_alpha_without_a_router():
     """Catches a shift of a router that is not there, which would silently do nothing."""
     with pytest.raises(ValueError, match="only the router of a PonderLM-3"):
         generate(method_model("looped"), [[1]], 1, alpha=1.0)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(prompts=(-3,)), dict(alphas=(float("nan"),)), dict(tau=2)]
+)
+def test_bench_refuses(options, tmp_path):
+    """Catches a measurement that breaks off after minutes, or measures nothing."""
+    small_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="1 or more|not a probability"):
+        decode(str(tmp_path), device="cpu", **options)
+    with pytest.raises(ValueError, match="1 or more"):
+        bench.attention(widths=(0,))
 
 
 def test_llama_beside_a_ponderlm():

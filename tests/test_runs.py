@@ -136,6 +136,8 @@ def test_hops(run_script, tmp_path):
     same = [replace(c, name=None, steps=1, seed=0, model=replace(c.model, **same)) for c in configs]
     assert all(config == same[0] for config in same) and same[0].data == "hops"
     assert [args[:2] for args in analyzed] == [["hops", "--tau"]]
+    assert [len(part) for part in run_script("hops.sh", SEED="1", RUNS="1 2")] == [2, 0]
+    assert [len(part) for part in run_script("hops.sh", SEED="1")] == [6, 0]
 
 
 def test_pareto_scale_and_seeds(run_script, tmp_path):
