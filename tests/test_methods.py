@@ -350,7 +350,7 @@ def test_alpha_without_a_router():
 def test_bench_refuses(options, tmp_path):
     """Catches a measurement that breaks off after minutes, or measures nothing."""
     small_model().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="1 or more|not a probability"):
+    with pytest.raises(ValueError, match=r"1 or more|not a probability"):
         decode(str(tmp_path), device="cpu", **options)
     with pytest.raises(ValueError, match="1 or more"):
         bench.attention(widths=(0,))
