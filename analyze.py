@@ -16,143 +16,151 @@ Of several runs, written to out/analyze/:
     python analyze.py pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
     python analyze.py depth --runs out/pareto/tiny/*      loss against the step budget K
     python analyze.py losses --runs out/tiny/*            with all steps, stopped, steps permuted
-    python analyze.py hops --runs out/hops/*              accuracy where the difficulty is known
+    python analyze.py lookup --runs out/lookup/*          accuracy where the difficulty is known
 
 Each saves its numbers (<figure>.csv), the same as a table (.md) and a figure (.png), and draws
 again from the saved numbers with --redraw.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import tyro
 
-import report as pages
-from compare import depth, hops, losses, pareto
-from device import command_line
-from figures import (
-    ALPHAS,
-    TAUS,
-    WORDS,
-    Study,
-    draw_buckets,
-    draw_converge,
-    draw_heatmap,
-    draw_penalty,
-    draw_shift,
-    draw_tau,
-    draw_tokens,
-)
+from analysis import comparing, figures, pages
+from analysis.comparing import Comparison
+from analysis.figures import Study
+from runtime import UserError, command_line
+
+# Each command is a class: its flags are the fields, beside those of Study or Comparison.
 
 
 @dataclass
-class Options:
-    run: str | None = None  # directory of a trained model; by default the newest in out/
-    windows: int = 256  # validation windows to measure
-    tau: float | None = None  # where pondering stops; by default where the run scored it
-    out: Path | None = None  # where the results go; by default <run>/report
-    redraw: bool = False  # from the numbers saved there, without the model
-    device: str = "auto"  # auto, cpu, cuda or mps
+class Converge(Study):
+    """The Jacobi iteration approaching its fixed point, with an exponential fit (8 windows)."""
+
+    needs, draw = "iterates", figures.draw_converge
 
 
 @dataclass
-class WithReference(Options):
+class Buckets(Study):
+    """Which tokens gain by which step, and which of them take it."""
+
     # a trained model without pondering, on the same text: its losses are a second difficulty
     reference: str | None = None
+    draw = figures.draw_buckets
 
 
-Flags = Annotated[Options, tyro.conf.arg(name="")]
-FlagsWithReference = Annotated[WithReference, tyro.conf.arg(name="")]
+@dataclass
+class Shift(Buckets):
+    """What fewer or more steps do to easy and to hard tokens: the router shifted by alpha."""
+
+    # what the router's logits are shifted by, times the step index
+    alphas: tuple[float, ...] = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4)
+    draw = figures.draw_shift
 
 
-def converge(flags: Flags):
-    """The Jacobi iteration approaching its fixed point, with an exponential fit (8 windows)."""
-    draw_converge(Study(flags, labels=("ponderlm3", "ponderlm2")))
+@dataclass
+class Tokens(Study):
+    """Which tokens and words get how many steps; long words, inside and at their end."""
+
+    # words to look for; their steps are those after their last token. The paper has a, the, of
+    words: tuple[str, ...] = ("a", "an", "the", "of", "in", "to", "on", "for", "and", "is")
+    least: int = 50  # leave out tokens that occur less often
+    draw = figures.draw_tokens
 
 
-def buckets(flags: FlagsWithReference):
-    """Which tokens gain by which step, and which of them take it."""
-    draw_buckets(Study(flags))
+@dataclass
+class Tau(Study):
+    """Loss, perplexity and executed steps against tau."""
+
+    # where pondering stops
+    taus: tuple[float, ...] = (
+        0,
+        1e-6,
+        1e-5,
+        1e-4,
+        1e-3,
+        0.01,
+        0.03,
+        0.1,
+        0.2,
+        0.3,
+        0.5,
+        0.7,
+        0.9,
+        1,
+    )
+    draw = figures.draw_tau
 
 
-def shift(flags: FlagsWithReference, alphas: tuple[float, ...] = ALPHAS):
-    """What fewer or more steps do to easy and to hard tokens: the router shifted by alpha.
-
-    Args:
-        alphas: what the router's logits are shifted by, times the step index
-    """
-    draw_shift(Study(flags, alphas=alphas != ALPHAS), alphas)
-
-
-def tokens(flags: Flags, words: tuple[str, ...] = WORDS, least: int = 50):
-    """Which tokens and words get how many steps; words of several tokens, inside and at their end.
-
-    Args:
-        words: words to look for; their steps are those after their last token
-        least: leave out tokens that occur less often
-    """
-    draw_tokens(Study(flags, words=words != WORDS, least=least != 50), words, least)
-
-
-def tau(flags: Flags, taus: tuple[float, ...] = TAUS):
-    """Loss, perplexity and executed steps against tau.
-
-    Args:
-        taus: where pondering stops
-    """
-    if not taus:
-        raise ValueError("--taus is empty: give at least one")
-    draw_tau(Study(flags, taus=taus != TAUS), taus)
-
-
-def penalty(flags: Flags):
+@dataclass
+class Penalty(Study):
     """Why the printed penalty never acts: its ratio rho by both readings, on batches of a run."""
-    draw_penalty(Study(flags))
+
+    draw = figures.draw_penalty
 
 
-def heatmap(flags: Flags, text: Path | None = None):
-    """A text with each token shaded by its steps, or by its loss: an HTML page by itself.
+@dataclass
+class Heatmap(Study):
+    """A text with each token shaded by its steps, or by its loss: an HTML page by itself."""
 
-    Args:
-        text: a text file; by default the beginning of the validation text
-    """
-    draw_heatmap(Study(flags, text=text is not None), text)
+    text: Path | None = None  # a text file; by default the beginning of the validation text
+    draw = pages.draw_heatmap
 
 
-def report(flags: FlagsWithReference):
+@dataclass
+class Report(Shift, Tokens, Tau, Heatmap):
     """All figures and tables of one run, the depth map, config and commit, on one page."""
-    if flags.redraw and not flags.run:
-        raise ValueError("report --redraw needs --run, the run that the page is about")
-    study = Study(flags)
-    for draw in (
-        draw_converge,
-        draw_buckets,
-        draw_shift,
-        draw_tokens,
-        draw_tau,
-        draw_penalty,
-        draw_heatmap,
-    ):
-        print(f"\n--- {draw.__name__[5:]}", flush=True)
-        draw(study)
-    print(f"written: {pages.report_page(study.path, study.out)}")
+
+    draw = pages.draw_report
+
+
+@dataclass
+class Pareto(Comparison):
+    """Perplexity against the mean executed extra steps of every method: table and figure."""
+
+    taus: tuple[float, ...] = ()  # stop the PonderLM-3 among them here, too; each makes a curve
+    device: str = "auto"  # auto, cpu, cuda or mps
+    draw = comparing.draw_pareto
+
+
+@dataclass
+class Depth(Comparison):
+    """PonderLM-3's loss against its step budget K: table and figure. Other methods are left out."""
+
+    draw = comparing.draw_depth
+
+
+@dataclass
+class Losses(Comparison):
+    """Losses with all steps, stopped, and with the steps of other tokens: a table, no figure."""
+
+    draw = comparing.write_losses
+
+
+@dataclass
+class Lookup(Comparison):
+    """Does depth follow difficulty? PonderLM-3, PonderLM-2, vanilla, trained on data/lookup."""
+
+    tau: float | None = None  # where pondering stops; by default where each run scored it
+    device: str = "auto"  # auto, cpu, cuda or mps
+    draw = comparing.draw_lookup
+
+
+OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Penalty, Heatmap, Report)
+OF_SEVERAL = (Pareto, Depth, Losses, Lookup)
+
+
+def main(argv=None):
+    """Run one command. argv: its name and flags; by default those of the command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["hops"]:
+        raise UserError("`analyze.py hops` has another name now: python analyze.py lookup")
+    commands = {command.__name__.lower(): command for command in (*OF_ONE_RUN, *OF_SEVERAL)}
+    tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, args=argv).draw()
 
 
 if __name__ == "__main__":
-    commands = (
-        converge,
-        buckets,
-        shift,
-        tokens,
-        tau,
-        penalty,
-        heatmap,
-        report,
-        pareto,
-        depth,
-        losses,
-        hops,
-    )
-    commands = {command.__name__: command for command in commands}
-    command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, description=__doc__))
+    command_line(main)

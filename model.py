@@ -8,61 +8,278 @@ code        paper              shape
 idx         x_1 .. x_T         (B, T)          token ids
 e           e(x_t)             (B, T, D)       scaled token embeddings
 h           h_t^(0..K)         (B, T, S, D)    outputs of the S slots, after the final RMSNorm
+latents     h_t^(0..K-1)       (B, T, K, D)    those that are fed back, as inputs of slots 1 .. K
 s, log_w    s_{t,k}, log w     (B, T, S)       see router.py
+bias        log w              (B, T, S)       on the keys of the slots
 steps       K-hat_t            (B, T)          pondering steps that are executed
-iters       R                  scalar          refinement passes of the Jacobi iteration
+R, iters    R                  scalar          refinement passes of the Jacobi iteration
+tau         tau                scalar          where decoding stops; None: soft masks, no stopping
+
+The file has three parts: the settings, LLaMA as Hugging Face's transformers has it (with a bias on
+keys, shared positions, and vectors as inputs), and PonderLM. No function reads or writes a file.
 """
 
 import math
-from dataclasses import asdict, dataclass, replace
-from itertools import count, pairwise
+from dataclasses import dataclass, replace
+from typing import Annotated
 
+import pydantic
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import weights
-from attention import MASKED, slot_bias
-from config import PONDER, PonderConfig, read_config
-from formats import to_llama
-from llama import Block, LayerCache, Llama
-from router import AlwaysRouter, Router, bottom_mass_penalty, stop_step, upcast
+from attention import attend_to_cache, augment, soft_mask_attention
+from router import FixedDepth, Router, slot_bias, stop_step, upcast
+
+# -- Settings --------------------------------------------------------------------------------------
+
+# A dataclass that checks types and bounds: no "3" for 3, no unknown field.
+settings = pydantic.dataclasses.dataclass(config=dict(strict=True, extra="forbid"))
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@settings
+class LlamaConfig:
+    """The shape of the backbone. The fields are named as in Hugging Face's Llama."""
+
+    vocab_size: Count = 257
+    hidden_size: Count = 128  # D
+    intermediate_size: Count = 344
+    num_hidden_layers: Count = 4
+    num_attention_heads: Count = 4  # H
+    num_key_value_heads: Count | None = None  # None: as many as query heads
+    head_dim: Count | None = None  # None: hidden_size / num_attention_heads
+    block_size: Count = 64  # the window, in tokens
+    rms_norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
+    rope_theta: Positive = 10_000.0
+    # llama3's: factor, low and high frequency factor, window that it was first trained with
+    rope_scaling: tuple[Positive, Positive, Positive, Positive] | None = None
+    tie_word_embeddings: bool = False
+    embed_scale: Positive | None = None  # None: sqrt(2.5 D)
+
+    def __post_init__(self):
+        D, H = self.hidden_size, self.num_attention_heads
+        if H % self.key_value_heads:
+            raise ValueError(f"{H} heads cannot share {self.key_value_heads} key/value heads")
+        if self.head_dim is None and D % H:
+            raise ValueError(f"hidden_size = {D} is not divisible by {H} heads; give head_dim")
+        if self.head_width % 2:
+            raise ValueError(f"head_dim = {self.head_width} is odd, but RoPE rotates pairs")
+        if self.rope_scaling and not self.rope_scaling[1] < self.rope_scaling[2]:
+            raise ValueError(f"rope_scaling = {self.rope_scaling}: low is not below high")
+
+    @property
+    def key_value_heads(self):  # G
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_width(self):  # d
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def scale(self):
+        """Embeddings times sqrt(2.5 D) have the RMS of a normed state, 1, at initialisation."""
+        return math.sqrt(2.5 * self.hidden_size) if self.embed_scale is None else self.embed_scale
+
+
+@settings
+class PonderConfig(LlamaConfig):
+    """A backbone and how it ponders. A method in baselines/ may add settings of its own."""
+
+    # or one of baselines/: ponderlm2, vanilla, looped, pause, ..; try --method NAME --help
+    method: str = "ponderlm3"
+    ponder_steps: Annotated[int, Field(ge=0)] = 3  # K, steps beyond the first of any method
+    router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6
+    iters: tuple[Annotated[int, Field(ge=0)], int] = (2, 3)  # training draws R from this range
+    # what multiplies a state that is fed back; None: 1, or what is measured on a Llama
+    feedback_scale: Positive | None = None
+    backprop_passes: Count | None = None  # gradients through the last n passes; None: all
+    penalty_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5  # lambda
+
+    def __post_init__(self):
+        super().__post_init__()
+        K = self.ponder_steps
+        if (K == 0) != (self.method == "vanilla"):
+            raise ValueError(
+                f"ponder_steps = {K}, method {self.method}: vanilla takes 0, others more"
+            )
+        if len(self.offset) != K + 1:
+            raise ValueError(f"router_offset {self.router_offset} needs K+1 = {K + 1} numbers")
+        if self.iters[0] > self.iters[1]:
+            raise ValueError(f"iters = {self.iters} is an empty range: give low <= high")
+
+    @property
+    def offset(self):
+        if self.router_offset is not None:
+            return self.router_offset
+        return tuple(6 * k / max(self.ponder_steps, 1) for k in range(self.ponder_steps + 1))
+
+
+# -- LLaMA -----------------------------------------------------------------------------------------
+
+
+def rotary_angles(positions, config):
+    """Position ids (N,) or (B, N) -> cos, sin (1, N, d/2) or (B, 1, N, d/2) of RoPE, in float32."""
+    d = config.head_width
+    frequency = config.rope_theta ** -(torch.arange(0, d, 2, device=positions.device) / d)  # (d/2,)
+    if config.rope_scaling:
+        frequency = llama3_scaling(frequency, *config.rope_scaling)
+    angle = positions.float()[..., None, :, None] * frequency  # the same for all heads
+    return angle.cos(), angle.sin()
+
+
+def llama3_scaling(frequency, factor, low, high, window):
+    """Llama 3's RoPE for longer texts: slow rotations get `factor` times slower, fast ones do not.
+
+    A rotation counts by how many turns it makes in the first `window` of the training: below `low`
+    it is slow, above `high` fast, between them a mean of both by how far it is.
+    """
+    turns = window * frequency / (2 * math.pi)
+    fast = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequency * (fast + (1 - fast) / factor)
+
+
+def apply_rotary(x, cos, sin):
+    """Turn the halves of x (B, H, N, d) against each other: RoPE in its half-split form."""
+    a, b = x.chunk(2, dim=-1)  # (B, H, N, d/2) each
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        D, d = config.hidden_size, config.head_width
+        self.d, H, G = d, config.num_attention_heads, config.key_value_heads
+        self.q_proj = nn.Linear(D, H * d, bias=False)
+        self.k_proj = nn.Linear(D, G * d, bias=False)
+        self.v_proj = nn.Linear(D, G * d, bias=False)
+        self.o_proj = nn.Linear(H * d, D, bias=False)
+
+    def forward(self, x, cos, sin, key_bias, backend, cache):
+        B, N, _ = x.shape
+        projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (p.view(B, N, -1, self.d).transpose(1, 2) for p in projections)  # (B, H|G, N, d)
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        if cache is None:
+            out = soft_mask_attention(q, k, v, key_bias, backend)
+        else:
+            out = cache.attend(q, k, v, key_bias)
+        return self.o_proj(out.transpose(1, 2).reshape(B, N, -1))  # (B, N, D)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        D, F_ = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(D, F_, bias=False)
+        self.up_proj = nn.Linear(D, F_, bias=False)
+        self.down_proj = nn.Linear(F_, D, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = SwiGLU(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x, cos, sin, key_bias, backend, cache):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, key_bias, backend, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x, positions, key_bias, backend="auto", cache=None):
+        """Input vectors (B, N, D), positions (N,) or (B, N), key bias (B, N) or None -> (B, N, D).
+
+        `cache`, one LayerCache a layer, holds the keys and values of all slots before these N.
+        """
+        return self.norm(self.stack(x, positions, key_bias, backend, cache))
+
+    def stack(self, x, positions, key_bias, backend="auto", cache=None):
+        """The same without the final norm: what LoopedLM and MoR apply again and again."""
+        cos, sin = rotary_angles(positions, self.config)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, key_bias, backend, cache and cache[i])
+        return x
+
+
+class LayerCache:
+    """Keys and values of the slots executed so far in one layer, (B, G, M, d') each."""
+
+    def __init__(self):
+        self.keys = self.values = None
+
+    def attend(self, q, k, v, key_bias):
+        """New slots against all so far. The bias enters the cache as a channel of the key."""
+        d = q.size(-1)
+        q, k, v = augment(q, k, v, key_bias)
+        if self.keys is not None:
+            k, v = torch.cat([self.keys, k], dim=2), torch.cat([self.values, v], dim=2)
+        self.keys, self.values = k, v
+        return attend_to_cache(q, k, v, d)
+
+
+# -- PonderLM-3 ------------------------------------------------------------------------------------
 
 
 @dataclass
 class PonderOutput:
     logits: torch.Tensor  # (B, T, V)
     steps: torch.Tensor  # (B, T) executed pondering steps, K-hat
-    s: torch.Tensor  # (B, T, K+1) step distribution
-    log_w: torch.Tensor  # (B, T, K+1) log of the mask score
-    loss: torch.Tensor | None = None  # ce + penalty_weight * penalty
-    ce: torch.Tensor | None = None  # mean cross-entropy in nats
-    penalty: torch.Tensor | None = None  # bottom-mass penalty; only in training mode
-    rho: torch.Tensor | None = None  # (K+1,) share of tokens resolved at each depth
+    h: torch.Tensor  # (B, T, S, D) states
+    s: torch.Tensor  # (B, T, S) step distribution
+    log_w: torch.Tensor  # (B, T, S) log of the mask score
+    ce: torch.Tensor | None = None  # (B, T) cross-entropy in nats, 0 where there is no target
+    loss: torch.Tensor | None = None  # its mean
+    auxiliary: torch.Tensor | None = None  # a loss of the method's own, weighted (MoR's routers)
+
+
+def slots_of_passes(K, R):
+    """Slots per token in each Jacobi pass: the ladder 1 .. K, R refinements, the final pass."""
+    return [*range(1, K + 1), *[K + 1] * (R + 1)]
 
 
 class PonderLM(nn.Module):
-    methods = PONDER  # which values of config.method this class is for
+    method, title = "ponderlm3", "PonderLM-3"  # --method, and its name in tables and figures
+    color, marker = "#D55E00", "o"
+    Config = PonderConfig
+    defaults = {}  # settings that the name of the method implies
+    unused = ()  # settings of PonderConfig that it does not follow
+    has_router = True  # a learned s, soft masks and early exit
+    iterates = True  # its states are a fixed point of the Jacobi iteration
+    penalty_form = "token"  # see bottom_mass_penalty
 
     def __init__(self, config):
         super().__init__()
-        if config.method not in self.methods:
-            raise ValueError(f"{config.method} is no {type(self).__name__}; use methods.build")
+        if config.method != self.method:
+            raise ValueError(f"{config.method} is not {self.method}; build it by baselines.build")
         self.config = config
         self.backend = "auto"  # attention backend; how it runs is no property of the weights
         self.recompute = False  # keep no activations of a pass, compute them again in backward
         D, K = config.hidden_size, config.ponder_steps
         self.model = Llama(config)
         self.lm_head = nn.Linear(D, config.vocab_size, bias=False)
-        learned = config.label == "ponderlm3"
-        self.router = Router(D, K, config.offset) if learned else AlwaysRouter(K)
-        self.router.requires_grad_(config.ablation != "router")  # its weights start at 0
-        self.masks = learned  # without a learned router every w is 1 and there is no bias
+        self.router = Router(D, K, config.offset) if self.has_router else FixedDepth(K)
         self.apply(self._init_weights)
-        self._tie()
+        self.tie()
 
-    def _tie(self):
+    def tie(self):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -82,6 +299,8 @@ class PonderLM(nn.Module):
         self.config = replace(self.config, router_offset=offset)
         self.router.offset.copy_(torch.tensor(self.config.offset))
 
+    # The parts of a pass
+
     def embed(self, idx):
         """(B, T) -> (B, T, D), at unit RMS like the normed states that fill the other slots."""
         if not 0 < idx.size(1) <= self.config.block_size:
@@ -93,54 +312,48 @@ class PonderLM(nn.Module):
         return h if self.config.feedback_scale is None else h * self.config.feedback_scale
 
     def key_bias(self, log_w, tau=None):
-        """Mask scores (..., K+1) -> bias on the keys of the slots; beyond K-hat: not to be seen."""
-        seen = torch.zeros_like(log_w) if self.config.ablation == "mask" else log_w
-        bias = slot_bias(seen, self.config.printed_mask_index)
-        if tau:
-            slot = torch.arange(bias.size(-1), device=bias.device)
-            bias = bias.masked_fill(slot > stop_step(log_w, tau)[..., None], MASKED)
-        return bias
+        """Mask scores (..., S) -> bias on the keys of the slots; None without a learned router."""
+        return slot_bias(log_w, tau) if self.has_router else None
 
-    def passes(self, idx, tau=None, alpha=0.0, without_gradient=0):
-        """The Jacobi iteration (section 3.4.1), without end: yields h, s, log_w after each pass.
-
-        Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: the ladder. From pass K+1 on all
-        S slots run, and each pass replaces all latents at once by its outputs:
-            h^(0..K) = Transformer([e(x_1), h_1^(0), .., h_1^(K-1), e(x_2), ..])
-        where the latents on the right are those of the pass before.
-        The first `without_gradient` passes are constants to the backward pass.
-        """
-        B, T = idx.shape
-        e = self.embed(idx)[:, :, None]  # (B, T, 1, D)
-        tokens = torch.arange(T, device=idx.device)
-        inputs, bias = e, None
-        for n in count(1):
-            slots = inputs.size(2)
-            x = inputs.flatten(1, 2)  # (B, T*slots, D), slot k of token t at t*slots + k
-            positions = tokens.repeat_interleave(slots)  # all slots of a token share its position
-            with torch.set_grad_enabled(torch.is_grad_enabled() and n > without_gradient):
-                h = self.transform(x, positions, bias).view(B, T, slots, -1)
-                s, log_w = self.router(h[:, :, 0], alpha)  # again after every pass
-            yield h, s, log_w
-            inputs = torch.cat([e, self.feed_back(h[:, :, : self.config.ponder_steps])], dim=2)
-            if self.masks:
-                bias = self.key_bias(log_w, tau)[..., : inputs.size(2)].flatten(1)  # (B, T*slots)
-
-    def transform(self, x, positions, bias=None, norm=True):
-        """One pass of the backbone, (B, N, D) -> (B, N, D); its activations are kept, or not."""
+    def transform(self, x, positions, key_bias=None, norm=True):
+        """The backbone, (B, N, D) -> (B, N, D); its activations are kept, or not."""
         run = self.model if norm else self.model.stack
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(run, x, positions, bias, self.backend, use_reentrant=False)
-        return run(x, positions, bias, self.backend)
+            return checkpoint(run, x, positions, key_bias, self.backend, use_reentrant=False)
+        return run(x, positions, key_bias, self.backend)
 
-    def jacobi(self, idx, iters=None, tau=None, alpha=0.0, tolerance=1e-4):
-        """All states of all tokens in parallel: K ladder passes, R refinements, one final pass.
+    # The Jacobi iteration (section 3.4.1)
+
+    def jacobi_pass(self, e, latents, bias=None, alpha=0.0):
+        """One pass over all slots that have an input:
+
+            h^(0), h^(1), .. = Transformer([e(x_1), h_1^(0), h_1^(1), .., e(x_2), h_2^(0), ..])
+
+        Args:
+            e: (B, T, D). latents: (B, T, n, D), inputs of the slots 1 .. n, for any n <= K.
+            bias: (B, T, S) on the keys of the slots, of which the first n+1 count; None: no bias.
+
+        Returns:
+            h (B, T, n+1, D), and s, log_w (B, T, S) by the new h^(0).
+        """
+        (B, T, D), slots = e.shape, latents.size(2) + 1
+        x = torch.cat([e[:, :, None], latents], dim=2)  # (B, T, slots, D)
+        x = x.flatten(1, 2)  # (B, T*slots, D), slot k of token t at t*slots + k
+        positions = torch.arange(T, device=e.device).repeat_interleave(slots)  # shared by a token
+        if bias is not None:
+            bias = bias[..., :slots].flatten(1)  # (B, T*slots)
+        h = self.transform(x, positions, bias).view(B, T, slots, D)
+        return h, *self.router(h[:, :, 0], alpha)
+
+    def jacobi(self, idx, R, tau=None, alpha=0.0):
+        """All states of all tokens in parallel, by a fixed number of passes.
+
+        Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: the ladder, K passes. Then all S
+        slots run R + 1 times. Each pass replaces all latents and mask scores at once.
 
         Args:
             idx: (B, T) token ids.
-            iters: R. None: in training a draw from config.iters; in evaluation as many as it takes
-                for the relative change of the latents to fall below `tolerance`. K (T-1) are
-                always enough: each pass settles one more latent of the chain, the ladder's K too.
+            R: refinements. K (T-1) are exact: each pass settles one more latent of the chain.
             tau: None for the soft mask; else the keys of slots k > K-hat are hidden from everyone.
             alpha: shifts the step distribution, see router.py.
 
@@ -148,67 +361,69 @@ class PonderLM(nn.Module):
             h (B, T, S, D), s (B, T, S), log_w (B, T, S) of the final pass.
         """
         (_, T), K = idx.shape, self.config.ponder_steps
-        if iters is not None and iters < 0:
-            raise ValueError(f"iters = {iters}: the number of refinement passes R must be >= 0")
-        if iters is None and self.training:
-            low, high = self.config.iters
-            iters = int(torch.randint(low, high + 1, ()))
-        last = K * (T - 1) if iters is None else min(iters, K * (T - 1))
-        constant = 0
+        if R < 0:
+            raise ValueError(f"R = {R}: the number of refinements must be >= 0")
+        passes = K + min(R, K * (T - 1)) + 1
+        constant = 0  # so many passes are constants to the backward pass
         if self.training and self.config.backprop_passes:
-            constant = K + last + 1 - self.config.backprop_passes
-        before = None  # the latents that went into pass n; n = -K .. -1 is the ladder
-        for n, (h, s, log_w) in enumerate(self.passes(idx, tau, alpha, constant), start=-K):
-            if n == last:
-                return h, s, log_w
-            if iters is None:
-                latents = h[:, :, :K].detach().float()
-                if n >= 0 and (latents - before).norm() < tolerance * latents.norm():
-                    return h, s, log_w
-                before = latents
+            constant = passes - self.config.backprop_passes
+        grad = torch.is_grad_enabled()
+        e = self.embed(idx)
+        latents, bias = e[:, :, None][:, :, :0], None  # (B, T, 0, D): nothing to feed back yet
+        for p in range(1, passes + 1):
+            with torch.set_grad_enabled(grad and p > constant):
+                h, s, log_w = self.jacobi_pass(e, latents, bias, alpha)
+            latents = self.feed_back(h[:, :, :K])  # (B, T, min(p, K), D)
+            bias = self.key_bias(log_w, tau)
+        return h, s, log_w
+
+    def fixed_point(self, idx, tau=None, alpha=0.0, tolerance=1e-4):
+        """As `jacobi`, with as many refinements as it takes: what sequential decoding computes.
+
+        It stops when a pass has changed the latents by less than `tolerance` (relative norm), and
+        after K T + 1 passes at the latest, where it is exact.
+        """
+        (_, T), K = idx.shape, self.config.ponder_steps
+        e = self.embed(idx)
+        latents, bias = e[:, :, None][:, :, :0], None
+        for p in range(1, K * T + 2):
+            h, s, log_w = self.jacobi_pass(e, latents, bias, alpha)
+            before, latents = latents, self.feed_back(h[:, :, :K])
+            if p > K and (latents - before).float().norm() < tolerance * latents.float().norm():
+                break
+            bias = self.key_bias(log_w, tau)
+        return h, s, log_w
 
     def states(self, idx, iters=None, tau=None, alpha=0.0):
-        """h (B, T, S, D), s and log_w (B, T, S) of all tokens: how one method differs from another.
+        """h (B, T, S, D), s, log_w (B, T, S) after R = `iters` refinements; None: the fixed point.
 
-        The classes of methods.py answer this their own way, and ignore what does not concern them.
+        This is where one method differs from another: see baselines/.
         """
+        if iters is None:
+            return self.fixed_point(idx, tau, alpha)
         return self.jacobi(idx, iters, tau, alpha)
 
+    # From states to predictions (section 3.2.3)
+
     def executed(self, log_w, tau):
-        """Pondering steps that decoding at tau executes. (..., K+1) -> (...)."""
-        return stop_step(log_w, tau or 0)
+        """Pondering steps that decoding at tau executes. (..., S) -> (...)."""
+        return stop_step(log_w, tau)
 
     def step_weights(self, s, steps=None):
         """What each state counts for in h_hat: s_k up to K-hat, never renormalised.
 
         s (..., S), steps (...) or None for all -> (..., S).
         """
-        if self.config.ablation == "integration":
-            steps = torch.full_like(s[..., 0], s.size(-1) - 1) if steps is None else steps
-            return F.one_hot(steps.long(), s.size(-1)).to(s.dtype)
         if steps is None:
             return s
         return s.masked_fill(torch.arange(s.size(-1), device=s.device) > steps[..., None], 0)
 
     def integrate(self, h, s, steps=None):
-        """h_hat = sum over k <= K-hat of s_k h^(k) (section 3.2.3).
+        """h_hat = sum over k <= K-hat of s_k h^(k).
 
         h (B, T, S, D), s (B, T, S), steps (B, T) or None for all -> (B, T, D).
         """
         return (self.step_weights(s, steps)[..., None] * h).sum(2).to(h.dtype)
-
-    def token_losses(self, states, targets, rows=8192):
-        """Cross-entropy of each token, (B, T, D) and (B, T) -> (B, T), no gradient.
-
-        The head is applied to `rows` tokens at a time, to keep few logits in memory.
-        """
-        losses = []
-        with torch.no_grad():
-            for i in range(0, targets.numel(), rows):
-                logits = upcast(self.lm_head(states.flatten(0, 1)[i : i + rows]))
-                y = targets.flatten()[i : i + rows]
-                losses.append(F.cross_entropy(logits, y, reduction="none"))
-        return torch.cat(losses).view(targets.shape)
 
     def forward(self, idx, targets=None, *, iters=None, tau=None, alpha=0.0):
         """Score a batch of sequences in parallel.
@@ -216,40 +431,49 @@ class PonderLM(nn.Module):
         Args:
             idx: (B, T) token ids.
             targets: (B, T) the tokens that follow, -100 where there is none to predict.
-            iters: R, see `jacobi`.
+            iters: R; None: the fixed point.
             tau: None for soft masks; else hard stopping as in decoding: keys of slots beyond K-hat
                 are hidden, and integration stops at K-hat.
             alpha: shifts the step distribution, see router.py.
 
         Returns:
-            PonderOutput. Its loss has the penalty in training mode only.
+            PonderOutput. Its loss is the mean cross-entropy; train.py adds the penalty.
         """
         h, s, log_w = self.states(idx, iters, tau, alpha)
         steps = self.executed(log_w, tau)
+        return self.predict(h, s, log_w, steps, targets)
+
+    def predict(self, h, s, log_w, steps, targets=None):
+        """States, integrated up to `steps` (None: all), to logits and losses -> PonderOutput."""
         logits = self.lm_head(self.integrate(h, s, steps))
-        out = PonderOutput(logits, steps, s, log_w)
-        if targets is None:
-            return out
-        ce = F.cross_entropy(upcast(logits).flatten(0, 1), targets.flatten(), reduction="none")
-        out.ce = out.loss = ce.sum() / (targets != -100).sum()
-        if self.training and self.masks and self.config.penalty_weight:
-            depths = self.truncated_losses(h, s, targets)  # (B, T, K): depths 0 .. K-1
-            depths = torch.cat([depths, ce.detach().view(*targets.shape, 1)], dim=-1)
-            valid = targets != -100
-            penalty = bottom_mass_penalty(log_w[valid], depths[valid], self.config.penalty)
-            out.penalty, out.rho = penalty
-            out.loss = out.ce + self.config.penalty_weight * out.penalty
+        out = PonderOutput(logits, steps, h, s, log_w)
+        if targets is not None:
+            flat = upcast(logits).flatten(0, 1), targets.flatten()
+            out.ce = F.cross_entropy(*flat, reduction="none").view(targets.shape)
+            out.loss = out.ce.sum() / (targets != -100).sum()
         return out
 
-    def truncated_losses(self, h, s, targets):
-        """ce_{t,i} of the partial states h^(<= i) = sum_{j <= i} s_j h^(j), i < K (section 3.4.2).
+    @torch.no_grad()
+    def token_losses(self, states, targets, rows=8192):
+        """Cross-entropy of each token, (B, T, D) and (B, T) -> (B, T), without gradient.
 
-        Not renormalised, as printed. -> (B, T, K), no gradient.
+        The head is applied to `rows` tokens at a time, to keep few logits in memory.
         """
-        with torch.no_grad():
-            depths = [torch.full_like(targets, i) for i in range(self.config.ponder_steps)]
-            partial = [self.integrate(h, s, i) for i in depths]
-        return torch.stack([self.token_losses(state, targets) for state in partial], dim=-1)
+        pairs = zip(states.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
+        losses = [F.cross_entropy(upcast(self.lm_head(x)), y, reduction="none") for x, y in pairs]
+        return torch.cat(losses).view(targets.shape)
+
+    @torch.no_grad()
+    def partial_losses(self, h, s, targets):
+        """ce_{t,i} of the partial states sum_{j <= i} s_j h^(j), i < K (section 3.4.2).
+
+        Not renormalised, as printed. -> (B, T, K), without gradient.
+        """
+        depths = [torch.full_like(targets, i) for i in range(self.config.ponder_steps)]
+        losses = [self.token_losses(self.integrate(h, s, i), targets) for i in depths]
+        return torch.stack(losses, dim=-1)
+
+    # Decoding (section 3.3)
 
     def new_cache(self):
         """What `ponder_token` keeps of the tokens before: one LayerCache a layer."""
@@ -269,74 +493,30 @@ class PonderLM(nn.Module):
         An executed slot leaves one key and one value a layer, a skipped one nothing.
 
         Returns:
-            logits (V,) of the next token, and K-hat, the pondering steps executed (section 3.3).
+            logits (V,) of the next token, and K-hat, the pondering steps executed.
         """
         x, positions = self.place(token, position)  # all slots of a token share its position
-        unmasked = torch.zeros(1, 1, device=x.device) if self.masks else None
+        unmasked = torch.zeros(1, 1, device=x.device) if self.has_router else None
         h = self.model(x, positions, unmasked, cache=cache)
-        s, log_w = self.router(h, alpha)  # (1, 1, K+1)
+        s, log_w = self.router(h, alpha)  # (1, 1, S)
         bias, steps = self.key_bias(log_w), self.executed(log_w, tau)
         s = self.step_weights(s, steps)
         h_hat = s[..., :1] * h
         for k in range(1, int(steps) + 1):  # stop as soon as w_k < tau
             x = self.feed_back(h)
-            h = self.model(x, positions, bias[..., k] if self.masks else None, cache=cache)
+            h = self.model(x, positions, bias[..., k] if self.has_router else None, cache=cache)
             h_hat = h_hat + s[..., k : k + 1] * h
         return self.lm_head(h_hat.to(h.dtype))[0, 0], int(steps)
 
-    @classmethod
-    def from_pretrained(cls, directory):
-        """A model from a directory of weights (weights.py), in float32 on the CPU, to evaluate.
+    # What a token costs, see baselines/cost.py
 
-        Raises:
-            FileNotFoundError, ValueError: as read_config and weights.read_tensors; or tensors that
-                do not fit the config.
-        """
-        config, tensors = read_config(directory), dict(weights.read_tensors(directory))
-        table, head = (tensors.get(f"{x}.weight") for x in ("model.embed_tokens", "lm_head"))
-        if config.tie_word_embeddings and table is not None:
-            if head is not None and not torch.equal(head, table):
-                raise ValueError(f"{directory}: tie_word_embeddings, but lm_head.weight differs")
-            tensors["lm_head.weight"] = table
-        with torch.device("meta"):  # the tensors that were read become its parameters
-            model = cls(config)
-        if wrong := weights.differences(tensors, model.state_dict()):
-            raise ValueError(f"{directory}: the tensors do not fit config.json: {wrong}")
-        model.load_state_dict(tensors, assign=True)
-        model._tie()
-        return model.eval()
+    @staticmethod
+    def training_forwards(config, steps):
+        """Passes of the stack for each training token, forward, with R as the mean of its range."""
+        K, R = config.ponder_steps, sum(config.iters) / 2
+        return sum(slots_of_passes(K, 0)) + R * (K + 1)
 
-    def save_pretrained(self, directory, exact=False):
-        """Write config.json and model.safetensors.
-
-        With K = 0 that is a Llama, which transformers.LlamaForCausalLM.from_pretrained loads, too.
-        It has the embedding scale in its table. `exact` keeps the two apart, for training to go on.
-        """
-        config, tensors = asdict(self.config), self.state_dict()
-        if self.config.label == "vanilla" and not exact:
-            config, tensors = to_llama(config | {"embed_scale": self.config.scale}, tensors)
-        else:
-            config = {"format": weights.FORMAT, **config}
-            if self.config.tie_word_embeddings:
-                del tensors["lm_head.weight"]
-        weights.write_directory(directory, config, tensors)
-
-
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    config = PonderConfig(vocab_size=257, router_offset=(0, 0, 0, 0))
-    model, idx = PonderLM(config).double().eval(), torch.randint(257, (2, 32))
-    K, T = config.ponder_steps, idx.size(1)
-    with torch.no_grad():
-        iterates = [
-            h for (h, _, _), _ in zip(model.passes(idx), range(K + K * T + 1), strict=False)
-        ]
-        exact = iterates[-1][:, :, :K]
-        print(f"Jacobi iteration, random weights, K = {K}, T = {T}, float64: after the ladder of")
-        print(f"{K} passes, {K * (T - 1)} refinements settle every latent exactly.\n")
-        print("refinements  relative RMSE to the fixed point    contraction")
-        errors = [(h[:, :, :K] - exact).norm() / exact.norm() for h in iterates[K - 1 :]]
-        for n, (error, following) in enumerate(pairwise(errors)):
-            if n <= 12 or n % 15 == 0:
-                print(f"{n:11d}  {error:29.2e}    {following / max(error, 1e-300):11.2f}")
-        print(f"\n{K * (T - 1):11d}  {errors[K * (T - 1)]:29.2e}")
+    @staticmethod
+    def vocabulary_products(steps):
+        """Products with a table of the vocabulary, head or embedding, for each decoded token."""
+        return 1

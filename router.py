@@ -5,9 +5,13 @@ h0                 h^(0)     (..., D)       the state before any pondering
 s                  s         (..., K+1)     step distribution: Pr(this token takes k steps)
 log_w              log w     (..., K+1)     mask score w_k = s_k + ... + s_K, as a logarithm
 stop_step(...)     K-hat     (...)          the last step whose mask score is at least tau
+slot_bias(...)     log w     (..., K+1)     bias on the keys of a token's slots
+tau                tau       scalar         where decoding stops; None: the soft mask, no stopping
 alpha              alpha     scalar         shifts the distribution to more or fewer steps
 ce                 ce_i      (..., K+1)     cross-entropy if integration stops after step i
 rho                rho_i     (K+1,)         share of the tokens that depth i already resolves
+
+    python router.py     four tokens, from s to w to K-hat
 """
 
 import math
@@ -16,6 +20,7 @@ import torch
 from torch import nn
 
 from attention import MASKED
+from runtime import UserError
 
 
 def upcast(x):
@@ -40,9 +45,9 @@ def mask_score(log_s):
 class Router(nn.Module):
     """s = softmax(W h^(0) + offset + alpha [0..K]).
 
-    Reading note 3: the printed alpha, one scalar added to every logit, cancels in the softmax, so
-    here it multiplies the step index. Reading note 6: `offset` is where training starts, a list
-    of K+1 fixed numbers; W starts at zero.
+    Reading note 3: the printed alpha is one scalar added to every logit, which cancels in the
+    softmax. Here it multiplies the step index. Reading note 6: `offset` is where training starts, a
+    list of K+1 fixed numbers; W starts at zero.
     """
 
     def __init__(self, D, K, offset=None):
@@ -63,8 +68,8 @@ class Router(nn.Module):
             return log_s.exp(), mask_score(log_s)
 
 
-class AlwaysRouter(nn.Module):
-    """Every token takes all K steps and only the last state counts: PonderLM-2 (and K = 0)."""
+class FixedDepth(nn.Module):
+    """Every token takes all K steps and only the last state counts, as in PonderLM-2."""
 
     def __init__(self, K):
         super().__init__()
@@ -80,20 +85,35 @@ class AlwaysRouter(nn.Module):
 def stop_step(log_w, tau):
     """K-hat = max{k : w_k >= tau} (section 3.3), as integers in 0..K. (..., K+1) -> (...).
 
-    tau = 0 never stops early: K-hat is K.
+    tau = 0, and None, never stop early: K-hat is K.
+
+    Raises:
+        UserError: tau is outside [0, 1].
     """
-    if not 0 <= tau <= 1:
-        raise ValueError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
-    if tau == 0:
-        return torch.full_like(log_w[..., 0], log_w.size(-1) - 1, dtype=torch.long)
-    return (log_w >= math.log(tau)).sum(-1) - 1  # w never increases with k, so count
+    if tau is not None and not 0 <= tau <= 1:
+        raise UserError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
+    threshold = math.log(tau) if tau else -math.inf
+    return (log_w >= threshold).sum(-1) - 1  # w never increases with k, so count
+
+
+def slot_bias(log_w, tau=None):
+    """Mask scores -> bias on the keys of a token's slots, both (..., K+1).
+
+    Reading note 1: slot k is the one that executes step k, so log w_k is the bias of its key, and
+    slot 0 has none. (The paper's figure puts w_k on the column of h^(k), the input of slot k+1.)
+    With tau, slots beyond K-hat are not there: no query sees their keys, not even their own.
+    """
+    if tau is None:
+        return log_w
+    slot = torch.arange(log_w.size(-1), device=log_w.device)
+    return log_w.masked_fill(slot > stop_step(log_w, tau)[..., None], MASKED)
 
 
 def bottom_mass_penalty(log_w, ce, form="token"):
     """Minimum-ponder penalty (section 3.4.2), without its weight lambda.
 
-    Where depth k resolves a fraction d_rho_k more of the tokens than depth k-1 did, push down the
-    mean of the smallest d_rho_k of all w_k.
+    Where depth k resolves a fraction d_rho_k more of the tokens than depth k-1 did, the mean of the
+    smallest d_rho_k of all w_k is pushed down.
 
     Args:
         log_w: (..., K+1) mask scores; the gradient flows into these alone.
@@ -107,8 +127,8 @@ def bottom_mass_penalty(log_w, ce, form="token"):
     if form == "token":
         rho = torch.sigmoid(-10 * (ce - 0.5)).mean(0)
     elif form == "batch":
-        # Reading note 2: as printed, of the mean cross-entropy. At 2.6 nats rho is 1e-9 and no
-        # element is ever chosen. The mean of the sigmoids is the share of resolved tokens.
+        # Reading note 2: as printed, the sigmoid of the mean cross-entropy. At 2.6 nats rho is 1e-9
+        # and no element is ever chosen. The mean of the sigmoids is the share of resolved tokens.
         rho = torch.sigmoid(-10 * (ce.mean(0) - 0.5))
     else:
         raise ValueError(f"penalty form {form!r} is neither 'token' nor 'batch'")

@@ -14,7 +14,8 @@ import math
 import shlex
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,20 +23,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import pick_backend
-from checkpoint import (
-    Stopped,
-    StopSignal,
-    begin_log,
-    best_checkpoint,
-    check_finite,
-    publish,
-    read_trainer,
-    save_checkpoint,
-    unreadable,
-)
-from device import (
+from baselines import build
+from corpus.batches import Windows, describe, unigram_entropy
+from interop import load, locate
+from model import PonderLM
+from router import bottom_mass_penalty
+from runtime import (
+    UserError,
     any_process,
     autocast,
+    clock,
     command_line,
     commit,
     first_process_first,
@@ -45,25 +42,34 @@ from device import (
     pick_precision,
     rank_and_size,
     reduce,
-)
-from methods import build, load
-from run import (
-    append_line,
-    changes,
-    checkpoints,
-    draw_losses,
-    locked,
-    open_run,
-    read_lines,
-    resume_command,
-    step_of,
     write_json,
 )
-from settings import MAY_CHANGE, check, describe_corpus, open_corpus, parse
-from start import adapt, offset_at, start_from
-from validation import evaluate, final_report
-from weights import locate
-from windows import Windows, describe, unigram_entropy
+from training import runs
+from training.settings import TrainConfig, check, describe_corpus, open_corpus, open_run, parse
+from training.validation import evaluate, final_report
+from training.warm_start import adapt, offset_at, start_from
+
+
+def objective(model, x, y, R):
+    """L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)), the loss of one micro-batch.
+
+    Args:
+        model: any method, or one in DistributedDataParallel.
+        x, y: (B, T) tokens, and those that follow them. R: Jacobi refinements.
+
+    Returns:
+        The loss, the penalty (0 without one), and the model's PonderOutput, whose loss is CE.
+    """
+    out = model(x, y, iters=R)
+    model = getattr(model, "module", model)
+    if out.auxiliary is not None:  # a method with a loss of its own (MoR's routers)
+        return out.loss + out.auxiliary, out.auxiliary, out
+    if not (model.has_router and model.config.penalty_weight):
+        return out.loss, torch.zeros_like(out.loss), out
+    depths = model.partial_losses(out.h, out.s, y)  # (B, T, K): integrated up to step 0 .. K-1
+    depths = torch.cat([depths, out.ce.detach()[..., None]], dim=-1)  # (B, T, K+1)
+    penalty, _ = bottom_mass_penalty(out.log_w, depths, model.penalty_form)
+    return out.loss + model.config.penalty_weight * penalty, penalty, out
 
 
 def learning_rate(step, config):
@@ -76,8 +82,8 @@ def learning_rate(step, config):
 
 
 def make_optimizer(model, config, device):
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    gains = [p for p in model.parameters() if p.dim() < 2]
+    learned = [p for p in model.parameters() if p.requires_grad]
+    matrices, gains = [p for p in learned if p.dim() >= 2], [p for p in learned if p.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": gains, "weight_decay": 0.0},
@@ -90,100 +96,79 @@ def make_optimizer(model, config, device):
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
 
-def clock(seconds):
-    minutes, seconds = divmod(int(seconds), 60)
-    return f"{minutes}:{seconds:02d}"
+@dataclass
+class Training:
+    config: TrainConfig
+    run: Path
+    model: PonderLM
+    optimizer: torch.optim.Optimizer
+    step: int  # optimizer steps done
+    seconds: float  # that they took
+    device: torch.device
 
 
-def optimize(model, optimizer, x, y, R, config, precision):
+def optimize(training, net, x, y, R):
     """One optimizer step on this process's share x, y (batch, T). Returns what is logged of it.
 
-    `model` is one of methods.py, or one in DistributedDataParallel, which averages the gradients
-    over the processes in the backward pass of the last micro-batch.
+    `net` is the model, or the model in DistributedDataParallel, which averages the gradients over
+    the processes in the backward pass of the last micro-batch.
     """
-    executed = getattr(model, "module", model).executed
+    config, model = training.config, training.model
+    precision = autocast(training.device, getattr(torch, config.precision))
     micro = config.micro_batch_size or config.batch_size
     share, logged = micro / len(x), dict(loss=0.0, ce=0.0, penalty=0.0, steps=0.0)
     for i, (xs, ys) in enumerate(zip(x.split(micro), y.split(micro), strict=True), start=1):
         wait = dist.is_initialized() and i * micro < len(x)
-        with model.no_sync() if wait else nullcontext():
+        with net.no_sync() if wait else nullcontext():
             with precision:
-                out = model(xs, ys, iters=R)
-            (share * out.loss).backward()
-        steps = executed(out.log_w, config.tau).float().mean()
-        parts = dict(loss=out.loss, ce=out.ce, penalty=out.penalty, steps=steps)
-        for name, value in parts.items():
-            logged[name] += 0.0 if value is None else share * value.detach()
+                loss, penalty, out = objective(net, xs, ys, R)
+            (share * loss).backward()
+        steps = model.executed(out.log_w, config.tau).float().mean()
+        for name, value in zip(logged, (loss, out.loss, penalty, steps), strict=True):
+            logged[name] += share * value.detach()
     logged["grad_norm"] = torch.nn.utils.clip_grad_norm_(
         model.parameters(), config.clip or math.inf
     )
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=True)
     return logged
 
 
-def open_model(config, vocab_size, checkpoint, device):
-    """The model and its optimizer, new or as in a checkpoint, the steps done and their seconds."""
-    shape = replace(config.model, vocab_size=vocab_size)
-    torch.manual_seed(config.seed)
-    if checkpoint:
-        try:
-            model = load(checkpoint)
-            if config.ponder_warmup:
-                shape = replace(shape, router_offset=offset_at(step_of(checkpoint), config))
-            if model.config != shape:
-                raise ValueError(f"{checkpoint}/config.json: {changes(shape, model.config)}")
-        except (ValueError, OSError) as error:
-            raise unreadable(checkpoint, error) from None
-    else:
-        model = start_from(locate(config.init_from), shape) if config.init_from else build(shape)
-    model.to(device).train()
-    model.recompute = config.recompute
-    if config.compile:
-        for block in model.model.layers:  # each pass has another length, hence dynamic
-            block.compile(dynamic=True)
-    optimizer = make_optimizer(model, config, device)
-    start, seconds = read_trainer(checkpoint, optimizer) if checkpoint else (0, 0.0)
-    if start > config.steps:
-        raise ValueError(f"{checkpoint} is beyond step {config.steps}; go on with a larger --steps")
-    if checkpoint and not rank_and_size()[0]:
-        publish(checkpoint)
-    return model, optimizer, start, seconds
-
-
-def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
-    """Steps `start` to the last -> seconds of training, with those of the earlier steps.
+def loop(training, windows, val, stop):
+    """The steps that are left.
 
     All of a step is a function of its number, the weights and the optimizer, so that a resumed
     training is the same one.
     """
+    config, run = training.config, training.run
+    model, optimizer = training.model, training.optimizer
     rank, processes = rank_and_size()
-    device = model.lm_head.weight.device
-    precision = autocast(device, getattr(torch, config.precision))
     net = DistributedDataParallel(model) if dist.is_initialized() else model
-    (low, high), now = model.config.iters, 0.0  # seconds of training since `start`
-    evaluated = from_first({row["step"] for row in read_lines(run / "log.jsonl") if "val" in row})
-    for done in range(start, config.steps + 1):
+    (low, high), first, before = model.config.iters, training.step, training.seconds
+    rows = runs.read_lines(run / "log.jsonl")
+    evaluated = from_first({row["step"] for row in rows if "val" in row})
+    for done in range(first, config.steps + 1):
+        training.step = done
         if config.ponder_warmup:
             model.set_offset(offset_at(done, config))
         due = done == config.steps or (done > 0 and done % config.eval_every == 0)
         stopped = any_process(stop.received)
-        if (due or stopped) and done > start and not rank:
-            save_checkpoint(run, model, optimizer, done, seconds + now)
+        if (due or stopped) and done > first and not rank:
+            runs.save_checkpoint(run, model, optimizer, done, training.seconds)
         if stopped:
-            raise Stopped
+            raise runs.Stopped
         stop.at_once(due)
         if due and done not in evaluated:
             count = min(64, val.count)
-            loss = evaluate(model, val, count, device, iters=high)["loss"]
+            loss = evaluate(model, val, count, training.device, iters=high)["loss"]
             print(
                 f"step {done}/{config.steps}  validation {loss:.3f} ({count} windows)", flush=True
             )
-            check_finite(run, done, validation=loss)
+            runs.check_finite(run, done, validation=loss)
             if not rank:
-                append_line(run / "log.jsonl", {"step": done, "val": loss})
+                runs.append_line(run / "log.jsonl", {"step": done, "val": loss})
         if done == config.steps:
-            return seconds + now
+            return
         stop.at_once(False)
         began, step = time.time(), done + 1
         rate = learning_rate(done, config)
@@ -194,22 +179,53 @@ def loop(config, run, model, optimizer, windows, val, start, seconds, stop):
         # Drawn as a function of (seed, step), R is the same in all processes and after a resume.
         R = int(np.random.default_rng((config.seed, done)).integers(low, high + 1))
         x, y = windows.batch(done, config.batch_size // processes, rank, processes)  # (batch, T)
-        logged = optimize(net, optimizer, x.to(device), y.to(device), R, config, precision)
-        check_finite(run, step, **logged)
-        now += time.time() - began
+        logged = optimize(training, net, x.to(training.device), y.to(training.device), R)
+        runs.check_finite(run, step, **logged)
+        training.seconds += time.time() - began
         if step % config.log_every == 0 or step == config.steps:
             values = torch.tensor([float(v) for v in logged.values()])
-            row = dict(zip(logged, (reduce(values, device) / processes).tolist(), strict=True))
-            row["tokens_per_second"] = (step - start) * x.numel() * processes / now
+            values = (reduce(values, training.device) / processes).tolist()
+            row = dict(zip(logged, values, strict=True))
+            a_step = (training.seconds - before) / (step - first)
+            row["tokens_per_second"] = x.numel() * processes / a_step
             print(
                 f"step {step}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
                 f"penalty {row['penalty']:.4f}  steps {row['steps']:.2f}  "
                 f"{row['tokens_per_second']:,.0f} tok/s  "
-                f"left {clock(now / (step - start) * (config.steps - step))}",
+                f"left {clock(a_step * (config.steps - step))}",
                 flush=True,
             )
             if not rank:
-                append_line(run / "log.jsonl", {"step": step, **row})
+                runs.append_line(run / "log.jsonl", {"step": step, **row})
+
+
+def open_training(config, run, vocab_size, checkpoint, device):
+    """The model and its optimizer, new or as in a checkpoint."""
+    shape = replace(config.model, vocab_size=vocab_size)
+    torch.manual_seed(config.seed)
+    if checkpoint:
+        try:
+            model = load(checkpoint)
+            if config.ponder_warmup:
+                shape = replace(shape, router_offset=offset_at(runs.step_of(checkpoint), config))
+            if model.config != shape:
+                raise UserError(f"{checkpoint}/config.json: {runs.changes(shape, model.config)}")
+        except UserError as error:
+            raise runs.unreadable(checkpoint, error) from None
+    else:
+        model = start_from(locate(config.init_from), shape) if config.init_from else build(shape)
+    model.to(device).train()
+    model.recompute = config.recompute
+    if config.compile:
+        for block in model.model.layers:  # each pass has another length, hence dynamic
+            block.compile(dynamic=True)
+    optimizer = make_optimizer(model, config, device)
+    step, seconds = runs.read_trainer(checkpoint, optimizer) if checkpoint else (0, 0.0)
+    if step > config.steps:
+        raise UserError(f"{checkpoint} is beyond step {config.steps}; go on with a larger --steps")
+    if checkpoint and not rank_and_size()[0]:
+        runs.publish(checkpoint)
+    return Training(config, run, model, optimizer, step, seconds, device)
 
 
 def train(config):
@@ -233,17 +249,17 @@ def train(config):
     config = from_first(adapt(config, Windows(train_tokens, T, seed=0)))  # the same for all seeds
 
     corpus = describe_corpus(folder, train_tokens, val_tokens)  # the same after a resume?
-    run, latest, changed = from_first(None if rank else open_run(config, corpus, MAY_CHANGE))
-    with nullcontext() if rank else locked(run):
-        model, optimizer, start, seconds = open_model(config, V, latest, device)
-        model.backend = backend
+    run, latest, changed = from_first(None if rank else open_run(config, corpus))
+    with nullcontext() if rank else runs.locked(run):
+        training = open_training(config, run, V, latest, device)
+        training.model.backend = backend
         machine = {"torch": torch.__version__, "device": device.type, "processes": processes}
         machine["commit"] = commit()
         if not rank:
             tokenizer.save(run / "tokenizer.json")
             write_json(run / "train.json", {"config": asdict(config), "corpus": corpus})
-            begin_log(run, start, changed, machine)
-        size = sum(p.numel() for p in model.parameters())
+            runs.begin_log(run, training.step, changed, machine)
+        size = sum(p.numel() for p in training.model.parameters())
         print(f"{run}: {size:,} parameters, {config.precision}, {backend}, {machine}")
         print(describe(folder))
         print(f"{len(train_tokens):,} tokens, {windows.count:,} windows of {T}; ", end="")
@@ -251,21 +267,21 @@ def train(config):
         if config.model.feedback_scale:
             print(f"states are fed back times {config.model.feedback_scale:g}")
         if config.resume:
-            print(f"resumed at step {start}, changed: {changed or 'nothing'}", flush=True)
+            print(f"resumed at step {training.step}, changed: {changed or 'nothing'}", flush=True)
         try:
-            with StopSignal() as stop:
-                seconds = loop(config, run, model, optimizer, windows, val, start, seconds, stop)
-                print(f"trained in {clock(seconds)} minutes; evaluating", flush=True)
-                results = final_report(model, val, config, device)
+            with runs.StopSignal() as stop:
+                loop(training, windows, val, stop)
+                print(f"trained in {clock(training.seconds)} minutes; evaluating", flush=True)
+                results = final_report(training.model, val, config, device)
                 if not rank:
                     write_json(run / "results.json", {**results, "unigram_entropy": entropy})
-                    draw_losses(run)
-        except Stopped:
-            print(f"stopped; go on with: {resume_command(run)}")
+                    runs.draw_losses(run)
+        except runs.Stopped:
+            print(f"stopped; go on with: {runs.resume_command(run)}")
             return run, None
     print(f"unigram entropy {entropy:.3f}")
-    best = best_checkpoint(run)
-    if best != checkpoints(run)[-1]:
+    best = runs.best_checkpoint(run)
+    if best != runs.checkpoints(run)[-1]:
         print(f"an earlier checkpoint had a better validation loss: {best}")
     flags = f" --tau {config.tau:g} --show-steps" if config.model.ponder_steps else ""
     print(f"next: python sample.py --run {shlex.quote(str(run))}{flags}")

@@ -14,11 +14,11 @@ train() { # name, flags
 
 for seed in ${SEEDS:-0 1 2}; do
   train as-it-is
-  train no-mask --ablation mask
-  train no-integration --ablation integration
-  train uniform --ablation router
-  train printed-mask-index --printed-mask-index
-  train printed-penalty --penalty batch
+  train no-mask --method ablation-mask
+  train no-integration --method ablation-integration
+  train uniform --method ablation-router
+  train printed-mask-index --method ablation-index
+  train printed-penalty --method ablation-penalty
   train no-penalty --penalty-weight 0
 done
 

@@ -9,7 +9,7 @@ out=out/llama
 once $out plain 0 --preset tiny --method vanilla --embed-scale 1
 if [ ! -f $out/hugging-face/tokenizer.json ]; then # which is written last
   rm -rf $out/hugging-face
-  "${PYTHON:-python}" weights.py $out/plain-0 --to $out/hugging-face
+  "${PYTHON:-python}" -m interop $out/plain-0 --to $out/hugging-face
 fi
 
 train() { # name, seed, flags

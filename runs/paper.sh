@@ -19,7 +19,7 @@ if [ -n "${TRY:-}" ]; then
   exit
 fi
 
-"$PYTHON" data.py stream pile --tokens "${TOKENS[$SIZE]}" --folder data/pile
+"$PYTHON" -m corpus stream pile --tokens "${TOKENS[$SIZE]}" --folder data/pile
 for method in ${METHODS:-ponderlm3 ponderlm2 looped vanilla}; do
   run=$RUNS/$method
   if [ ! -f "$run/results.json" ]; then
@@ -29,7 +29,7 @@ for method in ${METHODS:-ponderlm3 ponderlm2 looped vanilla}; do
       "${how[@]}" --out "$RUNS" --name "$method"
   fi
   for shots in 0 5; do
-    "$PYTHON" evaluate.py --run "$run" --num-fewshot $shots --out "$run/tasks-$shots.json" --tasks \
+    "$PYTHON" -m evaluation --run "$run" --num-fewshot $shots --out "$run/tasks-$shots.json" --tasks \
       lambada_openai,arc_easy,lambada_standard,arc_challenge,winogrande,piqa,hellaswag,sciq,race
   done
 done

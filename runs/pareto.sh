@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 
 SCALE=${SCALE:-tiny}
 RUNS=out/pareto/$SCALE
-SQRT_D=$("${PYTHON:-python}" -c "from settings import PRESETS; print(PRESETS['$SCALE'].model.hidden_size ** 0.5)")
+SQRT_D=$("${PYTHON:-python}" -c "from training.settings import PRESETS; print(PRESETS['$SCALE'].model.hidden_size ** 0.5)")
 
 train() { # name, flags
   once "$RUNS" "$1" "$seed" --preset "$SCALE" --precision bfloat16 "${@:2}"

@@ -1,36 +1,31 @@
+"""What tests share: small models, golden files, a small training. Everything runs on the CPU."""
+
 import json
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from config import PonderConfig
-from methods import SETTINGS, build
-from settings import TrainConfig
+from baselines import build, configure, find
+from model import PonderConfig
+from training.settings import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
-
-
-def script(name):
-    """A script as a module of another name: the harness imports a package named evaluate."""
-    spec = spec_from_file_location(f"{name}_script", ROOT / f"{name}.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def small_model(seed=0, **kwargs):
     """A float64 model in evaluation mode whose router has random weights, so that tokens differ.
 
     Random weights alone spread s too evenly for any w to fall below a tau; router_scale makes the
-    router decided.
+    router decided. ponder_steps=0 is the method vanilla.
     """
     torch.manual_seed(seed)
     scale = kwargs.pop("router_scale", 5.0)
-    defaults = dict(
+    method = kwargs.pop("method", "ponderlm3")
+    method = "vanilla" if kwargs.get("ponder_steps") == 0 else method
+    shape = PonderConfig(
         vocab_size=31,
         hidden_size=32,
         intermediate_size=48,
@@ -38,15 +33,12 @@ def small_model(seed=0, **kwargs):
         num_attention_heads=4,
         num_key_value_heads=2,
         block_size=32,
-        ponder_steps=3,
-        router_offset=None,
     )
-    settings = SETTINGS[kwargs.get("method", "ponderlm3")]
-    config = PonderConfig(**{**defaults, **settings, **kwargs})
-    if config.method == "ponderlm3" and config.router_offset is None:
+    config = configure(shape, method, **kwargs)
+    if config.router_offset is None and "router_offset" not in find(method).unused:
         config.router_offset = (0.0,) * (config.ponder_steps + 1)
     model = build(config)
-    if model.masks:
+    if model.has_router:
         torch.nn.init.normal_(model.router.proj.weight, std=scale / config.hidden_size**0.5)
     return model.double().eval()
 
@@ -55,11 +47,13 @@ def small_model(seed=0, **kwargs):
 def golden():
     """Read one golden file: its tensors, and a model with its weights."""
 
-    def read(name, **method):
+    def read(name, method="ponderlm2"):
         with safe_open(GOLDEN / name, "pt") as file:
             official = json.loads(file.metadata()["config"])
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        config = PonderConfig(
+        config = configure(
+            PonderConfig(),
+            method,
             vocab_size=official["vocab_size"],
             hidden_size=official["hidden_size"],
             intermediate_size=official["intermediate_size"],
@@ -68,7 +62,6 @@ def golden():
             rms_norm_eps=official["rms_norm_eps"],
             rope_theta=official["rope_theta"],
             ponder_steps=official["num_latent_thoughts"],
-            **(method or {"router": "always"}),
         )
         model = build(config).eval()
         model.load_state_dict({k: tensors.pop(k) for k in list(tensors) if k.endswith(".weight")})
@@ -78,7 +71,9 @@ def golden():
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(tmp_path, monkeypatch):
+    """A training of a second, in an empty directory."""
+    monkeypatch.chdir(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
     model = PonderConfig(257, 32, 64, 1, 2, head_dim=16, block_size=16, ponder_steps=2)

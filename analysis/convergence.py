@@ -1,0 +1,65 @@
+"""How fast the Jacobi iteration converges (appendix C): distance to the fixed point, by pass."""
+
+import math
+from copy import deepcopy
+from itertools import count
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+
+def rmse(a, b):
+    """Root-mean-square difference within each token, (B, T, ..) -> its mean over tokens."""
+    return (a - b).square().flatten(2).mean(-1).sqrt().mean().item()
+
+
+def refinements(model, idx):
+    """Without end: n, the latents (B, T, K, D) and s (B, T, S) after n refinements.
+
+    The ladder's last pass is n = 0: the first that makes latents of all K slots.
+    """
+    e, K = model.embed(idx), model.config.ponder_steps  # (B, T, D)
+    latents, bias = e[:, :, None][:, :, :0], None  # (B, T, 0, D)
+    for n in count(1 - K):
+        h, s, log_w = model.jacobi_pass(e, latents, bias)
+        if n >= 0:
+            yield n, h[:, :, :K], s
+        latents, bias = model.feed_back(h[:, :, :K]), model.key_bias(log_w)
+
+
+@torch.no_grad()
+def convergence_rows(model, idx, most=12):
+    """RMSE to the fixed point after n = 0 .. `most` refinements of the ladder's latents.
+
+    In float64; the fixed point is where the iteration stands still, which it does after K (T-1)
+    refinements at the latest. -> rows {refinements, latents, router}.
+    """
+    model, K = deepcopy(model).double(), model.config.ponder_steps
+    fixed, rows = None, []
+    for n, latents, s in tqdm(refinements(model, idx), desc="fixed point", leave=False):
+        before, fixed, fixed_s = fixed, latents, s
+        if (n and (fixed - before).norm() <= 1e-14 * fixed.norm()) or n >= K * (idx.size(1) - 1):
+            break
+    for n, latents, s in refinements(model, idx):  # again, so that few of them are kept in memory
+        errors = {"latents": rmse(latents, fixed), "router": rmse(s, fixed_s)}
+        rows.append({"refinements": n, **errors})
+        if n == most:
+            return rows
+
+
+def exponential_fit(n, errors):
+    """errors = A L^n by least squares on log(errors) -> L, A and R^2 of the logarithms.
+
+    Errors below 1e-12 of the largest, which rounding makes, are left out; NaN, three times, where
+    less than two are left.
+    """
+    n, errors = np.array(n, dtype=float), np.array(errors, dtype=float)
+    kept = errors > 1e-12 * errors.max()
+    if kept.sum() < 2:
+        return math.nan, math.nan, math.nan
+    x, y = n[kept], np.array([math.log(e) for e in errors[kept]])
+    slope, intercept = np.polyfit(x, y, 1)
+    spread = ((y - y.mean()) ** 2).sum()
+    r2 = 1 - ((y - slope * x - intercept) ** 2).sum() / spread if spread else 1.0
+    return math.exp(slope), math.exp(intercept), float(r2)

@@ -1,0 +1,304 @@
+"""One trained PonderLM, token by token: what each token costs and gains, and statistics over them.
+
+code         paper         shape           meaning
+x, y                       (n,)            the tokens that are read, and those that follow them
+steps        K-hat         (n,)            steps executed after reading x, at tau
+s, w         s, w          (n, K+1)        step distribution and mask score
+ce           CE_i          (n, K+1)        loss, integration truncated after step i, renormalised
+raw_ce       ce_i          (n, K+1)        the same not renormalised, as in the training penalty
+difficulty   l_t           (n,)            loss before any additional computation
+gain         Delta CE_i    (n, K)          CE_{i-1} - CE_i, the marginal utility of step i
+
+n counts the tokens of all windows. Losses are in nats, in float32, at the fixed point. Statistics
+are pandas frames, one row for each line of a table; the mean of nothing is NaN.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm import tqdm
+
+from baselines import find
+from corpus.batches import Windows
+from corpus.lookup import lookups_asked
+from corpus.tokenizers import Tokenizer
+from engine.prefill import settle
+from interop import load, read_config
+from model import PonderLM
+from router import bottom_mass_penalty
+from runtime import UserError, autocast
+from training.settings import TrainConfig, validation_windows
+from training.validation import truncate
+
+BATCH = 32  # windows at a time
+BUCKETS = ("easy", "medium", "hard")
+
+
+@dataclass
+class Subject:
+    """A trained model and the validation windows that it is measured on."""
+
+    path: Path
+    config: TrainConfig
+    model: PonderLM
+    tokenizer: Tokenizer
+    val: Windows
+    rows: torch.Tensor  # (windows, T+1) token ids
+    tau: float
+
+    def batches(self, label):
+        """Inputs and targets (B, T) of the windows, with a progress bar."""
+        for rows in tqdm(self.rows.split(BATCH), desc=label, leave=False):
+            yield rows[:, :-1], rows[:, 1:]
+
+
+def check_taus(taus):
+    for tau in taus:
+        if not 0 <= tau <= 1:
+            raise UserError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
+
+
+def open_subject(path, windows=256, tau=None, device="cpu", needs="has_router"):
+    """A run's model with the first `windows` of its validation windows.
+
+    Args:
+        tau: None: where the run was scored.
+        needs: what its method must have, `has_router` or `iterates` (see model.PonderLM).
+
+    Raises:
+        UserError: there is no run, its corpus has changed, or its method lacks what is needed.
+    """
+    if windows < 1:
+        raise UserError(f"windows = {windows}: it must be at least 1")
+    method = find(read_config(path).method)
+    if not getattr(method, needs):
+        fitting = {"has_router": "with a learned router", "iterates": "that feed states back"}
+        raise UserError(
+            f"{path} is of method {method.method}; this figure is for methods {fitting[needs]}"
+        )
+    config, tokenizer, val = validation_windows(path)
+    tau = config.tau if tau is None else tau
+    check_taus([tau])
+    rows = np.stack([val.window(i) for i in range(min(windows, val.count))])
+    rows = torch.from_numpy(rows).to(device)
+    return Subject(Path(path), config, load(path).to(device), tokenizer, val, rows, tau)
+
+
+# -- Tokens ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Measured:
+    x: torch.Tensor
+    y: torch.Tensor
+    steps: torch.Tensor
+    s: torch.Tensor
+    w: torch.Tensor
+    ce: torch.Tensor
+    raw_ce: torch.Tensor
+
+    @property
+    def difficulty(self):
+        """l_t of section 4.3: the loss of h_t^(0) alone. CE_0 renormalised is the same."""
+        return self.ce[:, 0]
+
+
+@torch.no_grad()
+def measure(subject, label="tokens"):
+    """What each token costs and takes -> Measured, on the CPU.
+
+    All K steps run, with soft masks, so that CE_i is known beyond the step where a token stops;
+    `steps` is where its mask score says to stop.
+    """
+    model, batches = subject.model, []
+    for x, y in subject.batches(label):
+        h, s, log_w = model.states(x)
+        depths = range(s.size(-1))
+        ce, raw_ce = (
+            torch.stack([model.token_losses(truncate(h, s, i, norm), y) for i in depths], dim=-1)
+            for norm in (True, False)
+        )
+        steps = model.executed(log_w, subject.tau)
+        batch = Measured(x, y, steps, s, log_w.exp(), ce, raw_ce)
+        batches.append([getattr(batch, field.name).flatten(0, 1).cpu() for field in fields(batch)])
+    return Measured(*map(torch.cat, zip(*batches, strict=True)))
+
+
+@torch.no_grad()
+def stopped(subject, tau, alpha=0.0, dtype=torch.float32, label="tokens"):
+    """The windows as decoding has them, hard-stopped at tau: x, y, h_hat and the executed steps.
+
+    What is done with each of them is computed in `dtype`, too. In bfloat16 rounding keeps the
+    iteration moving by 3e-3 a pass, which sets its tolerance.
+    """
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-2
+    for x, y in subject.batches(label):
+        with autocast(x.device, dtype):
+            found = settle(subject.model, x, tau, alpha, tolerance=tolerance)
+            yield x, y, subject.model.integrate(found.h, found.s, found.steps), found.steps
+
+
+def decoded(subject, *args, **kwargs):
+    """Loss and executed steps of each token, by the arguments of `stopped` -> (n,) each."""
+    losses, executed = [], []
+    for _, y, h_hat, steps in stopped(subject, *args, **kwargs):
+        losses.append(subject.model.token_losses(h_hat, y).flatten().cpu())
+        executed.append(steps.flatten().cpu())
+    return torch.cat(losses), torch.cat(executed)
+
+
+def mean(values):
+    """The mean of a tensor as a number, in float64."""
+    return values.double().mean().item()
+
+
+# -- Easy and hard tokens (section 4.3) ------------------------------------------------------------
+
+
+def thirds(difficulty):
+    """The bucket of each token: three equal parts by rank. (n,) -> pandas.Categorical (n,)."""
+    rank = pd.Series(difficulty.numpy()).rank(method="first") - 1
+    thirds = (rank * len(BUCKETS) // max(len(rank), 1)).astype(int)
+    return pd.Categorical.from_codes(thirds, BUCKETS)
+
+
+def means(tokens, by):
+    """How many rows of a frame have each value of `by`, and the mean of each column over them.
+
+    `by` (n,) is a Categorical; a category without rows has NaN.
+    """
+    groups = tokens.groupby(by, observed=False)
+    frame = groups.mean()
+    frame.insert(0, "tokens", groups.size())
+    return frame
+
+
+def by_each(difficulties, rows):
+    """What `rows` makes of each difficulty of {name: (n,)}: one frame of all."""
+    frames = {name: rows(difficulty) for name, difficulty in difficulties.items()}
+    return pd.concat(frames, names=["difficulty_by"]).reset_index()
+
+
+@torch.no_grad()
+def reference_losses(subject, path):
+    """The loss of each token by another model, on the same windows -> (n,).
+
+    Raises:
+        UserError: it is not a vanilla model, or was trained on another text or with other windows.
+    """
+    if (method := read_config(path).method) != "vanilla":
+        raise UserError(f"--reference {path} is of method {method}: it has to be a vanilla model")
+    config, _, _ = validation_windows(path)
+    mine, other = subject.config, load(path).to(subject.rows.device)
+    same = (config.data, config.tokenizer, config.model.block_size)
+    if same != (mine.data, mine.tokenizer, mine.model.block_size):
+        raise UserError(f"{path} and {subject.path} differ in corpus, tokenizer or window")
+    batches = [
+        other.token_losses(other.integrate(*other.states(x)[:2]), y).flatten().cpu()
+        for x, y in subject.batches("the other model")
+    ]
+    return torch.cat(batches)
+
+
+def bucket_rows(measured, difficulty):
+    """Marginal utility of each step in each bucket of a difficulty (n,) -> frame.
+
+    Bucketing by the loss of h^(0) itself, which also enters Delta CE_1, regresses to the mean:
+    a token that h^(0) got wrong by chance counts as hard, and any step seems to help it. By
+    another model's loss it does not.
+    """
+    columns = {"difficulty": difficulty.double(), "steps": measured.steps}
+    for form, ce in (("", measured.ce.double().T), ("raw_", measured.raw_ce.double().T)):
+        columns |= {f"{form}ce_{i}": loss for i, loss in enumerate(ce)}
+        columns |= {f"{form}gain_{i}": ce[i - 1] - ce[i] for i in range(1, len(ce))}
+    return means(pd.DataFrame(columns), thirds(difficulty)).rename_axis("bucket")
+
+
+def difficulty_rows(measured, difficulty):
+    """How difficult are the tokens that stop after k steps? By a difficulty (n,) -> frame."""
+    steps = pd.Categorical(measured.steps.numpy(), categories=range(measured.ce.size(-1)))
+    return means(pd.DataFrame({"difficulty": difficulty.double()}), steps).rename_axis("steps")
+
+
+def shifted(subject, alphas):
+    """Loss and steps of each token with the router shifted by 0 and by each alpha, {alpha: ..}."""
+    for alpha in alphas:
+        if not abs(alpha) <= 1e6:
+            raise UserError(f"alpha = {alpha} must be finite, and at most a million")
+    return {
+        alpha: decoded(subject, subject.tau, alpha, label=f"alpha {alpha:g}")
+        for alpha in sorted({0, *alphas})
+    }
+
+
+def shift_rows(found, difficulty):
+    """Loss and steps of easy and hard tokens (n,) as `shifted` found them -> frame."""
+    frames, (base, _) = {}, found[0]
+    for alpha, (loss, steps) in found.items():
+        tokens = pd.DataFrame({"steps": steps, "loss_change": (loss - base).double()})
+        frames[alpha] = means(tokens, thirds(difficulty)).assign(all_steps=mean(steps))
+    return pd.concat(frames, names=["alpha", "bucket"])
+
+
+# -- Where to stop (section 3.3) -------------------------------------------------------------------
+
+
+def tau_rows(subject, taus):
+    """Loss and executed steps hard-stopped at each tau; and how far bfloat16 moves them -> rows.
+
+    change is the difference of the mean loss to that of all K steps in float32, moved the mean over
+    tokens of the absolute difference.
+    """
+    if not taus:
+        raise UserError("--taus is empty: give at least one")
+    check_taus(taus)
+    full, _ = decoded(subject, 0.0, label="tau 0")
+    rows = []
+    for tau, dtype in [*((t, torch.float32) for t in sorted(taus)), (subject.tau, torch.bfloat16)]:
+        base = full if dtype == torch.float32 else decoded(subject, tau)[0]
+        loss, steps = decoded(subject, tau, dtype=dtype, label=f"tau {tau:g}")
+        row = {"tau": tau, "precision": str(dtype)[6:], "loss": mean(loss)}
+        row |= {"perplexity": math.exp(row["loss"]), "steps": mean(steps)}
+        rows.append(row | {"change": mean(loss - base), "moved": mean((loss - base).abs())})
+    return rows
+
+
+# -- Known difficulty (corpus/lookup.py) -----------------------------------------------------------
+
+
+@torch.no_grad()
+def answers(subject):
+    """Of each token that takes a known number of lookups: that number, whether the next token is
+    predicted (the most probable one), and the executed steps -> (n,) each, decoded at tau."""
+    found = []
+    for x, y, h_hat, steps in stopped(subject, subject.tau, label="answers"):
+        right = subject.model.lm_head(h_hat).argmax(-1) == y
+        asked = lookups_asked(x, subject.tokenizer)
+        found.append([values[asked >= 0].cpu() for values in (asked, right, steps)])
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+# -- The penalty's ratio (section 3.4.2) -----------------------------------------------------------
+
+
+def penalty_rows(measured, T, batch_size):
+    """rho and how many w it penalises by both readings, of each batch of a training step -> rows.
+
+    Reading note 2: 'token' is the mean of the sigmoids, 'batch' that of the mean, as printed.
+    """
+    rows, n = [], min(T * batch_size, len(measured.x))
+    for b, (ce, w) in enumerate(zip(measured.raw_ce.split(n), measured.w.split(n), strict=True)):
+        if len(ce) < n:
+            continue  # the rest of the windows makes no whole batch
+        found = {form: bottom_mass_penalty(w.log(), ce, form) for form in ("token", "batch")}
+        for i in range(ce.size(-1)):
+            row = {"batch": b, "depth": i, "tokens": n, "ce": mean(ce[:, i])}
+            for form, (_, rho) in found.items():
+                more = max((rho[i] - rho[i - 1]).item(), 0) if i else 0
+                row |= {f"rho_{form}": rho[i].item(), f"count_{form}": math.floor(more * n)}
+            rows.append(row)
+    return rows

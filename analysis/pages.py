@@ -1,0 +1,180 @@
+"""HTML pages that need nothing but themselves: the depth map of a text, and the report of a run.
+
+The depth map shades each token by the steps that were executed before it was chosen, at the token
+that predicts it (as sample.py --show-steps does), or by its loss there. What the pages look like,
+and what they say, is in templates/.
+"""
+
+import codecs
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+
+import jinja2
+import torch
+
+from analysis import figures
+from analysis.measuring import decoded, measure
+from analysis.tables import read_markdown
+from analysis.words import show_token
+from baselines.cost import cost
+from runtime import UserError, read_json, write_text
+from training.runs import read_lines, read_results
+from training.settings import read_run
+
+LONGEST = 4096  # tokens of a depth map
+FIGURES = ("converge", "buckets", "difficulty", "shift", "tokens", "compound", "tau", "penalty")
+
+PAGES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+)
+PAGES.policies["json.dumps_kwargs"] = {"allow_nan": False}  # which no browser reads
+
+# -- The depth map ---------------------------------------------------------------------------------
+
+
+def overlapping(ids, T, stride):
+    """Token ids -> windows (.., T+1), a stride from each other, so that all tokens but the first
+    have at least T - stride before them; and for each window the first of its targets that is new.
+    """
+    last = max(len(ids) - 1 - T, 0)
+    starts = sorted({*range(0, last, stride), last})
+    rows = torch.stack([ids[start : start + T + 1] for start in starts])
+    ends = [0] + [start + rows.size(1) - 1 for start in starts]  # targets up to here are done
+    return rows, [end - start for start, end in zip(starts, ends, strict=False)]
+
+
+def readable(tokenizer, ids):
+    """Each token as text. One that ends inside a character leaves it to the token that ends it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = [decoder.decode(tokenizer.decode([token])) or "·" for token in ids]
+    symbols = {i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\n\t"}  # control characters
+    return [text.translate(symbols) for text in texts]
+
+
+def read_text(subject, file=None):
+    """Steps, s, w and losses of each token of a text, or of the start of the validation text.
+
+    Returns:
+        dict of run, K, tau, and tokens: dicts of text, bytes, steps, loss (hard-stopped), s, w, and
+        ce, the losses by depth with all steps run; the first token has no prediction: None.
+
+    Raises:
+        UserError: a text of less than two tokens. FileNotFoundError.
+    """
+    if file is None:
+        ids = subject.val.tokens[:1025].tolist()
+    else:
+        ids = subject.tokenizer.encode(file.read_bytes())
+    if len(ids) < 2:
+        raise UserError(f"the text has {len(ids)} tokens; it takes 2 to predict one from another")
+    if len(ids) > LONGEST:
+        print(f"note: of {len(ids):,} tokens the first {LONGEST:,} are shown")
+    ids = torch.tensor(ids[:LONGEST], device=subject.rows.device)
+    T = subject.model.config.block_size
+    lines = subject.tokenizer.name in ("lookup", "hops")  # the lookup task: its windows are lines
+    rows, firsts = overlapping(ids, T, T if lines else max(T // 2, 1))
+    part = replace(subject, rows=rows)
+    measured, (loss, steps) = measure(part, "depths"), decoded(part, subject.tau, label="losses")
+    T, tokens = rows.size(1) - 1, [{"steps": None, "loss": None}]
+    for window, first in enumerate(firsts):
+        for i in range(window * T + first, (window + 1) * T):
+            values = {name: getattr(measured, name)[i].tolist() for name in ("s", "w", "ce")}
+            tokens.append({"steps": steps[i].item(), "loss": loss[i].item(), **values})
+    ids = ids.tolist()
+    for token, text, values in zip(ids, readable(subject.tokenizer, ids), tokens, strict=True):
+        values |= {"text": text, "bytes": show_token(subject.tokenizer.decode([token]))}
+    K = subject.model.config.ponder_steps
+    return {"run": str(subject.path), "K": K, "tau": subject.tau, "tokens": tokens}
+
+
+def heatmap_page(file):
+    """heatmap.json, what `read_text` returned -> heatmap.html beside it.
+
+    Raises:
+        UserError: it was not saved before, or it is damaged.
+    """
+    if not file.is_file():
+        raise UserError(f"{file} does not exist: draw it once without --redraw")
+    try:
+        fields = read_json(file)
+        known = [token for token in fields["tokens"] if token["steps"] is not None]
+        means = {key: fmean(token[key] for token in known) for key in ("steps", "loss")}
+        if any(len(token[key]) != fields["K"] + 1 for token in known for key in ("s", "w", "ce")):
+            raise ValueError("a token has not K + 1 values of s, w and ce")
+        page = PAGES.get_template("heatmap.html").render(fields | means)
+    except (ValueError, KeyError, TypeError, UserError, jinja2.UndefinedError) as error:
+        raise UserError(f"{file} is damaged: {error!r:.200}; draw it without --redraw") from None
+    write_text(file.with_suffix(".html"), page)
+    return file.with_suffix(".html")
+
+
+def draw_heatmap(study):
+    file = study.out / "heatmap.json"
+    if not study.redraw:
+        write_text(file, json.dumps(read_text(study.subject, study.text)))
+    print(f"written: {heatmap_page(file)}")
+
+
+# -- The report of a run ---------------------------------------------------------------------------
+
+
+def loss_rows(path):
+    """The final evaluation and what a token costs, [(what, value)]; [] of an unfinished run."""
+    if not (path / "results.json").is_file():
+        return []
+    results = read_results(path)
+    _, config, _ = read_run(path)
+    hard, spent = results["hard"], cost(config.model, results["hard"]["steps"])
+    losses = {"as trained": "trained", "at the fixed point": "fixed", "hard-stopped": "hard"}
+    rows = [
+        (f"loss {what}, nats a token", f"{results[k]['loss']:.4f}") for what, k in losses.items()
+    ]
+    rows += [("unigram entropy, nats a token", f"{results['unigram_entropy']:.4f}")]
+    rows += [(f"executed steps at tau = {config.tau:g}", f"{hard['steps']:.3f}")]
+    return rows + [(name.replace("_", " "), f"{value:,.4g}") for name, value in vars(spent).items()]
+
+
+def saved_figure(out, name):
+    """What figures.py left in `out` of one figure: its table, whether it is drawn, its settings."""
+    file = out / f"{name}.json"
+    settings = read_json(file).items() if file.is_file() else ()
+    return {
+        "lines": read_markdown((out / f"{name}.md").read_text(encoding="utf-8")),
+        "drawn": (out / f"{name}.png").is_file(),
+        "settings": ", ".join(f"{key} {value}" for key, value in settings if value is not None),
+    }
+
+
+def report_page(path, out):
+    """What figures.py left in `out`, and what the run knows of itself -> out/index.html."""
+    run, config, corpus = read_run(path)
+    started = [row for row in read_lines(run / "log.jsonl") if "torch" in row]
+    page = PAGES.get_template("report.html").render(
+        run=path,
+        config=config,
+        corpus=corpus,
+        commit=(started[-1].get("commit") if started else None) or "not recorded",
+        losses=loss_rows(path),
+        heatmap=(out / "heatmap.html").is_file(),
+        figures={
+            name: saved_figure(out, name) for name in FIGURES if (out / f"{name}.md").is_file()
+        },
+        settings=json.dumps(asdict(config), indent=2, default=str),
+    )
+    write_text(out / "index.html", page)
+    return out / "index.html"
+
+
+def draw_report(study):
+    """Every figure of the run, and the page that shows them."""
+    if study.redraw and not study.run:
+        raise UserError("report --redraw needs --run, the run that the page is about")
+    for draw in (*figures.ALL, draw_heatmap):
+        print(f"\n--- {draw.__name__[5:]}", flush=True)
+        draw(study)
+    print(f"written: {report_page(study.path, study.out)}")

@@ -1,0 +1,64 @@
+"""PonderLM-3 with one part missing, or as the paper prints it: what is each part good for?
+
+method                  what is missing
+ablation-mask           log w in attention: soft masks are not seen, hard stopping is
+ablation-integration    s in the prediction: the last executed state predicts alone
+ablation-router         a learned s: it stays uniform
+ablation-index          (nothing) the paper's index of the mask: w_k on the key of slot k+1
+ablation-penalty        (nothing) the paper's penalty, of the mean cross-entropy, which never acts
+"""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from attention import MASKED
+from model import PonderLM
+from router import slot_bias
+
+
+def hide_stopped(bias, log_w, tau):
+    """A bias on the keys of slots, with those beyond K-hat hidden, as router.slot_bias does."""
+    return bias if tau is None else bias.masked_fill(slot_bias(log_w, tau) <= MASKED, MASKED)
+
+
+class NoMask(PonderLM):
+    method, title, marker = "ablation-mask", "PonderLM-3, no mask", "s"
+
+    def key_bias(self, log_w, tau=None):
+        return hide_stopped(torch.zeros_like(log_w), log_w, tau)
+
+
+class NoIntegration(PonderLM):
+    method, title, marker = "ablation-integration", "PonderLM-3, no integration", "^"
+
+    def step_weights(self, s, steps=None):
+        steps = torch.full_like(s[..., 0], s.size(-1) - 1) if steps is None else steps
+        return F.one_hot(steps.long(), s.size(-1)).to(s.dtype)
+
+
+class UniformRouter(PonderLM):
+    method, title, marker = "ablation-router", "PonderLM-3, uniform s", "D"
+    unused = ("router_offset",)
+
+    def __init__(self, config):
+        super().__init__(replace(config, router_offset=(0.0,) * (config.ponder_steps + 1)))
+        self.config = config
+        self.router.requires_grad_(False)  # its weights start at 0, and stay there
+
+
+class PrintedIndex(PonderLM):
+    """Reading note 1: a slot that inference never runs stays visible in training."""
+
+    method, title, marker = "ablation-index", "PonderLM-3, printed mask index", "v"
+
+    def key_bias(self, log_w, tau=None):
+        return hide_stopped(F.pad(log_w[..., :-1], (1, 0)), log_w, tau)
+
+
+class PrintedPenalty(PonderLM):
+    """Reading note 2: no element is ever chosen, so that the penalty is zero."""
+
+    method, title, marker = "ablation-penalty", "PonderLM-3, printed penalty", "P"
+    penalty_form = "batch"

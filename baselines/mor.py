@@ -1,0 +1,214 @@
+"""Mixture-of-Recursions: the stack of layers runs up to K+1 times, on ever fewer tokens.
+
+Bae et al., 2025, arXiv 2507.10524, in its simplest form: the whole stack is shared, all first
+layers included, so that it has PonderLM-3's backbone.
+
+code       symbol    shape
+x          x         (B, T, D)    residual stream, carried from recursion to recursion
+active     A_r       (B, T)       the tokens that take part in recursion r
+depth      i         (B, T)       recursions of a token, 1 .. N_r = K+1; its extra steps are i - 1
+logit      l_t       (B, T)       the router's verdict: another recursion?
+gate       g_t       (B, T)       how much of a recursion's output is added
+
+Expert-choice: each recursion chooses its tokens, a fixed number of a sequence. Which token is
+chosen then depends on those after it, so that top-k cannot decode, and its perplexity would be
+read from the future. Only training uses top-k here; all else goes on while the router says so.
+Token-choice: each token chooses its depth at the start. Causal as it is.
+"""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attention import MASKED
+from model import PonderConfig, PonderLM, settings
+from router import upcast
+
+
+@settings
+class ExpertChoiceConfig(PonderConfig):
+    capacities: tuple[float, ...] | None = None  # None: 1, K/(K+1), .., 1/(K+1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        S, c = self.ponder_steps + 1, self.shares
+        if len(c) != S or c[0] != 1 or any(not 0 < b <= a for a, b in pairwise(c)):
+            raise ValueError(f"capacities = {c}: K+1 = {S} shares, from 1 on falling, above 0")
+
+    @property
+    def shares(self):
+        """The share of all tokens that take part in each recursion."""
+        S = self.ponder_steps + 1
+        return self.capacities or tuple((S - r) / S for r in range(S))
+
+
+class MoR(PonderLM):
+    """What both forms share: recursion on some tokens, the loss, and how steps are counted."""
+
+    unused = ("router_offset", "penalty_weight", "backprop_passes", "feedback_scale")
+    has_router = iterates = False
+
+    def recur(self, x, active):
+        """The stack on the active tokens alone: (B, T, D), (B, T) -> (B, T, D), 0 for the others.
+
+        They keep their positions, and see each other only: they go in front, in the order of the
+        text, and the others come last, where the causal mask hides them.
+        """
+        if not active.any():
+            return torch.zeros_like(x)
+        # Scoring always runs T rows: its sums are then the same whatever the later tokens choose.
+        n = int(active.sum(1).max()) if self.training else x.size(1)
+        order = (~active).sort(dim=1, stable=True).indices[:, :n]  # (B, n)
+        rows = order[..., None].expand(-1, -1, x.size(-1))  # (B, n, D)
+        y = self.transform(x.gather(1, rows), order, norm=False)
+        y = y * active.gather(1, order)[..., None]
+        return torch.zeros_like(x, dtype=y.dtype).scatter(1, rows, y)
+
+    def route(self, router, x):
+        """Router logits in float32 at least: a rounded one could fall on the other side."""
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(upcast(x), upcast(router.weight))
+
+    def distribution(self, depth):
+        """Recursions taken (B, T) -> s one-hot there, and its log w, (B, T, S) each."""
+        slots = torch.arange(self.config.ponder_steps + 1, device=depth.device)
+        steps = depth[..., None] - 1
+        s = upcast((slots == steps).to(self.lm_head.weight.dtype))
+        return s, torch.zeros_like(s).masked_fill(slots > steps, MASKED)
+
+    def executed(self, log_w, tau):
+        """Steps beyond the first recursion, whatever tau is."""
+        return (log_w > MASKED).sum(-1) - 1
+
+    def states(self, idx, iters=None, tau=None, alpha=0.0):
+        return self.recursions(idx)[:3]
+
+    def forward(self, idx, targets=None, *, iters=None, tau=None, alpha=0.0):
+        """As PonderLM.forward. `auxiliary` is the routers' loss."""
+        h, s, log_w, router_loss = self.recursions(idx)
+        out = self.predict(h, s, log_w, None, targets)
+        out.steps, out.auxiliary = self.executed(log_w, tau), router_loss
+        return out
+
+    def new_cache(self):
+        """A cache for each recursion: it holds the tokens that took part, and no other."""
+        return [super(MoR, self).new_cache() for _ in range(self.config.ponder_steps + 1)]
+
+
+class ExpertChoice(MoR):
+    """x_t <- x_t + g_t Stack(x[A_r])_t for t in A_r, g = 0.1 sigmoid(l), l = w_r . x.
+
+    In training A_r are the floor(c_r T) tokens (at least 1) of A_{r-1} with the largest g, and a
+    binary cross-entropy of weight 1e-3 teaches the router to tell who is among them. Otherwise a
+    token goes on while sigmoid(l) >= 1/2.
+    """
+
+    method, title = "mor-expert", "MoR, expert choice"
+    color, marker = "#56B4E9", "P"
+    Config = ExpertChoiceConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        D, S = config.hidden_size, config.ponder_steps + 1
+        self.routers = nn.ModuleList(nn.Linear(D, 1, bias=False) for _ in range(S))
+        self.routers.apply(self._init_weights)
+
+    def choose(self, logit, active, share, top_k):
+        """Who takes part in a recursion, (B, T) of bool. Where all may, there is no choice."""
+        if share == 1:
+            return active
+        if not top_k:
+            return active & (logit >= 0)
+        # The floor, but of 0.29 * 100 = 28.999.. it is 29.
+        n = max(1, int(share * logit.size(1) + 1e-9))
+        top = logit.masked_fill(~active, -torch.inf).topk(n, dim=1).indices
+        return torch.zeros_like(active).scatter(1, top, True)
+
+    def recursions(self, idx, top_k=None):
+        """h (B, T, S, D), s, log_w (B, T, S) and the routers' loss. top_k None: in training only.
+
+        Scores that are published never come from top_k=True.
+        """
+        top_k = self.training if top_k is None else top_k
+        x, h, depth, loss = self.embed(idx), [], 0, 0.0
+        active = torch.ones_like(idx, dtype=torch.bool)
+        for router, share in zip(self.routers, self.config.shares, strict=True):
+            logit = self.route(router, x)[..., 0]  # (B, T)
+            chosen = self.choose(logit, active, share, top_k)
+            if active.any():
+                verdict = chosen[active].to(logit.dtype)
+                loss = loss + F.binary_cross_entropy_with_logits(logit[active], verdict)
+            active, depth = chosen, depth + chosen.long()
+            x = x + 0.1 * logit.sigmoid()[..., None] * self.recur(x, active)
+            h.append(self.model.norm(x))
+        return torch.stack(h, dim=2), *self.distribution(depth), 1e-3 * loss
+
+    @torch.no_grad()
+    def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
+        (x, positions), steps = self.place(token, position), -1
+        for router, share, layers in zip(self.routers, self.config.shares, cache, strict=True):
+            logit = self.route(router, x)
+            if share < 1 and logit < 0:
+                break
+            x = x + 0.1 * logit.sigmoid() * self.model.stack(x, positions, None, cache=layers)
+            steps += 1
+        return self.lm_head(self.model.norm(x))[0, 0], steps
+
+    @staticmethod
+    def training_forwards(config, steps):
+        return sum(config.shares)
+
+
+class TokenChoice(MoR):
+    """p = softmax(W x_0), i = argmax p; y_r = Stack(y_{r-1}), y_0 = x_0; out = x_0 + p_i y_i.
+
+    The routers' loss spreads the tokens over the depths: 0.1 N_r sum_r f_r P_r (f_r: the share of
+    tokens with depth r, P_r: the mean of p_r), plus 1e-5 mean(logsumexp(W x_0)^2).
+    """
+
+    method, title = "mor-token", "MoR, token choice"
+    color, marker = "#777777", "X"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.depths = nn.Linear(config.hidden_size, config.ponder_steps + 1, bias=False)
+        self.depths.apply(self._init_weights)
+
+    def choose(self, x):
+        """x_0 (B, T, D) -> depth (B, T) in 1 .. N_r, its p_i (B, T, 1), p, logits (B, T, N_r)."""
+        logits = self.route(self.depths, x)
+        p = logits.softmax(-1)
+        best = p.max(-1, keepdim=True)
+        return best.indices[..., 0] + 1, best.values, p, logits
+
+    def recursions(self, idx):
+        """As ExpertChoice.recursions."""
+        x = y = self.embed(idx)
+        depth, gate, p, logits = self.choose(x)
+        h, S = [], self.config.ponder_steps + 1
+        for r in range(1, S + 1):
+            active = depth >= r
+            y = torch.where(active[..., None], self.recur(y, active), y)
+            h.append(self.model.norm(x + gate * y))
+        f = F.one_hot(depth - 1, S).to(p.dtype).mean((0, 1))  # (N_r,)
+        loss = 0.1 * S * (f * p.mean((0, 1))).sum() + 1e-5 * logits.logsumexp(-1).square().mean()
+        return torch.stack(h, dim=2), *self.distribution(depth), loss
+
+    @torch.no_grad()
+    def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
+        x, positions = self.place(token, position)
+        y = x
+        depth, gate, _, _ = self.choose(x)
+        for layers in cache[: int(depth)]:
+            y = self.model.stack(y, positions, None, cache=layers)
+        return self.lm_head(self.model.norm(x + gate * y))[0, 0], int(depth) - 1
+
+    @staticmethod
+    def training_forwards(config, steps):
+        """Training decides how many: 1 + steps of the tokens themselves.
+
+        (A batch of sequences is padded to the one with the most tokens at each depth.)
+        """
+        return 1 + steps

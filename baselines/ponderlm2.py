@@ -1,0 +1,14 @@
+"""PonderLM-2 (arXiv 2509.23184): all K states are fed back, and only the last one predicts.
+
+It is PonderLM-3 with a fixed depth in place of the router: s is one-hot at K, and no key is masked.
+"""
+
+from model import PonderLM
+
+
+class PonderLM2(PonderLM):
+    method, title = "ponderlm2", "PonderLM-2"
+    color, marker = "#0072B2", "s"
+    defaults = {"iters": (2, 3)}
+    unused = ("router_offset", "penalty_weight")
+    has_router = False

@@ -1,0 +1,21 @@
+"""Speed and memory, as ratios of two things measured in one run.
+
+    python -m bench attention                 forward and backward of each backend, against plain
+    python -m bench attention --lengths 1024 --repeats 9
+    python -m bench train                     a training step against plain forward and backward
+    python -m bench decode                    early exit against no exit, the cache, transformers
+
+Writes <out>/attention-<device>.json, train-<preset>-<device>.json or decode-<run>-<device>.json,
+for the first and the last a picture, too, and prints the table.
+"""
+
+import tyro
+
+from bench.decoding import decode
+from bench.kernels import attention
+from bench.training_step import train
+from runtime import command_line
+
+if __name__ == "__main__":
+    commands = {"attention": attention, "train": train, "decode": decode}
+    command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, description=__doc__))

@@ -1,0 +1,67 @@
+"""Text -> token ids in train.bin and val.bin.
+
+    python -m corpus                            the default corpus: docstrings of Python packages
+    python -m corpus FILE_OR_FOLDER             any text; a folder with .bin files is ready as it is
+    python -m corpus stream NAME --tokens N     a large corpus, through Hugging Face datasets
+    python -m corpus lookup                     the lookup task, into data/lookup
+
+`python train.py --data ..` prepares what the first two prepare by itself.
+"""
+
+import sys
+from pathlib import Path
+
+import tyro
+
+from corpus.batches import describe, load_tokens, unigram_entropy
+from corpus.lookup import prepare_lookup
+from corpus.preparation import CACHE, prepare
+from corpus.streaming import stream
+from runtime import command_line
+
+
+def show(
+    data: tyro.conf.Positional[str] = "pydocs",
+    tokenizer: str | None = None,
+    vocab_size: int = 4096,
+):
+    """Prepare a corpus and show what is in it.
+
+    Args:
+        data: pydocs, pysource, shakespeare, a text file, a folder of them, or of .bin files
+        tokenizer: bytes, bpe, gpt2, or a model that has one; by default bytes, or the corpus's own
+        vocab_size: number of tokens of a bpe tokenizer
+    """
+    folder, tokenizer = prepare(data, tokenizer, vocab_size)
+    print(describe(folder))
+    for split in ("train", "val"):
+        tokens = load_tokens(folder, split, tokenizer.vocab_size, block_size=1)
+        entropy = unigram_entropy(tokens, tokenizer.vocab_size)
+        print(f"{split}: {len(tokens):,} tokens, unigram entropy {entropy:.3f} nats, begins")
+        print("    " + repr(tokenizer.decode(tokens[:60]).decode("utf-8", "replace")))
+
+
+def lookup(folder: Path = CACHE / "lookup", lines: int = 100_000, seed: int = 0):
+    """Prepare the lookup task: chains of 1 to 6 lookups, to train on and to measure with.
+
+    Args:
+        folder: where to
+        lines: number of lines, of 64 tokens each; one in 20 is for validation
+        seed: of the random lines
+    """
+    prepare_lookup(folder, lines, seed)
+    show(str(folder))
+    print(f"next: python train.py --data {folder}")
+
+
+def main():
+    commands = {"stream": stream, "lookup": lookup}
+    name, *flags = sys.argv[1:] or [""]
+    if name in commands:
+        tyro.cli(commands[name], prog=f"python -m corpus {name}", args=flags)
+    else:
+        tyro.cli(show, prog="python -m corpus", description=__doc__)
+
+
+if __name__ == "__main__":
+    command_line(main)

@@ -1,0 +1,291 @@
+"""Text -> a prepared corpus in data/, once: sources of text, the validation split, files of ids.
+
+documents   [(name, bytes)], where text comes from: docstrings, source files, a download, files
+divide      documents -> texts of train and val
+prepare     the name of a corpus, a file or a folder -> a folder as batches.py describes it, from
+            the cache where the same text was prepared with the same tokenizer before
+"""
+
+import ast
+import hashlib
+import os
+import sys
+import sysconfig
+import tempfile
+import urllib.request
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+from tqdm import tqdm
+
+from corpus.batches import check_streamed, id_type, is_prepared
+from corpus.tokenizers import (
+    IdTokenizer,
+    Tokenizer,
+    check_bpe_size,
+    load_tokenizer,
+    open_tokenizer,
+)
+from runtime import UserError, write_json
+
+CACHE = Path("data")
+PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # torch brings the last two
+SHAKESPEARE = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+)
+
+# -- Sources of text -------------------------------------------------------------------------------
+
+
+def package_files():
+    """Python files of the standard library and of PACKAGES: (name, path), sorted, without tests."""
+    folders = {"python": Path(sysconfig.get_paths()["stdlib"])}
+    folders |= {name: Path(find_spec(name).origin).parent for name in PACKAGES}
+    skip = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
+    for name, folder in folders.items():
+        for file in sorted(folder.rglob("*.py")):
+            if not skip & set(file.relative_to(folder).parts):
+                yield f"{name}/{file.relative_to(folder).as_posix()}", file
+
+
+def docstrings(file):
+    """The docstrings of one Python file, in the order of the source."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):
+            return []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))
+    return [text for node in nodes if (text := ast.get_docstring(node))]
+
+
+def pydocs():
+    """The default corpus: one document a file, its docstrings, each docstring only once."""
+    names, files = zip(*package_files(), strict=True)
+    # Fresh processes: a fork of a process in which torch runs threads may hang.
+    with ProcessPoolExecutor(min(os.cpu_count(), 8), get_context("spawn")) as pool:
+        found = pool.map(docstrings, files, chunksize=16)
+        found = list(tqdm(found, "reading docstrings", len(files), unit=" files", leave=False))
+    sources = [*zip(names, found, strict=True), *((f"topics/{k}", [topics[k]]) for k in topics)]
+    documents, seen = [], set()
+    for name, texts in sources:
+        new = [text for text in dict.fromkeys(texts) if text not in seen]
+        seen.update(new)
+        if new:
+            documents.append((name, "\n\n".join(new).encode("utf-8", "replace")))
+    return documents
+
+
+def pysource():
+    """The same packages' Python files whole."""
+    files = list(package_files())
+    return [(name, file.read_bytes()) for name, file in tqdm(files, "reading source", leave=False)]
+
+
+def shakespeare():
+    """Tiny Shakespeare (1.1 MB), downloaded and checked."""
+    url, sha256 = SHAKESPEARE
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            text = response.read()
+    except OSError as error:
+        raise UserError(
+            f"cannot download {url} ({error}); without a network train on the default, --data "
+            "pydocs, or on a file of your own, --data FILE"
+        ) from None
+    if hashlib.sha256(text).hexdigest() != sha256:
+        raise UserError(
+            f"{url} is not the file it was: its sha256 differs; use --data FILE instead"
+        )
+    return [("shakespeare", text)]
+
+
+CORPORA = {"pydocs": pydocs, "pysource": pysource, "shakespeare": shakespeare}
+
+
+def read_texts(path):
+    """A file, or the text files of a folder, none that is hidden or has a NUL byte: (name, bytes),
+    sorted by name."""
+    hidden = lambda f: any(part.startswith(".") for part in f.relative_to(path).parts)  # noqa: E731
+    files = [f for f in sorted(path.rglob("*")) if f.is_file() and not hidden(f)]
+    files = [path] if path.is_file() else files
+    texts = [(str(file.relative_to(path.parent)), file.read_bytes()) for file in files]
+    return [(name, text) for name, text in texts if path.is_file() or b"\0" not in text]
+
+
+# -- Documents -> files of ids ---------------------------------------------------------------------
+
+
+def boundary(text, at):
+    """The last place up to `at` where no character of UTF-8 is cut."""
+    for back in range(min(4, at)):
+        if at >= len(text) or text[at - back] & 0b1100_0000 != 0b1000_0000:
+            return at - back
+    return at  # it is not UTF-8
+
+
+def divide(documents):
+    """Documents -> train, validation: one file in 20 by the hash of its name, so that no docstring
+    has its neighbours on the other side; of few documents the last tenth of each."""
+    train, val = [], []
+    for name, text in documents:
+        if len(documents) >= 100:
+            held_out = int(hashlib.sha1(name.encode()).hexdigest(), 16) % 20 == 0
+            (val if held_out else train).append(text)
+        else:
+            cut = boundary(text, len(text) - len(text) // 10)
+            train.append(text[:cut])
+            val.append(text[cut:])
+    return train, val
+
+
+def pieces_of(text):
+    """A text in pieces of at most 1 MB, cut behind a line where there is one."""
+    start = 0
+    while start < len(text):
+        end = min(start + 10**6, len(text))
+        if end < len(text):
+            end = text.rfind(b"\n", start, end) + 1 or boundary(text, end)
+        yield text[start:end]
+        start = end
+
+
+def check_end(tokenizer):
+    """Refuse a tokenizer that cannot divide one text from the next."""
+    if tokenizer.end_of_text is None:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} has no end of text, which divides one text from the "
+            "next: name it in tokenizer_config.json, as eos_token, or give ready .bin files"
+        )
+
+
+def write_tokens(texts, tokenizer, file, label):
+    """Encode documents, each followed by the end of text, into a file of ids."""
+    kind = id_type(tokenizer.vocab_size)
+    bar = tqdm(total=sum(map(len, texts)), desc=label, unit="B", unit_scale=True, leave=False)
+    with open(file, "wb") as out, bar:
+        for text in texts:
+            np.array(tokenizer.begin, dtype=kind).tofile(out)
+            for piece in pieces_of(text):
+                np.array(tokenizer.encode(piece), dtype=kind).tofile(out)
+                bar.update(len(piece))
+            np.array([tokenizer.end_of_text], dtype=kind).tofile(out)
+
+
+def write_corpus(folder, source, documents, tokenizer):
+    """A prepared corpus of documents, whole or not at all. `source` tells where they came from."""
+    check_end(tokenizer)
+    train, val = divide(documents)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        half = Path(temporary) / "corpus"  # renamed when complete: no half corpus in the cache
+        half.mkdir()
+        write_tokens(train, tokenizer, half / "train.bin", "encoding train")
+        write_tokens(val, tokenizer, half / "val.bin", "encoding val")
+        tokenizer.save(half / "tokenizer.json")
+        text = b"".join(text for _, text in documents)
+        meta = {"source": source, "documents": len(documents), "bytes": len(text)}
+        meta |= {"sha256": hashlib.sha256(text).hexdigest(), "val_bytes": sum(map(len, val))}
+        write_json(half / "meta.json", meta | {"dtype": id_type(tokenizer.vocab_size).name})
+        try:
+            half.rename(folder)
+        except OSError:  # another program prepared the same meanwhile
+            if not folder.exists():
+                raise
+
+
+# -- Preparing, once -------------------------------------------------------------------------------
+
+
+def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
+    """Make a corpus ready for training, once; later calls find it in the cache.
+
+    Args:
+        data: 'pydocs', 'pysource', 'shakespeare', a text file, a folder of text files, or a folder
+            with train.bin and val.bin.
+        tokenizer: 'bytes', 'bpe' (trained on the corpus), 'gpt2', or the directory of a model that
+            has one. None: a .bin folder's own, bytes for text.
+        vocab_size: of 'bpe'.
+
+    Returns:
+        The folder with train.bin and val.bin, and its tokenizer.
+
+    Raises:
+        UserError: text that is missing, empty, or ids that do not fit.
+        OSError: text that cannot be read.
+    """
+    if not data:
+        raise UserError("--data is empty; name a corpus, a file or a folder")
+    if {data, tokenizer} & {"lookup", "hops"}:
+        raise UserError(
+            "the lookup task is an ordinary corpus: prepare it with python -m corpus lookup, and "
+            f"give its folder alone, --data {CACHE / 'lookup'}"
+        )
+    path = Path(data)
+    if is_prepared(path):
+        check_streamed(path)
+        return path, bin_tokenizer(path, tokenizer)
+    documents = None
+    if data in CORPORA:
+        versions = [f"{name} {version(name)}" for name in PACKAGES] if data[:2] == "py" else []
+        source = ", ".join([data, f"Python {sys.version.split()[0]}", *versions])
+    elif path.exists():
+        documents = [(name, text) for name, text in read_texts(path) if text.strip()]
+        if not documents:
+            raise UserError(f"{data} holds no text; give a file or folder with some")
+        texts = [(name, hashlib.sha256(text).hexdigest()) for name, text in documents]
+        source = f"{path.name} {hashlib.sha256(repr(texts).encode()).hexdigest()}"
+    else:
+        raise UserError(f"--data {data}: no such file or folder, nor one of {', '.join(CORPORA)}")
+    kind = tokenizer = tokenizer or "bytes"
+    if tokenizer == "bpe":
+        check_bpe_size(vocab_size)
+        kind = f"bpe{vocab_size}"
+    elif tokenizer not in ("bytes", "gpt2"):
+        tokenizer = open_tokenizer(tokenizer)
+        kind = tokenizer.name + ("" if tokenizer.name == "bytes" else f"-{tokenizer.digest}")
+    digest = hashlib.sha256(f"{source} {kind}".encode()).hexdigest()[:8]
+    folder = Path(cache) / f"{path.stem}-{kind}-{digest}"
+    if folder.exists():
+        return folder, load_tokenizer(folder / "tokenizer.json")
+
+    if tokenizer in ("bytes", "gpt2"):  # which may need the network: before minutes of reading
+        tokenizer = open_tokenizer(tokenizer)
+    documents = documents or CORPORA[data]()
+    if tokenizer == "bpe":
+        print(f"training a BPE tokenizer of {vocab_size} tokens", flush=True)
+        train, _ = divide(documents)
+        tokenizer = Tokenizer.train((text.decode("utf-8", "ignore") for text in train), vocab_size)
+    write_corpus(folder, source, documents, tokenizer)
+    return folder, tokenizer
+
+
+def bin_tokenizer(folder, name):
+    """The tokenizer of a folder with train.bin and val.bin: as named, or its own, or GPT-2's."""
+    if name == "bpe":
+        raise UserError(f"{folder} holds token ids already; a BPE cannot be trained on them")
+    if name is not None:
+        return open_tokenizer(name)
+    if (folder / "tokenizer.json").exists():
+        return load_tokenizer(folder / "tokenizer.json")
+    if (folder / "meta.pkl").exists():
+        raise UserError(
+            f"{folder / 'meta.pkl'} is a character vocabulary, which is not read here: give its "
+            "text instead, --data FILE, or the vocabulary of its ids with --tokenizer"
+        )
+    try:
+        return Tokenizer.gpt2()
+    except UserError as error:
+        print(f"note: {folder} is taken for GPT-2 tokens; text is shown as token ids, because")
+        print(f"      {str(error).split(':')[0]}")
+        return IdTokenizer(50_257)

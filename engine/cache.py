@@ -1,0 +1,78 @@
+"""Keys and values of executed slots, one row a sequence, with room for more.
+
+An empty place has a key bias that hides it. So rows of different lengths need no mask, and whatever
+lies behind a row's end does not matter to it.
+
+code       shape                  meaning
+layers     L of (B, 2G, M, d')    a layer: the keys of G heads, with their bias, then values
+d, d'                             head width without and with the bias channel, see attention
+"""
+
+import torch
+
+from attention import MASKED, attend_causally, augment
+
+BLOCK = 256  # places by which the cache grows
+
+
+class SlotCache:
+    def __init__(self, config, rows, dtype, device):
+        self.G, self.d = config.key_value_heads, config.head_width
+        self.width = padded_width(self.d)
+        self.shape = config.num_hidden_layers, rows, 2 * self.G, self.width
+        self.dtype, self.device, self.block = dtype, device, BLOCK
+        self.layers = self.empty(0)
+
+    def empty(self, places):
+        """Layers in which every place is empty."""
+        L, rows, heads, width = self.shape
+        layers = torch.zeros(L, rows, heads, places, width, dtype=self.dtype, device=self.device)
+        layers[:, :, : self.G, :, self.d] = MASKED
+        return list(layers)
+
+    def reserve(self, places):
+        """Give every row room for so many places. Tensors of layers may be new ones afterwards."""
+        before = self.layers[0].size(2)
+        if places > before:
+            larger = self.empty(-(-places // self.block) * self.block)
+            for new, old in zip(larger, self.layers, strict=True):
+                new[:, :, :before] = old
+            self.layers = larger
+
+    def clear(self, row, first=0):
+        """Forget what a row holds from place `first` on."""
+        for layer in self.layers:
+            layer[row, : self.G, first:, self.d] = MASKED
+
+    def copy(self, source, target, length):
+        """Row `target` becomes the first `length` places of row `source`."""
+        for layer in self.layers:
+            layer[target, :, :length] = layer[source, :, :length]
+        self.clear(target, length)
+
+
+class PromptLayer:
+    """One layer's attention while prompts are read: causal, and all that it sees is written down.
+
+    Stands where a LayerCache stands when a token is decoded.
+    """
+
+    def __init__(self, cache, layer, at):
+        self.cache, self.layer = cache, layer
+        self.at = at  # (R,) the rows of the cache that the prompts will have
+        self.rows = None  # which of these prompts a pass is about: prefill.settle says it
+
+    def attend(self, q, k, v, key_bias):
+        d, N = q.size(-1), q.size(2)
+        if key_bias is None:
+            key_bias = k.new_zeros(k.size(0), N)
+        q, k, v = augment(q, k, v, key_bias)
+        self.cache.reserve(N)
+        kv = torch.cat([k, v], dim=1)  # (R, 2G, N, d')
+        self.cache.layers[self.layer][self.at[self.rows], :, :N] = kv.to(self.cache.dtype)
+        return attend_causally(q, k, v, d)
+
+
+def padded_width(d):
+    """d': the head width with the bias channel, rounded up as attention.augment does."""
+    return d + 1 + -(d + 1) % 8

@@ -1,0 +1,125 @@
+"""Jacobi iteration over executed slots only: where all tokens run at once, skipping pays as well.
+
+PonderLM.jacobi runs all S slots of every token and hides those beyond K-hat. Here they are left
+out: the sequence of a pass holds the slots k <= K-hat_t and no other, in the order of the text.
+
+    pass 1   x1 x2 x3 x4                 slot 0 of every token; the router reads h^(0)
+    pass 2   x1 .  x2 h2 x3 h3 x4 h4     K-hat = 0 1 2 1: one more slot of those that want one
+    pass 3   x1 .  x2 h2 x3 h3 h3 x4 h4  K-hat anew after each pass; and so on until it stands still
+
+A slot sits out while w says so and comes back when w rises. Its input is the output of the slot
+before in the last pass, so that a token may run at most one slot more than it did then. That also
+makes the ladder of the first passes.
+
+code      symbol      shape           meaning
+h         h_t^(k)     (B, T, S, D)    the newest output of each slot
+steps     K-hat_t     (B, T)          steps by the newest mask scores
+ran                   (B, T)          how many slots of a token ran in the last pass, at first none
+rows                  (R,)            the rows that still move
+active                (R, T, S)       which of their slots are in a pass
+order                 (R, N)          the places t*S + k of these; a row with fewer is padded behind
+"""
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass
+class Settled:
+    h: torch.Tensor  # (B, T, S, D), 0 beyond K-hat
+    s: torch.Tensor  # (B, T, S)
+    log_w: torch.Tensor  # (B, T, S)
+    steps: torch.Tensor  # (B, T) K-hat, 0 behind a row's end
+    passes: int
+    slots: int  # that ran, in all passes and rows: what it cost
+
+
+@torch.no_grad()
+def settle(
+    model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, max_passes=None, cache=None
+):
+    """All states of all tokens as decoding at tau has them, in parallel (sections 3.3, 3.4.1).
+
+    A row is done when a pass has changed its latents by at most `tolerance` (relative norm) and
+    K-hat not at all. It then sits out, so that it does not depend on its neighbours.
+
+    Args:
+        model: a PonderLM whose latents are a fixed point (model.iterates).
+        idx: (B, T) token ids.
+        tau, alpha: as PonderLM.ponder_token.
+        lengths: (B,) tokens of each row, at least 1; padding follows them. None: T.
+        tolerance: with 0 it goes on until nothing moves, for at most K*T + 1 passes: exact.
+        max_passes: give up after so many, with a warning.
+        cache: one object a layer whose `attend` takes the place of the model's attention, and
+            whose `rows` are told which rows a pass is about; see cache.PromptLayer.
+
+    Returns:
+        Settled. Where it gave up, `steps` are those that ran in the last pass.
+
+    Raises:
+        ValueError: a model without latents to iterate, or no pass.
+    """
+    if not model.iterates:
+        raise ValueError(f"{model.config.method} has no latents to iterate: use its `states`")
+    if max_passes is not None and max_passes < 1:
+        raise ValueError(f"max_passes = {max_passes}: there has to be a pass")
+    (B, T), S, device = idx.shape, model.config.ponder_steps + 1, idx.device
+    e = model.embed(idx)  # (B, T, D)
+    h = e.new_zeros(B, T, S, e.size(-1))
+    s, log_w = (torch.zeros_like(x) for x in model.router(h[:, :, 0]))  # (B, T, S)
+    steps = torch.zeros_like(idx)
+    ran = torch.zeros_like(idx)
+    inside = torch.ones_like(idx, dtype=torch.bool)
+    if lengths is not None:
+        inside = torch.arange(T, device=device) < lengths[:, None]
+    slot = torch.arange(S, device=device)
+
+    def wanted(rows):  # -> (R, T, S)
+        return (slot <= torch.minimum(steps, ran)[rows, :, None]) & inside[rows, :, None]
+
+    rows, slots, exact = torch.arange(B, device=device), 0, (S - 1) * T + 1
+    last = exact if max_passes is None else min(exact, max_passes)
+    following = wanted(rows)
+    for passes in range(1, last + 1):  # noqa: B007
+        active = following
+        counts = active.flatten(1).sum(1)
+        slots += int(counts.sum())
+        order = (~active).flatten(1).sort(stable=True).indices[:, : counts.max()]  # (R, N)
+        places = order[..., None].expand(-1, -1, e.size(-1))  # (R, N, D)
+        x = torch.cat([e[rows, :, None], model.feed_back(h[rows, :, :-1])], dim=2)  # (R, T, S, D)
+        x = x.flatten(1, 2).gather(1, places)  # (R, N, D)
+        key_bias = None
+        if model.has_router:
+            key_bias = model.key_bias(log_w[rows]).flatten(1).gather(1, order)  # (R, N)
+        for layer in cache or ():
+            layer.rows = rows
+        out = model.model(x, order // S, key_bias, model.backend, cache)  # (R, N, D)
+
+        before = h[rows].flatten(1, 2)  # (R, T*S, D)
+        after = before.scatter(1, places, out.to(h.dtype))
+        h[rows] = after.view(len(rows), T, S, -1)
+        s[rows], log_w[rows] = model.router(h[rows, :, 0], alpha)
+        steps[rows] = model.executed(log_w[rows], tau)
+        ran[rows] = active.sum(-1)
+
+        following = wanted(rows)
+        fed_back = F.pad(following[..., 1:], (0, 1)).flatten(1)[..., None]  # the outputs that are
+        change = ((after - before) * fed_back).flatten(1).norm(dim=1)  # (R,)
+        size = (after * fed_back).flatten(1).norm(dim=1)
+        moving = ~(change <= tolerance * size) | (following != active).flatten(1).any(1)
+        rows, following = rows[moving], following[moving]
+        if not len(rows):
+            break
+    if len(rows) and last < exact:
+        worst = (change / size)[moving].max()
+        warnings.warn(
+            f"after {last} passes the latents still change by {worst:.1e} (tolerance "
+            f"{tolerance:g}): allow more passes, or read the prompt sequentially",
+            stacklevel=3,
+        )
+    steps = (ran - 1) * inside  # K-hat, unless it gave up
+    h = h * (slot <= steps[..., None])[..., None]
+    return Settled(h, s, log_w, steps, passes, slots)

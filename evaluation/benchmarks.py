@@ -1,0 +1,222 @@
+"""The benchmarks of the paper's table (section 4.2), through lm-evaluation-harness.
+
+    pip install lm_eval==0.4.13
+    python -m evaluation --tasks lambada_openai,arc_easy,sciq --num-fewshot 5 --out scores.json
+
+The harness has the tasks, writes the prompts and judges the answers; it fetches the texts of a task
+once. The model that it asks is in harness.py.
+"""
+
+import difflib
+import hashlib
+import logging
+import time
+from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import jinja2
+
+from baselines.cost import PAPER, cost
+from evaluation.harness import Count
+from interop import shards
+from runtime import UserError, read_json, write_json
+
+# The paper's table: task, heading, and accuracies in % of 410M parameters, 10 B tokens of the Pile.
+COLUMNS = {
+    "lambada_openai": "LAMB-O",
+    "arc_easy": "ARC-E",
+    "lambada_standard": "LAMB-S",
+    "arc_challenge": "ARC-C",
+    "winogrande": "WinoG",
+    "piqa": "PIQA",
+    "hellaswag": "HellaS",
+    "sciq": "SciQ",
+    "race": "RACE",
+}
+PRINTED = {
+    5: {
+        "LoopedLM (4 loops)": (34.2, 48.2, 26.6, 20.6, 47.0, 64.2, 30.7, 83.4, 27.8, 42.5),
+        "Pause (3 pauses)": (30.7, 46.9, 26.3, 21.8, 51.6, 63.4, 30.1, 81.8, 28.5, 42.3),
+        "MoR (max 3 steps)": (31.5, 48.5, 25.3, 20.0, 51.0, 63.7, 30.6, 84.7, 28.0, 42.6),
+        "PonderLM-1 (3 steps)": (34.0, 49.1, 28.4, 21.8, 49.7, 64.1, 30.9, 84.4, 29.5, 43.5),
+        "PonderLM-2 (3 steps)": (37.6, 50.6, 34.0, 21.8, 53.5, 65.0, 32.5, 87.5, 31.2, 46.0),
+        "PonderLM-3 (max 3 steps)": (40.8, 50.7, 36.0, 22.0, 52.6, 64.9, 32.3, 86.9, 31.8, 46.4),
+    },
+    0: {
+        "LoopedLM (4 loops)": (40.4, 47.2, 28.6, 20.4, 50.8, 64.4, 30.6, 75.4, 28.8, 43.0),
+        "Pause (3 pauses)": (38.1, 47.5, 27.8, 20.3, 50.3, 63.8, 29.8, 76.3, 29.0, 42.5),
+        "MoR (max 3 steps)": (37.0, 45.3, 26.6, 19.9, 50.1, 63.8, 30.0, 77.3, 28.6, 42.0),
+        "PonderLM-1 (3 steps)": (39.6, 47.8, 29.3, 20.4, 50.0, 64.1, 30.4, 77.2, 29.9, 43.2),
+        "PonderLM-2 (3 steps)": (45.0, 47.6, 36.6, 21.9, 51.6, 64.4, 32.3, 80.6, 31.4, 45.7),
+        "PonderLM-3 (max 3 steps)": (43.3, 48.7, 35.0, 21.9, 50.7, 64.2, 32.2, 80.0, 29.3, 45.0),
+    },
+}
+
+
+def check_installed():
+    if find_spec("lm_eval") is None:
+        raise UserError("--tasks needs lm-evaluation-harness: pip install lm_eval==0.4.13")
+
+
+@contextmanager
+def explained(name):
+    """What may be wrong with a task, in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"the texts of {name} cannot be read ({error}); if they are on the Hub, the harness "
+            "needs the network once"
+        ) from None
+    except jinja2.TemplateError as error:
+        raise UserError(f"the templates of {name} cannot be filled in: {error}") from None
+
+
+def find_tasks(names, include_path=None):
+    """A TaskManager that knows the tasks of the harness and those in `include_path`.
+
+    Raises:
+        UserError: a name that is not known, or a task whose texts cannot be fetched.
+    """
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # one line for each retry
+    manager = TaskManager(include_path=include_path)
+    for name in names:
+        if name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else "lm_eval ls tasks lists them"
+            raise UserError(f"--tasks {name}: the harness has no such task; {hint}")
+    for name in names:  # now, not after hours
+        print(f"fetching {name}", flush=True)
+        with explained(name):
+            manager.load([name])
+    return manager
+
+
+def digest(files):
+    """Tells models and tasks apart: a hash of these files."""
+    found = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as stream:
+            found.update(hashlib.file_digest(stream, "sha256").digest())
+    return found.hexdigest()[:16]
+
+
+def read_report(out, settings):
+    """What `out` has of the same settings already; new results without such a file.
+
+    Raises:
+        UserError: it has results of something else, or is damaged.
+    """
+    if out is None or not out.exists():
+        return settings | {"tasks": {}}
+    report = read_json(out)
+    if {key: report.get(key) for key in settings} != settings:
+        raise UserError(f"{out} has results of another model, tasks or options: give another file")
+    try:
+        for entry in report["tasks"].values():
+            _ = [entry[key] for key in ("tokens", "steps", "requests", "cut", "seconds")]
+            _ = entry["results"].items(), entry["documents"].items()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{out} is damaged: {error!r}; give another file") from None
+    return report
+
+
+def run(lm, directory, tasks, num_fewshot=None, limit=None, include_path=None, out=None):
+    """Evaluate tasks one after the other; what `out` has of them already is not done again.
+
+    Returns:
+        What is written to `out`: settings, and for each task the harness's results, beside them
+        what was read for it.
+
+    Raises:
+        UserError: an unknown task, no network, a request that the model cannot answer,
+            or results of something else in `out`.
+    """
+    from lm_eval import simple_evaluate
+
+    names = list(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip()))
+    if not names or (num_fewshot or 0) < 0 or (limit is not None and limit < 1):
+        raise UserError(
+            f"--tasks {tasks!r}, num_fewshot = {num_fewshot}, limit = {limit}: names with commas "
+            "between them, 0 or more, 1 or more"
+        )
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError(f"--include-path {include_path}: no such folder")
+    files = [directory / "config.json", directory / "tokenizer.json", *shards(directory)]
+    if include_path is not None:
+        inside = sorted(file for file in Path(include_path).rglob("*") if file.is_file())
+        files += [file for file in inside if out is None or file.resolve() != out.resolve()]
+    settings = {"files": digest(files), "lm_eval": version("lm_eval"), "tau": lm.tau}
+    report = read_report(out, settings | {"num_fewshot": num_fewshot, "limit": limit})
+    left = [name for name in names if name not in report["tasks"]]
+    manager = find_tasks(left, include_path) if left else None
+    for name in left:
+        lm.count, start = Count(), time.perf_counter()
+        with explained(name):
+            found = simple_evaluate(
+                lm, tasks=[name], num_fewshot=num_fewshot, limit=limit, task_manager=manager,
+                bootstrap_iters=1000, log_samples=False,
+            )  # fmt: skip
+        report["tasks"][name] = vars(lm.count) | {
+            "seconds": time.perf_counter() - start,
+            "results": found["results"],
+            "documents": {task: n["effective"] for task, n in found["n-samples"].items()},
+        }
+        if out is not None:
+            write_json(out, report)
+    return report | {
+        "run": str(directory),
+        "tasks": {name: report["tasks"][name] for name in names},
+    }
+
+
+def mean_steps(entries):
+    """Executed steps a token, over all that was read for some tasks."""
+    return sum(e["steps"] for e in entries) / max(sum(e["tokens"] for e in entries), 1)
+
+
+def show(report, config):
+    """Print the metrics of each task, and the paper's table with its rows and ours."""
+    tasks, K = report["tasks"], config.ponder_steps
+    print(f"\n{'task':24}{'metric':28}{'value':>9}{'stderr':>9}{'documents':>11}{'steps':>7}")
+    for name, entry in tasks.items():
+        steps = mean_steps([entry])
+        for task, metrics in entry["results"].items():
+            for key, value in metrics.items():
+                metric, _, filtered = key.partition(",")
+                if not filtered or metric.endswith("_stderr"):
+                    continue
+                error = metrics.get(f"{metric}_stderr,{filtered}")
+                error = f"{error:.4f}" if isinstance(error, float) else "-"
+                metric += "" if filtered == "none" else f" ({filtered})"
+                documents = entry["documents"].get(task, "")
+                value = f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
+                print(f"{task:24}{metric:28}{value:>9}{error:>9}{documents:>11}{steps:7.2f}")
+        if entry["cut"]:
+            print(f"{name:24}note: {entry['cut']:,} of {entry['requests']:,} contexts lost their "
+                  f"beginning: the window has {config.block_size} tokens")  # fmt: skip
+    mine = [entry for name, entry in tasks.items() if name in COLUMNS]
+    if not mine:
+        return
+    found = [tasks.get(name, {}).get("results", {}).get(name, {}) for name in COLUMNS]
+    cells = [100 * one["acc,none"] if "acc,none" in one else None for one in found]
+    ours = (*cells, None if None in cells else sum(cells) / len(cells))
+    shots = report["num_fewshot"] or 0  # of the nine none has a number of its own
+    part = f", {report['limit']} documents a task" if report["limit"] else ""
+    print(f"\naccuracy in %, {shots}-shot{part}")
+    print(f"{'':28}{'GFLOPs/token':>13}" + "".join(f"{h:>7}" for h in [*COLUMNS.values(), "Avg."]))
+
+    def line(name, flops, row):
+        cells = "".join(f"{'-' if cell is None else f'{cell:.1f}':>7}" for cell in row)
+        print(f"{name:28}{flops:13.3g}{cells}")
+
+    line(f"{config.method} (K = {K})", cost(config, mean_steps(mine)).paper_flops / 1e9, ours)
+    for name, row in PRINTED.get(shots, {}).items():
+        line(f"* {name}", PAPER[name][1], row)
+    print("FLOPs: 6 N (1 + executed steps), section 4.2, over all that was read for these tasks")
+    if shots in PRINTED:
+        print("* as printed in the paper: 410M parameters, 10 B tokens of the Pile; not run here")

@@ -1,0 +1,119 @@
+"""Scoring texts: the loss of each token, soft and as it decodes, in windows of the model's length.
+
+A text is scored in windows that lie `stride` apart, so that each token but the first ones has at
+least T - stride tokens before it. A window's Jacobi iteration ends on its own: no score depends on
+what else is scored, or on padding.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from engine.prefill import settle
+from training.validation import truncate
+
+TOLERANCE = 1e-5  # of the latents, when a window's Jacobi iteration has converged
+
+
+@dataclass
+class Window:
+    """Part of a text: token ids, of which those from `first` on are predicted here."""
+
+    ids: list
+    first: int  # at least 1: the first id only is read
+
+    @property
+    def predictions(self):
+        """Where its predictions are made: the places before those ids."""
+        return slice(self.first - 1, len(self.ids) - 1)
+
+
+def cut(ids, T, stride):
+    """The Windows of a text, which read at most T ids; each id but the first is predicted once."""
+    windows, done = [], 1
+    for start in range(0, max(len(ids) - 1, 1), stride):
+        end = min(start + T + 1, len(ids))
+        windows.append(Window(ids[start:end], done - start))
+        done = end
+        if end == len(ids):
+            return windows
+    return windows
+
+
+@dataclass
+class Scores:
+    """Of predicted tokens, in the order of the text."""
+
+    window: torch.Tensor  # (n,) which Window it is of
+    soft: torch.Tensor  # (n,) loss in nats, all steps run
+    hard: torch.Tensor  # (n,) stopped at tau, as decoding has it
+    steps: torch.Tensor  # (n,) executed steps at tau
+    depths: torch.Tensor  # (n, K+1) soft, integrated up to depth i; without weights s, h^(i) alone
+
+
+def states(model, idx, tau, lengths):
+    """h, s and executed steps of right-padded rows, hard-stopped at tau; 0 runs all steps.
+
+    Each row's fixed point is found on its own, so that it does not depend on its neighbours.
+    """
+    if model.iterates:
+        found = settle(model, idx, tau, lengths=lengths, tolerance=TOLERANCE)
+        return found.h, found.s, found.steps
+    h, s, log_w = model.states(idx, tau=tau)
+    return h, s, model.executed(log_w, tau)
+
+
+def batches(windows, batch_tokens, device):
+    """Yield Windows in batches of at most `batch_tokens` tokens, the longest first: which they are,
+    inputs x and targets y (B, T), padded behind, and the windows' lengths (B,)."""
+    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
+    with tqdm(total=sum(len(w.ids) - 1 for w in windows), unit=" tokens", leave=False) as bar:
+        while order:
+            size = max(1, batch_tokens // (len(windows[order[0]].ids) - 1))
+            batch, order = order[:size], order[size:]
+            lengths = torch.tensor([len(windows[i].ids) - 1 for i in batch], device=device)
+            ids = torch.zeros(len(batch), int(lengths.max()) + 1, dtype=torch.long)
+            for row, i in enumerate(batch):
+                ids[row, : len(windows[i].ids)] = torch.tensor(windows[i].ids)
+            yield batch, ids[:, :-1].to(device), ids[:, 1:].to(device), lengths
+            bar.update(int(lengths.sum()))
+
+
+@torch.no_grad()
+def score(model, windows, tau=1e-4, batch_tokens=4096):
+    """Score what Windows predict -> Scores."""
+    rows = [None] * len(windows)
+    for batch, x, y, lengths in batches(windows, batch_tokens, model.lm_head.weight.device):
+        h, s, steps = states(model, x, 0, lengths)
+        soft = hard = model.token_losses(model.integrate(h, s), y)
+        depths = [
+            model.token_losses(truncate(h, s, i) if model.has_router else h[:, :, i], y)
+            for i in range(s.size(-1))
+        ]
+        if model.has_router:  # otherwise tau changes nothing
+            h, s, steps = states(model, x, tau, lengths)
+            hard = model.token_losses(model.integrate(h, s, steps), y)
+        found = (soft, hard, steps, torch.stack(depths, dim=-1))
+        for row, i in enumerate(batch):
+            rows[i] = [values[row, windows[i].predictions].cpu() for values in found]
+    counts = torch.tensor([len(row[0]) for row in rows])
+    window = torch.arange(len(rows)).repeat_interleave(counts)
+    return Scores(window, *(torch.cat(parts) for parts in zip(*rows, strict=True)))
+
+
+def bootstrap(window, losses, samples=1000, seed=0):
+    """95 % interval of the mean loss: windows, whose tokens belong together, are drawn anew.
+
+    window (n,), losses (n,) -> low, high; None of fewer than two windows.
+    """
+    count = np.bincount(window.numpy())
+    total = np.bincount(window.numpy(), losses.double().numpy())
+    if len(count) < 2:
+        return None
+    rng, means = np.random.default_rng(seed), []
+    for _ in range(samples):
+        drawn = rng.integers(len(count), size=len(count))
+        means.append(total[drawn].sum() / count[drawn].sum())
+    return tuple(np.quantile(means, (0.025, 0.975)).tolist())

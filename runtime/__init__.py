@@ -1,0 +1,245 @@
+"""Where and how a command runs: errors, files, devices, processes.
+
+Everything may import it, and it imports nothing of the project. A helper belongs here only if
+several rooms need it and it knows nothing of models, text or training.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pydantic
+import torch
+import torch.distributed as dist
+
+# -- Commands and their errors ---------------------------------------------------------------------
+
+
+class UserError(Exception):
+    """What a user can mend: wrong input, a missing file, a full disk. It says what and how.
+
+    A command ends with its one line. Every other error is a bug and keeps its traceback.
+    """
+
+
+def one_line(error):
+    """A pydantic.ValidationError in one line: each field, its value and what is wrong with it."""
+    lines = []
+    for e in error.errors():
+        name = ".".join(map(str, e["loc"]))
+        message = e["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        lines.append(f"{name} = {e['input']!r:.80}: it {message}" if name else message)
+    return "; ".join(lines)
+
+
+def command_line(main):
+    """Run a command: an error that the user can mend is one line, not a stack trace."""
+    try:
+        main()
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except pydantic.ValidationError as error:
+        sys.exit(f"error: {one_line(error)}")
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except OSError as error:
+        if not (error.filename and error.strerror):  # not about a file that the user named
+            raise
+        sys.exit(f"error: {error.filename}: {error.strerror}")
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def clock(seconds):
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes}:{seconds:02d}"
+
+
+def commit():
+    """The commit of this code, with -dirty if it was changed since; None without git."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    except OSError:  # no git here
+        return None
+
+
+# -- Files that are whole or not there -------------------------------------------------------------
+
+
+def sync(path):
+    """Wait until a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(file, text):
+    """Replace a file by a new text, or leave it as it was."""
+    temporary = file.with_name(file.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
+    os.replace(temporary, file)
+
+
+def write_json(file, fields):
+    write_text(file, json.dumps(fields, indent=2) + "\n")
+
+
+def read_json(file):
+    """A file with a JSON object. FileNotFoundError; UserError: it holds something else."""
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not a JSON object: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is not a JSON object")
+    return content
+
+
+# -- Models of others ------------------------------------------------------------------------------
+
+
+def locate(name, files):
+    """The directory of a model: a path, or a name on the Hugging Face Hub; `files` are fetched.
+
+    Raises:
+        UserError: neither; or a name of the Hub that cannot be fetched.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or path.parent.exists():
+        raise UserError(f"{name} does not exist")
+    where = f"{name} is not a directory here; as a model of the Hugging Face Hub it"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise UserError(f"{where} needs a package: pip install huggingface_hub") from None
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(files)))
+    except Exception as error:  # a download fails in any way
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise UserError(
+            f"{where} cannot be fetched ({reason}): check the name and the network, or download "
+            "the model elsewhere and give its directory"
+        ) from None
+
+
+# -- Devices and precision -------------------------------------------------------------------------
+
+
+def pick_device(name="auto"):
+    """'auto' -> CUDA, else MPS, else CPU. A name is taken if there is such a device here."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    available["cpu"] = True
+    if name == "auto":
+        name = next(kind for kind, there in available.items() if there)
+    if not available.get(name.split(":")[0]):
+        there = [kind for kind, found in available.items() if found]
+        raise UserError(f"device {name!r} is not here; there is {', '.join(there)}")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UserError(f"{name!r} names no device; write cpu, cuda, cuda:1 or mps") from None
+
+
+def pick_precision(name, device):
+    """'auto' -> bfloat16 where its matrix products are fast (on a CPU: measured), else float32."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    if device.type != "cpu":
+        return torch.float32
+
+    dtypes = (torch.bfloat16, torch.float32)
+    matrices = {dtype: torch.ones(1024, 1024, dtype=dtype) for dtype in dtypes}
+    seconds = dict.fromkeys(dtypes, float("inf"))
+    for _ in range(8):  # in turns, and the best of them, on a machine that may do other things
+        for dtype, x in matrices.items():
+            start = time.perf_counter()
+            x @ x
+            seconds[dtype] = min(seconds[dtype], time.perf_counter() - start)
+    return min(dtypes, key=lambda d: seconds[d] * (1.3 if d == torch.bfloat16 else 1))
+
+
+def autocast(device, dtype):
+    """The context in which a model computes in `dtype`; its weights stay in float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+# -- Several processes -----------------------------------------------------------------------------
+
+
+def join_processes(device):
+    """Meet the other processes that torchrun started -> rank, number of processes, own device.
+
+    Without torchrun 0, 1 and `device`. Of several processes only the first prints.
+
+    Raises:
+        UserError: more processes on this machine than GPUs.
+    """
+    if "RANK" not in os.environ:
+        return 0, 1, device
+    if device.type == "cuda":
+        index, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if index >= count:
+            raise UserError(f"--nproc_per_node is more than the {count} GPUs of this machine")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if dist.get_rank():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    return dist.get_rank(), dist.get_world_size(), device
+
+
+def rank_and_size():
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def reduce(tensor, device):
+    """The sum of a tensor over all processes, which meet on `device`."""
+    if not dist.is_initialized():
+        return tensor
+    tensor = tensor.to(device)
+    dist.all_reduce(tensor)
+    return tensor.cpu()
+
+
+def any_process(flag):
+    """Whether a flag is set in any of the processes."""
+    flags = [flag]
+    if dist.is_initialized():
+        flags = [None] * dist.get_world_size()
+        dist.all_gather_object(flags, flag)
+    return any(flags)
+
+
+def from_first(value):
+    """What the first process has, in all of them."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
+@contextmanager
+def first_process_first():
+    """The first process goes ahead, so that the others find what it made."""
+    rank, _ = rank_and_size()
+    if rank:
+        from_first(None)
+    yield
+    if not rank:
+        from_first(None)

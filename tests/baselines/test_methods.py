@@ -1,0 +1,437 @@
+"""Every method: causal, decodes from its cache what it scores, survives a file, trains."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import small_model
+from pydantic import ValidationError
+
+import analyze
+import baselines
+import sample
+from analysis import comparing
+from baselines import all_methods, build, configure, find
+from baselines.cost import cost
+from interop import load, save
+from model import PonderConfig, PonderLM
+from runtime import UserError
+from sample import generate, stream
+from train import objective, train
+from training.settings import parse
+
+METHODS = [kind.method for kind in all_methods()]
+
+
+def method_model(method, **kwargs):
+    """A small float64 model whose MoR routers are as undecided as its PonderLM-3 router is not."""
+    kwargs = {"router_scale": 12.0, **kwargs} if find(method).has_router else kwargs
+    return small_model(seed=2, method=method, **kwargs)
+
+
+def tokens(T=12, B=2, V=31, seed=0):
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("position", [3, 10, 11])
+def test_causal_to_the_bit(method, position):
+    """Catches any look at later tokens, such as a choice of MoR's tokens by their rank."""
+    model, idx = method_model(method), tokens()
+    with torch.no_grad():
+        before = model(idx, iters=8).logits
+        for token in range(31):  # another token may choose another depth
+            changed = idx.clone()
+            changed[:, position] = token
+            after = model(changed, iters=8).logits
+            assert torch.equal(before[:, :position], after[:, :position])
+            if token != idx[0, position]:
+                assert not torch.equal(before[0, position], after[0, position])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("K", [0, 1, 3])
+def test_cached_decoding_equals_scoring(method, K):
+    """Catches keys in another loop's cache, wrong positions, a token that MoR should leave out:
+    logits to 1e-9 in float64, the same steps, and no key too many."""
+    if method == "vanilla" and K:
+        pytest.skip("vanilla does not ponder")
+    model = method_model(method, **({} if method == "vanilla" else {"ponder_steps": K}))
+    for idx in tokens(B=3):
+        with torch.no_grad():
+            out = model(idx[None], iters=11 * K, tau=0.1)
+        cache = model.new_cache()
+        pairs = [model.ponder_token(int(x), t, cache, 0.1) for t, x in enumerate(idx)]
+        assert (torch.stack([logits for logits, _ in pairs]) - out.logits[0]).abs().max() < 1e-9
+        assert [steps for _, steps in pairs] == out.steps[0].tolist()
+        layers = cache if hasattr(cache[0], "keys") else [layer[0] for layer in cache]
+        entries = [0 if layer.keys is None else layer.keys.size(2) for layer in layers]
+        per_layer = entries[0] if hasattr(cache[0], "keys") else sum(entries)
+        assert per_layer == len(idx) + int(out.steps.sum())  # the cost table: 1 + steps a token
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_generate_is_greedy_argmax_of_scoring(method):
+    """Catches a sampler that works for PonderLM only."""
+    model, read = method_model(method), []
+    (sample,) = generate(model, [[3, 1, 4]], 8, temperature=0, tau=0.1)
+    idx = torch.tensor([[3, 1, 4, *sample.tokens]])
+    with torch.no_grad():
+        out = model(idx, iters=33, tau=0.1)
+    assert sample.tokens == out.logits[0, 2:-1].argmax(-1).tolist()
+    list(stream(model, [3, 1, 4], 8, temperature=0, tau=0.1, read=read))
+    assert read == out.steps[0, :-1].tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_files(method, tmp_path):
+    """Catches a parameter or setting that is lost on the way to a file and back, and a class that
+    reads another one's weights."""
+    model, idx = method_model(method).float(), tokens()
+    save(model, tmp_path, exact=True)
+    loaded = load(tmp_path)
+    assert type(loaded) is type(model) and loaded.config == model.config
+    with torch.no_grad():
+        assert torch.equal(loaded(idx, iters=3).logits, model(idx, iters=3).logits)
+    if type(model) is not PonderLM:
+        with pytest.raises(ValueError, match="is not ponderlm3; build it by baselines"):
+            PonderLM(model.config)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_gradients(method):
+    """Catches a detached path, an unused parameter (which would stop several processes), and
+    `recompute` that changes a gradient."""
+    model, idx = method_model(method).train(), tokens()
+    gradients = []
+    for recompute in (False, True):
+        model.recompute = recompute
+        model.zero_grad()
+        objective(model, idx, idx, 1)[0].backward()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        gradients.append([p.grad.clone() for p in parameters])
+    for a, b in zip(*gradients, strict=True):
+        assert torch.isfinite(a).all() and torch.allclose(a, b, atol=1e-12, rtol=0)
+    with torch.no_grad():  # along the gradient the loss falls as it says
+        before = objective(model, idx, idx, 1)[0]
+        slope = sum(g.square().sum() for g in gradients[0])
+        for p, g in zip(parameters, gradients[0], strict=True):
+            p -= 1e-7 * g
+        after = objective(model, idx, idx, 1)[0]
+    assert abs((before - after) / (1e-7 * slope) - 1) < 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_train_and_evaluate(method, config):
+    """Catches a method that the trainer cannot train, save, resume or evaluate."""
+    shape = configure(config.model, method)
+    config = replace(config, model=shape, name=method, steps=3, eval_every=2)
+    run, results = train(config)
+    assert results["hard"]["loss"] < 6
+    run, again = train(replace(config, steps=4, resume=True))
+    assert again["hard"]["loss"] != results["hard"]["loss"]
+    (model, K), idx = (load(run), shape.ponder_steps), tokens(T=16)
+    assert len(again["hard"]["alone"]) == K + 1
+    steps = model(idx, tau=1e-4).steps.float().mean()
+    assert steps == K or "mor" in method or find(method).has_router
+
+
+def test_golden_loop(golden):
+    """Catches a loop with a norm in between, or one too many: the official code's numbers."""
+    model, expected, official = golden("loop_K2.safetensors", method="looped")
+    idx = expected["input_ids"]
+    assert official["num_latent_thoughts"] == 2
+    targets = torch.full_like(idx, -100)
+    targets[:, :-1] = idx[:, 1:]
+    with torch.no_grad():
+        out = model(idx, targets)
+    torch.testing.assert_close(out.logits, expected["logits"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.loss, expected["loss"][0], atol=1e-5, rtol=0)
+
+
+# -- Each method against its equations, one sequence and one token at a time -----------------------
+
+
+def run(model, rows, positions, norm=True):
+    """The backbone on a list of vectors, by the definition of attention."""
+    x, positions = torch.stack(rows)[None], torch.tensor(positions)
+    return (model.model if norm else model.model.stack)(x, positions, None, "eager")[0]
+
+
+def embedding(model, token):
+    return model.model.embed_tokens.weight[token] * model.config.scale
+
+
+def compare(model, idx, logits, extra=0.0):
+    """Logits, loss and all gradients of the model against those of the written-out form."""
+    found, _, out = objective(model, idx, idx, None)
+    loss = F.cross_entropy(logits.flatten(0, 1), idx.flatten()) + extra
+    assert (out.logits - logits).abs().max() < 1e-10 and abs(found - loss) < 1e-10
+    a, b = (torch.autograd.grad(x, list(model.parameters())) for x in (found, loss))
+    for x, y in zip(a, b, strict=True):
+        assert x.abs().max() > 0 and (x - y).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("pause_token", [None, 7])
+def test_pause(pause_token):
+    """Catches copies at other places or positions, an unscaled pause, another slot's logits."""
+    model = method_model("pause", pause_token=pause_token, embed_scale=32**0.5)
+    idx, S, logits = tokens(T=6), 4, []
+    row = model.model.embed_tokens.weight[7] if pause_token else model.pause.weight[0]
+    for sequence in idx:
+        rows, positions = [], []
+        for t, token in enumerate(sequence):
+            rows += [embedding(model, token)] + 3 * [row * 32**0.5]
+            positions += 4 * [t]
+        logits.append(model.lm_head(run(model, rows, positions)[S - 1 :: S]))
+    compare(model, idx, torch.stack(logits))
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_ponderlm1(accumulate):
+    """Catches a mixture of part of the vocabulary or without its scale, and the other update."""
+    model = method_model("ponderlm1", accumulate=accumulate, embed_scale=32**0.5, ponder_steps=2)
+    idx, logits = tokens(T=6), []
+    for sequence in idx:
+        first = rows = [embedding(model, token) for token in sequence]
+        for _ in range(2):
+            p = model.lm_head(run(model, rows, range(6))).softmax(-1)
+            mixtures = [sum(p[t, v] * embedding(model, v) for v in range(31)) for t in range(6)]
+            last = rows if accumulate else first
+            rows = [e + m for e, m in zip(last, mixtures, strict=True)]
+        logits.append(model.lm_head(run(model, rows, range(6))))
+    compare(model, idx, torch.stack(logits))
+
+
+@pytest.mark.parametrize("capacities", [None, (1.0, 0.9, 0.3)])
+@pytest.mark.parametrize("training", [True, False])
+def test_expert_choice(training, capacities):
+    """Catches an inactive token that is seen or moved, a wrong count, gate or routers' loss."""
+    model = method_model("mor-expert", capacities=capacities, ponder_steps=2).train(training)
+    idx, logits, verdicts = tokens(T=10), [], [[], [], []]
+    counts = (10, 6, 3) if capacities is None else (10, 9, 3)
+    for sequence in idx:
+        rows, active = [embedding(model, token) for token in sequence], list(range(10))
+        for r in range(3):
+            score = {t: (model.routers[r].weight[0] * rows[t]).sum() for t in active}
+            chosen = sorted(active, key=lambda t: score[t], reverse=True)[: counts[r]]
+            if not training and r:
+                chosen = [t for t in active if score[t].sigmoid() >= 0.5]
+            for t in active:
+                p = score[t].sigmoid()
+                verdicts[r].append(-(p if t in chosen else 1 - p).log())
+            active = sorted(chosen)
+            if active:
+                y = run(model, [rows[t] for t in active], active, norm=False)
+            rows = list(rows)
+            for t, state in zip(active, y, strict=False):
+                rows[t] = rows[t] + 0.1 * score[t].sigmoid() * state
+        logits.append(model.lm_head(model.model.norm(torch.stack(rows))))
+    logits = torch.stack(logits)
+    if training:
+        compare(model, idx, logits, 1e-3 * sum(sum(v) / len(v) for v in verdicts))
+    else:
+        out = model(idx, idx)
+        assert (out.logits - logits).abs().max() < 1e-10
+        last = model.lm_head(model.states(idx)[0][:, :, -1])  # who has left stays as it is
+        assert (last - logits).abs().max() < 1e-10
+        assert len(out.steps.unique()) > 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_token_choice(training):
+    """Catches a gate inside the recursion, an exited token that is seen, a wrong balancing loss."""
+    model = method_model("mor-token").train(training)
+    idx, logits, ps, depths, z = tokens(T=10), [], [], [], []
+    for sequence in idx:
+        first = rows = [embedding(model, token) for token in sequence]
+        scores = [model.depths.weight @ x for x in first]
+        p = [score.softmax(-1) for score in scores]
+        depth = [int(score.argmax()) + 1 for score in scores]
+        for r in range(1, 5):
+            active = [t for t in range(10) if depth[t] >= r]
+            y = run(model, [rows[t] for t in active], active, norm=False) if active else []
+            rows = list(rows)
+            for t, state in zip(active, y, strict=True):
+                rows[t] = state
+        out = [first[t] + p[t].max() * rows[t] for t in range(10)]
+        logits.append(model.lm_head(model.model.norm(torch.stack(out))))
+        z += [score.exp().sum().log() ** 2 for score in scores]
+        ps, depths = ps + p, depths + depth
+    balance = sum(depths.count(r + 1) / 20 * sum(p[r] for p in ps) / 20 for r in range(4))
+    logits = torch.stack(logits)
+    assert len(set(depths)) > 2
+    if training:
+        compare(model, idx, logits, 0.1 * 4 * balance + 1e-5 * sum(z) / 20)
+    else:
+        out = model(idx, idx)
+        assert (out.logits - logits).abs().max() < 1e-10
+        last = model.lm_head(model.states(idx)[0][:, :, -1])  # who has left stays as it is
+        assert (last - logits).abs().max() < 1e-10
+        assert out.steps.flatten().tolist() == [d - 1 for d in depths]
+
+
+def test_ranking_tokens_reads_the_future():
+    """Catches a perplexity of MoR that is scored by top-k: with it, the last token moves the states
+    of earlier ones; with the causal rule it does not (test_causal_to_the_bit)."""
+    model, idx = method_model("mor-expert"), tokens()
+    with torch.no_grad():
+        leak = 0
+        for token in range(31):
+            other = torch.cat([idx[:, :-1], torch.full_like(idx[:, -1:], token)], dim=1)
+            a, b = (model.recursions(x, top_k=True)[0][:, :-1] for x in (idx, other))
+            leak = max(leak, float((a - b).abs().max()))
+            scored = [model(x).logits[:, :-1] for x in (idx, other)]
+            assert torch.equal(*scored)
+    assert leak > 0.01
+
+
+def test_shares_of_the_tokens():
+    """Catches a rounding error that takes a token away: 0.29 * 100 is 28.999999999999996."""
+    model = method_model("mor-expert", capacities=(1.0, 0.29, 0.001), ponder_steps=2)
+    logit = torch.rand(2, 100)
+    for share, n in ((0.29, 29), (0.001, 1)):
+        chosen = model.choose(logit, torch.ones(2, 100, dtype=torch.bool), share, top_k=True)
+        assert chosen.sum(1).tolist() == [n, n]
+
+
+def test_routing_is_not_rounded():
+    """Catches a verdict of MoR's routers in bfloat16, which could fall on the other side of 1/2."""
+    model = method_model("mor-token").float()
+    x = model.embed(tokens())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model.route(model.depths, x)
+    assert torch.equal(logits, F.linear(x, model.depths.weight))
+
+
+# -- Settings -----------------------------------------------------------------------------------
+
+
+def test_command_line():
+    """Catches a method whose name does not choose its settings, or that other flags cannot."""
+    assert parse(["--method", "vanilla"]).model.ponder_steps == 0
+    model = parse(["--preset", "tiny", "--method", "ponderlm2"]).model
+    assert (model.iters, model.method) == ((2, 3), "ponderlm2")
+    assert parse(["--method", "ponderlm2", "--iters", "1", "1"]).model.iters == (1, 1)
+    model = parse(["--method", "mor-expert", "--capacities", "1", ".9", ".8", ".7"]).model
+    assert model.shares == (1, 0.9, 0.8, 0.7)
+    assert configure(PonderConfig(), "mor-expert").shares == (1, 0.75, 0.5, 0.25)
+    assert not parse(["--method", "ponderlm1", "--no-accumulate"]).model.accumulate
+
+
+@pytest.mark.parametrize(
+    "flags,now",
+    [
+        (["--router", "always"], "--method ponderlm2"),
+        (["--router=learned"], "leave it out"),
+        (["--ablation", "mask"], "--method ablation-mask"),
+        (["--printed-mask-index"], "--method ablation-index"),
+        (["--penalty", "batch"], "--method ablation-penalty"),
+    ],
+)
+def test_old_flags(flags, now):
+    """Catches a command of earlier days that fails without a word of its new form."""
+    with pytest.raises(UserError, match=now):
+        parse(flags)
+
+
+@pytest.mark.parametrize(
+    "method,settings,message",
+    [
+        ("vanilla", dict(ponder_steps=3), "vanilla takes 0"),
+        ("ponderlm3", dict(ponder_steps=0), "vanilla takes 0"),
+        ("looped", dict(backprop_passes=1), "backprop_passes = 1: looped does not follow it"),
+        ("ponderlm3", dict(accumulate=False), "accumulate"),
+        ("pause", dict(pause_token=257), "pause_token = 257 is outside the vocabulary"),
+        ("mor-expert", dict(capacities=(1.0, 0.5)), r"K\+1 = 4 shares"),
+        ("mor-expert", dict(capacities=(1.0, 0.5, 0.6, 0.1)), "from 1 on falling"),
+        ("mor", {}, "'mor' is not one of ponderlm3"),
+        ("__init__", {}, "is not one of ponderlm3"),
+        ("looped", dict(penalty_weight=0.1), "penalty_weight = 0.1: looped does not follow it"),
+        ("ponderlm3", dict(penalty_weight=-1.0), "penalty_weight"),
+        ("ponderlm3", dict(embed_scale=float("nan")), "embed_scale"),
+    ],
+)
+def test_refused_settings(method, settings, message):
+    """Catches settings that the method would silently not follow."""
+    with pytest.raises((UserError, ValidationError, TypeError), match=message):
+        build(configure(PonderConfig(), method, **settings))
+
+
+def test_alpha_without_a_router():
+    """Catches a shift of a router that is not there, which would silently do nothing."""
+    with pytest.raises(UserError, match="only the router of a PonderLM-3"):
+        generate(method_model("looped"), [[1]], 1, alpha=1.0)
+
+
+def test_registry():
+    """Catches two methods of one name, and figures in which two of them look alike."""
+    kinds = all_methods()
+    assert kinds[0] is PonderLM and len({kind.method for kind in kinds}) == len(kinds)
+    looks = {(kind.color, kind.marker, kind.title) for kind in kinds}
+    assert len(looks) == len(kinds) == len({kind.title for kind in kinds})
+    assert all(find(kind.method) is kind for kind in kinds)
+
+
+# -- A method of one's own -------------------------------------------------------------------------
+
+MINE = """
+import pydantic
+
+from model import PonderConfig, PonderLM, settings
+
+
+@settings
+class MineConfig(PonderConfig):
+    gain: pydantic.PositiveFloat = 1.0  # of the states that are fed back
+
+
+class Mine(PonderLM):
+    method, title = "mine", "My method"
+    color, marker = "#123456", "h"
+    Config = MineConfig
+    has_router = False
+
+    def feed_back(self, h):
+        return super().feed_back(h) * self.config.gain
+
+    @staticmethod
+    def training_forwards(config, steps):
+        return 42
+"""
+
+
+def test_a_new_method_is_one_file(config, monkeypatch, tmp_path, capsys):
+    """Catches a list of methods somewhere else: a file in a folder trains, samples, has a cost and
+    is drawn on the Pareto figure with its own title and colour."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "methods").mkdir()
+    (tmp_path / "methods" / "mine.py").write_text(MINE)
+    monkeypatch.setattr(baselines, "__path__", [*baselines.__path__, str(tmp_path / "methods")])
+    flags = ["--preset", "tiny", "--method", "mine", "--gain", "0.5", "--data", config.data]
+    shape = replace(config.model, method="vanilla", ponder_steps=0)
+    shape = configure(shape, "mine", ponder_steps=1, gain=0.5)
+    mine, _ = train(replace(config, model=shape, name="mine", steps=3))
+    assert parse(flags).model.gain == 0.5
+    plain = configure(config.model, "vanilla")
+    plain, _ = train(replace(config, model=plain, name="plain", steps=3))
+    assert load(mine).config.gain == 0.5
+    capsys.readouterr()
+    sample.main(sample.Options(run=str(mine), max_new_tokens=3, device="cpu"))
+    assert "decoder simple" in capsys.readouterr().out
+    assert cost(load(mine).config, 1).training_forwards == 42
+    drawn = []
+    original = comparing.draw_curves
+    monkeypatch.setattr(
+        comparing, "draw_curves", lambda axes, *a: drawn.append(axes) or original(axes, *a)
+    )
+    pareto = ["pareto", "--out", "figure"]
+    analyze.main([*pareto, "--device", "cpu", "--runs", str(mine), str(plain)])
+    assert "My method" in (tmp_path / "figure" / "pareto.csv").read_text()
+    lines = {line.get_color() for line in drawn[0].get_lines()}
+    assert "#123456" in lines
+    analyze.main([*pareto, "--redraw"])
+    monkeypatch.setattr(baselines, "__path__", baselines.__path__[:-1])  # the file is gone
+    with pytest.raises(UserError, match="My method"):
+        analyze.main([*pareto, "--redraw"])

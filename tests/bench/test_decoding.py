@@ -1,0 +1,81 @@
+"""`python -m bench decode`: what it measures against, and what it refuses before it measures."""
+
+import pytest
+import torch
+from conftest import small_model
+
+from bench.decoding import (
+    SamePrompt,
+    context_rows,
+    decode,
+    exit_rows,
+    llama,
+    other_rows,
+    prompt_rows,
+)
+from engine.batching import Engine
+from interop import save
+from runtime import UserError
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model(seed=2, block_size=64)
+
+
+@pytest.fixture(scope="module")
+def val():
+    return torch.randint(31, (200,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    "options", [dict(prompts=(-3,)), dict(alphas=(float("nan"),)), dict(tau=2.0), dict(repeats=0)]
+)
+def test_refusals(options, tmp_path):
+    """Catches a measurement that breaks off after minutes, or measures nothing."""
+    save(small_model().float(), tmp_path)
+    with pytest.raises(UserError, match=r"1 or more|not a probability|must be finite"):
+        decode(str(tmp_path), device="cpu", **options)
+
+
+def test_another_method(tmp_path):
+    """Catches a sweep of a router that is not there."""
+    save(small_model(method="ponderlm2").float(), tmp_path)
+    with pytest.raises(UserError, match="of method ponderlm2: give a PonderLM-3"):
+        decode(str(tmp_path), device="cpu")
+
+
+def test_llama_beside_a_ponderlm():
+    """Catches settings of PonderLM-3 that keep a Llama of its shape away, and another shape."""
+    model = small_model(method="ablation-mask", penalty_weight=0.0, feedback_scale=2.0)
+    theirs, ours = llama(model.config)
+    idx = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(idx).logits, theirs(idx).logits, atol=1e-5, rtol=0)
+    assert ours.config.hidden_size == model.config.hidden_size and ours.config.method == "vanilla"
+
+
+def test_same_prompt(model):
+    """Catches a prompt that is copied with a slot too many, or read again for each sequence."""
+    prompts, settings = 5 * [[3, 1, 4, 1, 5]], dict(seed=0, temperature=1.0)
+    engine, other = SamePrompt(model, 2, tau=0.3), Engine(model, 2, tau=0.3)
+    for _ in range(2):
+        assert engine.generate(prompts, 6, **settings) == other.generate(prompts, 6, **settings)
+    once = Engine(model, 1, tau=0.3)
+    once.generate(prompts[:1], 1)
+    assert engine.stats.prompt_passes == once.stats.prompt_passes
+
+
+def test_rows(model, val):
+    """Catches a measurement that crashes, or counts other slots than were run."""
+    alphas = (0.0, -4.0)
+    full, less = exit_rows(model, val, (2,), (5,), 4, 0.3, alphas, 1)
+    assert 0 < less["slot_ratio"] < full["slot_ratio"] < 1 and less["time_ratio"] > 0
+    assert less["slot_ratio"] == pytest.approx((1 + less["steps"]) / 4)
+    assert [row["against"] for row in other_rows(model.float(), val, (2,), (5,), 4, 1)] == [
+        "no cache", "transformers",
+    ]  # fmt: skip
+    model.double()
+    for row in prompt_rows(model, val, (5,), alphas, 1):
+        assert 0.25 <= row["slot_ratio"] <= 1 <= row["passes"] <= 16
+    assert [row["slots"] for row in context_rows(model, (4, 16), 1)] == [4, 16]

@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corpus.batches import Tokens, Windows, load_tokens, read_meta, unigram_entropy
+from runtime import UserError
+
+
+@pytest.mark.parametrize(
+    "raw,message",
+    [
+        (b"\1\0" * 100 + b"\1", "201 bytes, so it does not hold 16-bit"),
+        (
+            np.array([1, 300] * 50, dtype=np.uint16).tobytes(),
+            "token id 300 in its train tokens, beyond the vocabulary of 257",
+        ),
+        (b"\1\0" * 64, "64 tokens, less than one window of 64"),
+        (b"", "has 0 bytes"),
+        (None, "is missing"),
+    ],
+)
+def test_bad_bins(tmp_path, raw, message):
+    """Catches .bin files that would train on garbage or crash in the embedding."""
+    if raw is not None:
+        (tmp_path / "train.bin").write_bytes(raw)
+    with pytest.raises(UserError, match=message):
+        load_tokens(tmp_path, "train", 257, 64)
+
+
+def test_meta(tmp_path):
+    """Catches a damaged meta.json with a stack trace, and somebody else's taken for ours."""
+    assert read_meta(tmp_path) == {}
+    (tmp_path / "meta.json").write_text('{"vocab_size": 65}')
+    assert read_meta(tmp_path) == {}
+    (tmp_path / "meta.json").write_text('{"source": "pydocs"')
+    with pytest.raises(UserError, match=f"meta.json is not .* delete {tmp_path} and prepare it"):
+        read_meta(tmp_path)
+
+
+def test_windows():
+    """Catches windows that come twice in an epoch or never, and targets not shifted."""
+    tokens = np.arange(101, dtype=np.uint16)
+    windows = Windows(tokens, 10, seed=3)
+    assert windows.count == 10
+    x, y = zip(*(windows.batch(step, 5) for step in range(4)), strict=True)
+    assert all(torch.equal(a[:, 1:], b[:, :-1]) for a, b in zip(x, y, strict=True))
+    epochs = [torch.cat(x[:2]), torch.cat(x[2:])]
+    for epoch in epochs:
+        assert sorted(epoch.flatten().tolist()) == list(range(100))
+    assert not torch.equal(*epochs)
+    assert torch.equal(Windows(tokens, 10, seed=3).batch(3, 5)[0], x[3])
+    shares = [Windows(tokens, 10, seed=3).batch(3, 1, rank, 5)[0] for rank in range(5)]
+    assert torch.equal(torch.cat(shares), x[3])
+    assert not torch.equal(Windows(tokens, 10, seed=4).batch(3, 5)[0], x[3])
+
+
+def test_order_of_windows():
+    """Catches another order of the windows: a resumed run would see some twice."""
+    windows = Windows(np.arange(101, dtype=np.uint16), 10, seed=3)
+    order = [int(windows.window(i)[0]) // 10 for i in range(10)]
+    assert order == [9, 6, 0, 2, 1, 4, 7, 5, 3, 8]
+
+
+def test_unigram_entropy():
+    """Catches bits for nats."""
+    assert unigram_entropy(np.array([0, 1, 2, 3] * 5), 6) == pytest.approx(np.log(4))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
+def test_shards_are_one_array(tmp_path_factory, sizes, data):
+    """Catches a window across two shards that loses or repeats tokens."""
+    folder, files = tmp_path_factory.mktemp("shards"), []
+    ids = np.arange(sum(sizes), dtype=np.uint16)
+    for i, part in enumerate(np.split(ids, np.cumsum(sizes)[:-1])):
+        files.append(folder / f"train-{i:05}.bin")
+        part.tofile(files[-1])
+    tokens = Tokens(files)
+    assert len(tokens) == len(ids)
+    start = data.draw(st.integers(0, len(ids) - 1))
+    stop = data.draw(st.integers(start + 1, len(ids) + 2))
+    assert tokens[start:stop].tolist() == ids[start:stop].tolist()

@@ -1,0 +1,104 @@
+import random
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+
+from corpus import lookup
+from corpus.batches import Windows, load_tokens
+from corpus.preparation import prepare
+from corpus.tokenizers import load_tokenizer
+from runtime import UserError
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """200 lines."""
+    folder = tmp_path_factory.mktemp("lookup") / "lookup"
+    lookup.prepare_lookup(folder, lines=200)
+    return folder
+
+
+def test_lines():
+    """Catches a chain that does not lead to its answer, or in fewer lookups than it says, chains of
+    other lengths, lines of another length, and a word that is more than one token."""
+    tokenizer, rng, asked, ends = lookup.tokenizer(), random.Random(3), [], []
+    for _ in range(100):
+        text = lookup.line(rng)
+        ids = tokenizer.encode(text)
+        assert len(ids) == lookup.LINE - 1 and min(ids) >= 256
+        assert tokenizer.decode(ids).decode() == text
+        parts = text.split()
+        following = dict(parts[:13])
+        assert len(following) == len(set(following.values())) == 13
+        for i in range(13, 61, 4):
+            now, number, letter, answer = parts[i : i + 4]
+            for n in range(int(number)):
+                assert letter in "abcdefghijklm", n
+                letter = following[letter]
+            assert (now, letter) == ("now", answer) and answer in "STUVXYZ"
+            asked.append(int(number))
+            ends.append(answer)
+        assert parts[61:] == ["the", "end"]
+    assert set(asked) == set(range(1, 7)) and asked.count(1) > 3 * asked.count(6)
+    assert all(100 < ends.count(end) < 250 for end in "STUVXYZ")
+
+
+def test_corpus(corpus):
+    """Catches another text or another split than before, which earlier results were measured on,
+    and windows that are not lines."""
+    digests = {"train": "1a10ad0e46381222", "val": "3596c4d6580e2c98"}
+    for split, digest in digests.items():
+        assert sha256((corpus / f"{split}.bin").read_bytes()).hexdigest()[:16] == digest
+    folder, tokenizer = prepare(str(corpus))
+    assert folder == corpus and tokenizer.name == "lookup"
+    tokens = load_tokens(folder, "train", tokenizer.vocab_size, lookup.LINE)
+    windows = Windows(tokens, lookup.LINE, seed=0)
+    x, _ = windows.batch(0, windows.count)
+    assert (x[:, -1] == tokenizer.end_of_text).all()
+    assert tokens.bytes is None and load_tokens(folder, "val", 600, 64).bytes == 1336
+
+
+def test_prepared_once(corpus, monkeypatch):
+    """Catches a corpus that is made again, or trained on although it is another one, and lines
+    that are cut in two where there are too few."""
+    monkeypatch.setattr(lookup, "write_corpus", lambda *_: pytest.fail("it was made again"))
+    lookup.prepare_lookup(corpus, lines=200)
+    for other in (dict(lines=300), dict(lines=200, seed=1)):
+        with pytest.raises(UserError, match=r"holds something else than .*use another --folder"):
+            lookup.prepare_lookup(corpus, **other)
+    with pytest.raises(UserError, match="--lines 99 is too few"):
+        lookup.prepare_lookup(corpus.with_name("few"), lines=99)
+
+
+def test_command(tmp_path, monkeypatch, capsys, run):
+    """Catches flags that change nothing, and a next step that is not named."""
+    monkeypatch.chdir(tmp_path)
+    run("lookup", "--folder", "there", "--lines", "150", "--seed", "2")
+    out = capsys.readouterr().out
+    assert "there: 25,050 bytes" in out and "lookup, 150 lines, seed 2" in out
+    assert out.endswith("next: python train.py --data there\n")
+    assert [path.name for path in Path().iterdir()] == ["there"]
+    run("lookup", "--lines", "100")  # the smallest corpus has a validation
+    assert Path("data/lookup/val.bin").exists()
+
+
+def test_lookups_asked(corpus):
+    """Catches a mask that is one token off, and a text that is something else."""
+    tokenizer = load_tokenizer(corpus / "tokenizer.json")
+    x = torch.from_numpy(load_tokens(corpus, "val", 600, 64)[: 4 * 64].astype(int)).view(4, 64)
+    asked = lookup.lookups_asked(x.view(2, 128), tokenizer).view(4, 64)
+    for line, row in zip(x.tolist(), asked.tolist(), strict=True):
+        words = [tokenizer.decode([token]).decode().strip() for token in line]
+        for i, n in enumerate(row):
+            following = words[i + 1] if i < 63 else "table"
+            if following in ("now", "the", "end", "<|endoftext|>"):
+                assert n == 0
+            else:
+                first = following in "STUVXYZ" and i == 15  # now, number, letter: 13, 14, 15
+                assert n == (int(words[i - 1]) if first else -1)
+    with pytest.raises(UserError, match="60 tokens are not lines"):
+        lookup.lookups_asked(x[:, :60], tokenizer)
+    with pytest.raises(UserError, match=r"not of the lookup task: .* --data data/lookup"):
+        lookup.lookups_asked(x.roll(1, dims=1), tokenizer)

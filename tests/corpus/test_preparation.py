@@ -1,0 +1,255 @@
+import json
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+
+from corpus import preparation
+from corpus.batches import load_tokens
+from corpus.preparation import divide, docstrings, package_files, pieces_of, prepare
+from corpus.tokenizers import Tokenizer
+from runtime import UserError
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """GPT-2's vocabulary cannot be fetched."""
+
+    def fail(*_, **__):
+        raise urllib.error.URLError("no route")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", fail)
+    return fail
+
+
+# -- Sources ---------------------------------------------------------------------------------------
+
+
+def test_docstrings(tmp_path):
+    """Catches docstrings that are missed, and files of other Pythons that stop the preparation."""
+    file = tmp_path / "m.py"
+    file.write_text(
+        '"""M."""\nclass C:\n    """C."""\n    async def f(self):\n        """F."""\n        "no"\n'
+    )
+    assert docstrings(file) == ["M.", "C.", "F."]
+    file.write_text("print 'python 2'")
+    assert docstrings(file) == []
+
+
+def test_pydocs(tmp_path, monkeypatch):
+    """Catches a docstring that comes twice, and documents in another order than their files."""
+    for name, text in (("a", '"""One."""'), ("b", '"""One."""'), ("c", "0"), ("d", '"""Two."""')):
+        (tmp_path / name).write_text(text + '\ndef f():\n    """F."""\n' * (name == "d"))
+    files = [(file.name, file) for file in sorted(tmp_path.iterdir())]
+    monkeypatch.setattr(preparation, "package_files", lambda: iter(files))
+    monkeypatch.setattr(preparation, "ProcessPoolExecutor", lambda n, _: ThreadPoolExecutor(n))
+    monkeypatch.setattr(preparation, "topics", {"lambda": "Two.", "if": "Three."})
+    expected = [("a", b"One."), ("d", b"Two.\n\nF."), ("topics/if", b"Three.")]
+    assert preparation.pydocs() == expected
+
+
+def test_package_files(monkeypatch):
+    """Catches test files in the default corpus, and an unstable order."""
+    monkeypatch.setattr(preparation, "PACKAGES", ("numpy", "networkx"))
+    names = [name for name, _ in package_files()]
+    assert len(names) > 900 and len(set(names)) == len(names)
+    assert not any("/tests/" in name or "site-packages" in name for name in names)
+    for _, group in groupby(names, lambda name: name.split("/")[0]):
+        paths = [Path(name) for name in group]
+        assert paths == sorted(paths)
+    packages = [package for package, _ in groupby(name.split("/")[0] for name in names)]
+    assert packages == ["python", *preparation.PACKAGES]
+
+
+def test_download_is_checked(monkeypatch, tmp_path):
+    """Catches another text under the same address."""
+    file = tmp_path / "input.txt"
+    file.write_bytes(b"To be")
+    monkeypatch.setattr(preparation, "SHAKESPEARE", (file.as_uri(), sha256(b"To go").hexdigest()))
+    with pytest.raises(UserError, match="sha256 differs"):
+        preparation.shakespeare()
+    monkeypatch.setattr(preparation, "SHAKESPEARE", (file.as_uri(), sha256(b"To be").hexdigest()))
+    assert preparation.shakespeare() == [("shakespeare", b"To be")]
+
+
+def test_no_network(monkeypatch, tmp_path, refuse):
+    """Catches a stack trace without a network, or its one line after minutes of reading text."""
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    with pytest.raises(UserError, match=r"cannot download .*--data FILE"):
+        preparation.shakespeare()
+    with pytest.raises(UserError, match=r"--tokenizer bytes"):
+        Tokenizer.gpt2()
+    monkeypatch.setitem(
+        preparation.CORPORA, "pydocs", lambda: pytest.fail("the text was read before")
+    )
+    with pytest.raises(UserError, match=r"--tokenizer bytes"):
+        prepare("pydocs", "gpt2", cache=tmp_path)
+
+
+# -- Documents -> ids ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"a\nb", b"a" * 10**6, b"line\n" * 500_000, b"x" * 2_500_000, "日".encode() * 700_000],
+)
+def test_pieces(text):
+    """Catches a text that is cut inside a line or a character, or where it need not be, or loses
+    something."""
+    pieces = list(pieces_of(text))
+    assert b"".join(pieces) == text and len(pieces) == -(-len(text) // 10**6)
+    assert all(piece.decode() for piece in pieces)
+    assert b"\n" not in text or all(piece.endswith(b"\n") for piece in pieces[:-1])
+
+
+def test_split_by_file():
+    """Catches documents cut in two where there are enough to keep them whole."""
+    documents = [(f"f{i}", f"text {i}".encode()) for i in range(400)]
+    train, val = divide(documents)
+    assert sorted(train + val) == sorted(text for _, text in documents)
+    assert 8 < len(val) < 40
+
+
+def test_corpus_of_files(tmp_path, cache):
+    """Catches lost bytes, text in both parts, and a cache that ignores a change."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(3):
+        (texts / f"{i}.txt").write_text(f"file {i}. " * 100, encoding="utf-8")
+    (texts / ".hidden").write_text("no")
+    (texts / "image").write_bytes(b"\x89PNG\0")
+    folder, tokenizer = prepare(str(texts), cache=cache)
+    parts = [np.fromfile(folder / f"{n}.bin", dtype=np.uint16) for n in ("train", "val")]
+    train, val = (tokenizer.decode(x).split(b"<|endoftext|>") for x in parts)
+    whole = [a + b for a, b in zip(train, val, strict=True)]
+    assert whole == [*(f"file {i}. ".encode() * 100 for i in range(3)), b""]
+    assert len(parts[1]) == 3 * 81
+    assert prepare(str(texts), cache=cache)[0] == folder
+    (texts / "3.txt").write_text("more")
+    assert prepare(str(texts), cache=cache)[0] != folder
+    meta = json.loads((folder / "meta.json").read_text())
+    assert meta["bytes"] == 2400 and meta["documents"] == 3
+    # Three documents, each with an end of text.
+    assert meta["val_bytes"] == (folder / "val.bin").stat().st_size // 2 - 3
+
+
+def test_names_in_the_cache(tmp_path, cache, refuse):
+    """Catches corpora that were prepared before and are not found any more, or that need the
+    network again."""
+    file = tmp_path / "text.txt"
+    file.write_text("the quick brown fox. " * 100)
+    folder, _ = prepare(str(file), cache=cache)
+    assert folder.name == "text-bytes-1f655a00"
+    assert sha256((folder / "train.bin").read_bytes()).hexdigest().startswith("a13707bc4b08c76b")
+    assert prepare(str(file), "bpe", 300, cache)[0].name == "text-bpe300-019e43b6"
+    folder.rename(folder.with_name("text-gpt2-44cdd419"))
+    assert prepare(str(file), "gpt2", cache=cache)[0].name == "text-gpt2-44cdd419"
+
+
+@pytest.mark.parametrize(
+    "name,content,message",
+    [
+        ("empty.txt", b"", "holds no text"),
+        ("blank.txt", b" \n", "holds no text"),
+        ("short.txt", b"short", "less than one window"),
+        ("missing.txt", None, "no such file or folder, nor one of pydocs, pysource"),
+    ],
+)
+def test_bad_text(tmp_path, cache, name, content, message):
+    """Catches a stack trace where one line should name the problem and the way out."""
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        folder, tokenizer = prepare(str(tmp_path / name), cache=cache)
+        load_tokens(folder, "train", tokenizer.vocab_size, 64)
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        (["hops"], r"python -m corpus lookup, .* --data data/lookup"),
+        (["lookup"], r"python -m corpus lookup, .* --data data/lookup"),
+        ([__file__, "hops"], r"python -m corpus lookup, .* --data data/lookup"),
+        ([""], "--data is empty"),
+        ([__file__, "bpe", 100], "a BPE of 100 tokens"),
+        ([__file__, "no/where/at all"], "--tokenizer is bytes, bpe, gpt2 or a model: no/where"),
+    ],
+)
+def test_refused(cache, flags, message):
+    """Catches a value that is not refused, or refused without the way out."""
+    with pytest.raises(UserError, match=message):
+        prepare(*flags, cache=cache)
+
+
+# -- Folders of .bin files -------------------------------------------------------------------------
+
+
+def test_nanogpt_folders(tmp_path, capsys, refuse):
+    """Catches nanoGPT's folders not taken as they are, also without GPT-2's vocabulary, and ids of
+    characters that are taken for GPT-2's."""
+    for name in ("train.bin", "val.bin"):
+        np.array([0, 1, 2, 3] * 50, dtype=np.uint16).tofile(tmp_path / name)
+    folder, tokenizer = prepare(str(tmp_path))
+    assert folder == tmp_path and tokenizer.vocab_size == 50_257
+    assert "shown as token ids" in capsys.readouterr().out
+    assert tokenizer.encode("3 1 2") == [3, 1, 2] and tokenizer.decode([3, 1]) == b" 3 1"
+    with pytest.raises(UserError, match="give ids"):
+        tokenizer.encode("hello")
+    with pytest.raises(UserError, match="a BPE cannot be trained on them"):
+        prepare(str(tmp_path), "bpe")
+
+    (tmp_path / "meta.pkl").write_bytes(b"a pickle")
+    with pytest.raises(UserError, match=r"meta\.pkl is a character .*--data FILE.* --tokenizer"):
+        prepare(str(tmp_path))
+    assert prepare(str(tmp_path), "bytes")[1].name == "bytes"
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    assert prepare(str(tmp_path))[1].name == "bytes"
+
+
+# -- python -m corpus ------------------------------------------------------------------------------
+
+
+def test_command(tmp_path, monkeypatch, capsys, run):
+    """Catches a corpus that is not shown as it is."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("abab" * 100)
+    run("text.txt")
+    out = capsys.readouterr().out
+    assert "400 bytes, sha256" in out and "'abababab" in out
+    assert "train: 361 tokens, unigram entropy 0.71" in out  # log 2, and one end of text
+
+
+@pytest.mark.parametrize(
+    "args,expected",
+    [
+        ([], ["stream NAME --tokens N", "python -m corpus lookup", "--vocab-size", "shakespeare"]),
+        (["stream"], ["python -m corpus stream", "--shard-tokens", "--config", "--field"]),
+        (["lookup"], ["python -m corpus lookup", "--folder", "--lines", "--seed"]),
+    ],
+)
+def test_help(capsys, run, args, expected):
+    """Catches a command or a flag that cannot be found."""
+    with pytest.raises(SystemExit):
+        run(*args, "--help")
+    out = capsys.readouterr().out
+    assert all(word in out for word in expected) and "Raises" not in out
+
+
+def test_errors_are_one_line(tmp_path, monkeypatch, run):
+    """Catches a stack trace where the user named something that is not there."""
+    monkeypatch.chdir(tmp_path)
+    for args in (["nothing"], ["lookup", "--lines", "3"], ["stream", "x", "--tokens", "0"]):
+        with pytest.raises(SystemExit, match=r"^error: --.*$"):
+            run(*args)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,194 @@
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corpus import streaming
+from corpus.batches import load_tokens, read_meta
+from corpus.preparation import prepare
+from corpus.streaming import stream
+from runtime import UserError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """The files that datasets locks are not those of the home directory."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture
+def documents(tmp_path, monkeypatch):
+    """1,000 documents in two local files, and an empty directory to work in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    texts = [f"document {i}: " + "naïve café 😀 " * (i % 7) for i in range(1000)]
+    for part in range(2):
+        lines = [json.dumps({"text": text}) for text in texts[part * 500 : part * 500 + 500]]
+        (tmp_path / "texts" / f"{part}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(streaming, "BATCH", 500)
+    return texts
+
+
+FLAGS = dict(tokenizer="bytes", val_tokens=5000, shard_tokens=10_000)
+
+
+def test_stream_is_the_corpus(documents, capsys):
+    """Catches documents that are lost, doubled, out of order, or in training and validation."""
+    stream("texts", 1e9, **FLAGS)
+    assert "training tokens, not 1,000,000,000" in capsys.readouterr().out
+    folder, tokenizer = prepare("data/texts-bytes")
+    assert len(list(folder.glob("train-*.bin"))) > 3
+    train, val = (load_tokens(folder, split, 257, 64) for split in ("train", "val"))
+    ids = np.concatenate([val[:], train[:]])
+    assert tokenizer.decode(ids[ids < 256]).decode() == "".join(documents)
+    assert (ids == 256).sum() == 1000 and 5000 <= len(val) < 5200
+    assert read_meta(folder)["bytes"] == (ids < 256).sum() and val.bytes == (val[:] < 256).sum()
+
+
+def test_command(documents, capsys, run):
+    """Catches flags that do not arrive, and a next step that is not named."""
+    flags = "--tokens 9e3 --tokenizer bytes --val-tokens 1e3 --shard-tokens 4e3 --folder there"
+    run("stream", "texts", *flags.split())
+    assert capsys.readouterr().out.endswith("next:\npython train.py --data there\n")
+    assert {f.name: f.stat().st_size > 8e3 for f in Path("there").glob("train-*")} == {
+        "train-00000.bin": True, "train-00001.bin": True, "train-00002.bin": False
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_interrupted_stream(documents, monkeypatch, at):
+    """Catches an interruption that loses or repeats documents: the files are the same, bit for
+    bit, as without it; before it is complete, nothing trains on it."""
+    stream("texts", 4e4, **FLAGS)
+    write, calls = streaming.write_shard, []
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streaming, "write_shard", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream("texts", 4e4, folder="again", **FLAGS)
+    if at > 1:
+        with pytest.raises(UserError, match="again is not complete; run the command again"):
+            prepare("again")
+    stream("texts", 4e4, folder="again", **FLAGS)
+    whole, again = Path("data/texts-bytes"), Path("again")
+    assert {f.name for f in whole.iterdir()} == {f.name for f in again.iterdir()}
+    for file in whole.glob("*.bin"):
+        assert file.read_bytes() == (again / file.name).read_bytes()
+    a, b = (json.loads((folder / "meta.json").read_text()) for folder in (whole, again))
+    assert a | {"state": None} == b | {"state": None}  # one place has several descriptions
+
+
+def test_more_tokens(documents):
+    """Catches a corpus that cannot grow, or that grows by what it has already."""
+    stream("texts", 15_000, **FLAGS)
+    before = load_tokens(prepare("data/texts-bytes")[0], "train", 257, 64)[:]
+    stream("texts", 30_000, **FLAGS)
+    tokens = load_tokens(prepare("data/texts-bytes")[0], "train", 257, 64)
+    assert len(tokens) >= 30_000 > len(before) >= 15_000
+    assert (tokens[: len(before)] == before).all()
+    text = prepare("data/texts-bytes")[1].decode(tokens[len(before) : len(before) + 9])
+    last = prepare("data/texts-bytes")[1].decode(before[before < 256]).decode()
+    assert text.startswith(b"document") and last.count("document") > 100
+
+
+def test_bpe(documents):
+    """Catches a tokenizer that an interrupted stream trains again, and one that takes the text."""
+    stream("texts", 5000, tokenizer="bpe", vocab_size=300, val_tokens=1000)
+    folder, tokenizer = prepare("data/texts-bpe")
+    assert tokenizer.vocab_size == 300
+    val = load_tokens(folder, "val", 300, 64)[:]
+    assert tokenizer.decode(val[val < 299]).decode().startswith(documents[0] + documents[1])
+
+
+def test_text_files_are_documents(monkeypatch, tmp_path):
+    """Catches lines that are taken for documents, and line breaks that are lost."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts" / "more").mkdir(parents=True)
+    texts = [f"Title {i}\n\nOnce upon a time.\nThe end.\n" for i in range(40)]
+    for i, text in enumerate(texts):
+        (tmp_path / "texts" / ("more" if i % 2 else ".") / f"{i:02}.txt").write_text(text)
+    stream("texts/", float("inf"), tokenizer="bytes", val_tokens=200)
+    folder, tokenizer = prepare("data/texts-bytes")
+    ids = np.concatenate([load_tokens(folder, split, 257, 16)[:] for split in ("val", "train")])
+    found = tokenizer.decode(ids).decode().split("<|endoftext|>")
+    assert sorted(found) == sorted(["", *texts])
+
+
+def test_damaged_corpus(documents):
+    """Catches a lost or cut shard, texts that changed since, and a damaged meta.json."""
+    stream("texts", 3e4, **FLAGS)
+    folder = Path("data/texts-bytes")
+    shard, meta = folder / "train-00001.bin", folder / "meta.json"
+    content, good = shard.read_bytes(), meta.read_bytes()
+    for damage in (shard.unlink, lambda: shard.write_bytes(content[:100])):
+        damage()
+        for use in (lambda: prepare(str(folder)), lambda: stream("texts", 3e4, **FLAGS)):
+            with pytest.raises(UserError, match=r"training tokens, not the .* stream it again"):
+                use()
+    shard.write_bytes(content)
+    stream("texts", 3e4, **FLAGS)
+    meta.write_bytes(good[:100])
+    with pytest.raises(UserError, match=r"meta\.json is not a JSON .*delete data/texts-bytes"):
+        prepare(str(folder))
+    meta.unlink()
+    for other in (None, b'{"source": "pydocs", "bytes": 1, "sha256": ""}'):
+        if other:
+            meta.write_bytes(other)
+        with pytest.raises(UserError, match="holds another corpus: delete it"):
+            stream("texts", 3e4, **FLAGS)
+    meta.write_bytes(good)
+    with open("texts/0.jsonl", "a") as file:
+        file.write('\n{"text": "new"}')
+    with pytest.raises(UserError, match="was made from"):
+        stream("texts", 4e4, **FLAGS)
+
+
+def test_odd_rows_and_a_broken_connection():
+    """Catches a row without text, or with half a surrogate pair, that ends the stream for good, and
+    a lost connection without a word of how to go on."""
+    rows = [{"text": "é"}, {"text": None}, {"text": "\ud800"}]
+    assert list(streaming.texts_of(rows, "text")) == ["é".encode(), b"", b"?"]
+
+    def broken():
+        yield {"text": "abc"}
+        raise ConnectionError("no route to host")
+
+    with pytest.raises(UserError, match="no route to host; the same command goes on"):
+        list(streaming.texts_of(broken(), "text"))
+
+
+def test_refused(documents, monkeypatch, tmp_path):
+    """Catches a wrong column, another source in the same folder, and a missing package, without a
+    word of the way out."""
+    with pytest.raises(UserError, match=r"no text in 'body'; --field is one of \['text'\]"):
+        stream("texts", 100, field="body", **FLAGS)
+    with pytest.raises(UserError, match="must be at least 1"):
+        stream("texts", 0, **FLAGS)
+    with pytest.raises(UserError, match=r"has [\d,]+ tokens; lower --val-tokens"):
+        stream("texts", 100, **{**FLAGS, "val_tokens": 1e9}, folder="x")
+    stream("texts", 100, **FLAGS, folder="x")  # the way out works
+    stream("texts", 100, **FLAGS)
+    with pytest.raises(UserError, match=r"was made from .*: use --folder"):
+        stream("texts", 100, **{**FLAGS, "val_tokens": 6000})
+    with pytest.raises(UserError, match="is used up by the validation"):
+        everything = len("".join(documents).encode()) + len(documents)
+        stream("texts", 100, **{**FLAGS, "val_tokens": everything}, folder="y")
+    assert not any((tmp_path / "y").iterdir())
+    (tmp_path / "texts" / "one.txt").write_text("more")
+    with pytest.raises(UserError, match=r"texts has \.txt files and 0\.jsonl"):
+        stream("texts", 100, **FLAGS)
+    (tmp_path / "texts" / "one.txt").unlink()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="cannot open empty"):
+        stream("empty", 100, **FLAGS)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        stream("texts", 100, **FLAGS)

@@ -1,0 +1,311 @@
+"""Our own tokenizers, and the tokenizer.json beside a Llama: both kinds that Llamas have, made here
+from a small text."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from foreign import KINDS, TEXT, byte_level, make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    processors,
+)
+
+from corpus.batches import load_tokens
+from corpus.preparation import prepare
+from corpus.tokenizers import FILES, Tokenizer, load_tokenizer, open_tokenizer
+from runtime import UserError, locate
+from sample import Printer
+
+CODE = "def f(x):\n    return x + 1  # naïve café 😀👩‍👩‍👧\n" * 40
+HARD = "the  fox\n\tnaps: é ☃ 日本 \U0001f98a <s> </s> <|endoftext|> \x00!"
+
+
+# -- Our own ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return Tokenizer.train([CODE, TEXT], 300)
+
+
+@pytest.mark.parametrize(
+    "text", [CODE, "", "😀", "日本語\u200d\u0301", "<|endoftext|>", "\x00\r\n\t"]
+)
+def test_round_trip(bpe, text, tmp_path):
+    """Catches text that does not come back, through a saved and loaded tokenizer too."""
+    for tokenizer in (Tokenizer.bytes(), bpe):
+        tokenizer.save(tmp_path / "t.json")
+        again = load_tokenizer(tmp_path / "t.json")
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids).decode() == text
+        assert again.encode(text) == ids and again.vocab_size == tokenizer.vocab_size
+        assert all(i < tokenizer.end_of_text for i in ids)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.binary(max_size=60), st.text(max_size=60).map(str.encode)))
+def test_round_trip_of_any_bytes(bpe, raw):
+    """Catches invalid UTF-8 that is replaced, also where it touches valid characters."""
+    assert bpe.decode(bpe.encode(raw)) == raw
+    assert bpe.decode(bpe.encode(raw.decode("utf-8", "surrogateescape"))) == raw
+
+
+def test_bpe_merges(bpe):
+    """Catches a BPE that learned nothing, or whose table has not the size asked for."""
+    assert bpe.vocab_size == 300
+    assert Tokenizer.train([CODE, TEXT], 300).tokens == bpe.tokens  # deterministic
+    assert len(bpe.encode(CODE)) < len(CODE.encode()) * 2 / 3
+    with pytest.raises(UserError, match="a BPE of 100 tokens"):
+        Tokenizer.train([CODE], 100)
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"vocab_size": "abc", "name": "ids"}, "not a tokenizer that is known"),
+        ({"tokens": ["YQ==", "YQ=="]}, "a token is there twice"),
+        ({"tokens": ["YQ=="]}, "a byte has no token"),
+        ({"tokens": ["YQ=="], "name": "chars"}, "prepare the text again"),
+    ],
+)
+def test_damaged_own(tmp_path, change, message):
+    """Catches a vocabulary with which the library ends the process, or that says something else,
+    and one from before that is called damaged."""
+    fields = Tokenizer.bytes().fields() | {"name": "bpe"} | change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_lookup_by_its_old_name(tmp_path):
+    """Catches a run of the lookup task that cannot be read because its tokenizer is named hops."""
+    fields = Tokenizer.bytes().fields() | {"name": "hops"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
+    assert load_tokenizer(tmp_path / "tokenizer.json").encode("a") == [97]
+
+
+# -- Of a Llama ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encode_and_decode(tmp_path, kind):
+    """Catches other ids than the library's, a text whose "</s>" becomes the end of the text, bytes
+    that change on the way back, and settings that a file of ours loses."""
+    library, tokenizer = make_tokenizer(tmp_path, kind)
+    assert tokenizer.encode(TEXT) == library.encode(TEXT, add_special_tokens=False).ids
+    start = " " if kind == "llama 2" else ""  # SentencePiece puts a space before each text
+    for text in (TEXT, HARD, "", "é"):
+        assert tokenizer.decode(tokenizer.encode(text)).decode() == (start if text else "") + text
+    assert tokenizer.encode(HARD.encode()) == tokenizer.encode(HARD)
+    assert tokenizer.end_of_text == library.token_to_id("</s>")
+    assert tokenizer.end_of_text not in tokenizer.encode(HARD)
+    assert tokenizer.begin == ([] if kind == "byte-level" else [library.token_to_id("<s>")])
+    assert tokenizer.vocab_size == library.get_vocab_size()
+    assert tokenizer.decode([*tokenizer.begin, tokenizer.vocab_size]) == b"<s>" * len(
+        tokenizer.begin
+    )
+    tokenizer.save(tmp_path / "ours.json")
+    again = load_tokenizer(tmp_path / "ours.json")
+    for name in ("tokens", "begin", "end_of_text", "digest"):
+        assert getattr(again, name) == getattr(tokenizer, name)
+
+
+@pytest.mark.parametrize(
+    "template,begin",
+    [("</s> $A", [1]), ("<s> $A </s>", [0]), ("$A </s>", []), ("<s> </s> $A <s>", [0, 1])],
+)
+def test_begin(tmp_path, template, begin):
+    """Catches a beginning that is taken for the end of text, or the end for a beginning."""
+    library = byte_level()
+    special = [(name, library.token_to_id(name)) for name in ("<s>", "</s>")]
+    library.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").begin == begin
+
+
+def test_added_tokens(tmp_path):
+    """Catches a token that was added as plain text and is read as characters for bytes."""
+    library = byte_level()
+    library.add_tokens(["two words \u00e9"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    ids = tokenizer.encode("the two words \u00e9 fox")
+    assert library.token_to_id("two words \u00e9") in ids
+    assert tokenizer.decode(ids).decode() == "the two words \u00e9 fox"
+
+
+def test_beginning_is_not_shown(tmp_path, capsys):
+    """Catches a "<s>" that is printed before a prompt which has none."""
+    _, tokenizer = make_tokenizer(tmp_path, "llama 3")
+    ids = tokenizer.begin + tokenizer.encode("the fox")
+    printer = Printer(tokenizer, 3, tokenizer.end_of_text)
+    printer.prompt("the fox", ids, [0] * len(ids))
+    printer.close()
+    assert capsys.readouterr().out.replace("\u2080", "") == "the fox\n"
+
+
+def test_bytes_of_a_character(tmp_path):
+    """Catches a character that is lost where it takes several tokens, as streaming prints it."""
+    for kind in KINDS:
+        _, tokenizer = make_tokenizer(tmp_path, kind)
+        parts = [tokenizer.decode([i]) for i in tokenizer.encode("日")]
+        assert b"".join(parts).decode().strip() == "日" and len(parts) >= 3
+
+
+@pytest.mark.parametrize(
+    "config,fields",
+    [
+        (None, {"eos_token": "</s>"}),
+        (None, {"eos_token": {"content": "</s>", "lstrip": False}}),
+        ({"eos_token_id": 1}, {"model_max_length": 5}),
+        ({"eos_token_id": [1, 0]}, {"model_max_length": 5}),
+    ],
+)
+def test_end_of_text(tmp_path, config, fields):
+    """Catches an end of text that is looked for in one place only."""
+    library, tokenizer = make_tokenizer(tmp_path, "byte-level", config, **fields)
+    assert tokenizer.end_of_text == 1 == library.token_to_id("</s>")
+
+
+def test_settings_of_the_file_are_left_alone(tmp_path):
+    """Catches texts cut at the 512 tokens that somebody's tokenizer.json says."""
+    library = byte_level()
+    library.enable_truncation(4)
+    library.enable_padding(length=9)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path))
+    assert tokenizer.decode(tokenizer.encode(TEXT)).decode() == TEXT
+    assert tokenizer.end_of_text is None
+    (tmp_path / "text").write_text(TEXT)
+    with pytest.raises(UserError, match="no end of text"):
+        prepare(str(tmp_path / "text"), str(tmp_path), cache=tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_corpus(tmp_path, kind):
+    """Catches a corpus without the tokens around each text, and one that is taken for another's."""
+    _, tokenizer = make_tokenizer(tmp_path / "model", kind)
+    (tmp_path / "texts").mkdir()
+    for name in "ab":  # the end of training text would fall inside the second character
+        (tmp_path / "texts" / name).write_text(f"{name} {'日本語' * 99}")
+    folder, same = prepare(
+        str(tmp_path / "texts"), str(tmp_path / "model"), cache=tmp_path / "data"
+    )
+    assert same.digest == tokenizer.digest and same.digest in folder.name.split("-")[-2]
+    ids = load_tokens(folder, "val", tokenizer.vocab_size, 8)[:].tolist()
+    one = [*tokenizer.begin, *tokenizer.encode("日本語" * 10), tokenizer.end_of_text]
+    assert ids[: len(one)] == one and len(ids) == 2 * len(one)
+    assert (
+        prepare(str(tmp_path / "texts"), str(tmp_path / "model"), cache=tmp_path / "data")[1].digest
+        == tokenizer.digest
+    )
+    other, _ = prepare(str(tmp_path / "texts"), "bytes", cache=tmp_path / "data")
+    assert other != folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_export(tmp_path, kind):
+    """Catches a tokenizer that transformers does not load, or loads as another one."""
+    transformers = pytest.importorskip("transformers")
+    _, tokenizer = make_tokenizer(tmp_path / "model", kind)
+    (tmp_path / "llama").mkdir()
+    tokenizer.save_pretrained(tmp_path / "llama")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "llama")
+    assert theirs.eos_token_id == tokenizer.end_of_text
+    assert theirs.bos_token == ("<s>" if tokenizer.begin else None)
+    assert theirs(TEXT)["input_ids"] == tokenizer.begin + tokenizer.encode(TEXT)
+    assert load_tokenizer(tmp_path / "llama" / "tokenizer.json").tokens == tokenizer.tokens
+
+
+def test_large_vocabulary(tmp_path):
+    """Catches ids above 65,535 that wrap around: Llama 3 has 128,256."""
+    library = byte_level()
+    library.add_tokens([f"token{i}" for i in range(70_000)])
+    (tmp_path / "model").mkdir()
+    library.save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    text = "".join(f"token{i} " for i in range(69_999, 0, -7))
+    (tmp_path / "text").write_text(text)
+    folder, tokenizer = prepare(str(tmp_path / "text"), str(tmp_path / "model"), cache=tmp_path)
+    tokens = load_tokens(folder, "train", tokenizer.vocab_size, 8)
+    assert tokens[:5].dtype == np.uint32 and int(tokens[:].max()) > 2**16
+    assert text.startswith(tokenizer.decode(tokens[:-1]).decode())
+
+
+def damage(change):
+    def edit(directory):
+        definition = json.loads((directory / "tokenizer.json").read_text())
+        change(definition)
+        (directory / "tokenizer.json").write_text(json.dumps(definition))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "edit,message",
+    [
+        (lambda d: (d / "tokenizer.json").unlink(), "cannot read"),
+        (lambda d: (d / "tokenizer.json").write_text("{"), "not a JSON object"),
+        (lambda d: (d / "tokenizer.json").write_text("[]"), "not a JSON object"),
+        (lambda d: (d / "tokenizer.json").write_text("{}"), "not a tokenizer that is known"),
+        (damage(lambda t: t.update(model={"type": "Odd"})), "tokenizers cannot read"),
+        (damage(lambda t: t.update(decoder={"type": "WordPiece", "prefix": "##", "cleanup": True})),
+         "unknown decoder, .*WordPiece"),
+        (damage(lambda t: t.update(decoder=None)), "unknown decoder"),
+        (lambda d: (d / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is not"),
+        (lambda d: (d / "tokenizer_config.json").write_text('{"eos_token": "x!y"}'),
+         "end of text, 'x!y', is not in its vocabulary"),
+    ],
+)  # fmt: skip
+def test_damaged(tmp_path, edit, message):
+    """Catches a stack trace, or a text that is written with other tokens."""
+    make_tokenizer(tmp_path, "byte-level")
+    edit(tmp_path)
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_without_the_library(tmp_path, monkeypatch):
+    """Catches an ImportError that does not say what to install."""
+    make_tokenizer(tmp_path, "byte-level")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="pip install tokenizers"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_hub(tmp_path, monkeypatch):
+    """Catches a name of the Hub that is not looked up, a path that is, weights that are fetched
+    for a tokenizer, and a failed download that is not explained."""
+    import huggingface_hub
+
+    make_tokenizer(tmp_path / "fetched", "byte-level")
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def fetch(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(tmp_path / "fetched")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert open_tokenizer("someone/a-model").encode("a")
+    assert asked[0][0] == "someone/a-model" and all("json" in p for p in asked[0][1])
+    Path("out").mkdir()
+    for path in ("out/typo", "typo", "a/b/c", "/no/where"):
+        with pytest.raises(UserError, match=f"{path} does not exist"):
+            locate(path, FILES)
+    assert locate("out", FILES) == Path("out") and len(asked) == 1
+
+    def fail(name, allow_patterns):
+        raise OSError("no route to host\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(UserError, match=r"cannot be fetched \(no route to host\): check"):
+        open_tokenizer("someone/a-model")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UserError, match="pip install huggingface_hub"):
+        open_tokenizer("someone/a-model")

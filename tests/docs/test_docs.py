@@ -1,0 +1,309 @@
+"""README.md and the pages of docs/: their commands run, shortened, in a throw-away directory; what
+they print, link to and list is there.
+
+Commands run inside this process, since starting Python and importing torch would take longer than
+most of them. The corpus is a small text in place of the default one.
+"""
+
+import contextlib
+import csv
+import io
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from corpus.preparation import prepare
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+# In the order of the table in README.md, in which the commands of one use the runs of another.
+NAMES = [f"docs/{name}" for name in re.findall(r"\]\(docs/([\w-]+\.md)\)", README)]
+NAMES = ["README.md", *dict.fromkeys(NAMES)]
+PAGES = {name: (ROOT / name).read_text("utf-8") for name in NAMES if name != "docs/log.md"}
+
+OF_ONE_RUN = ("converge", "buckets", "shift", "tokens", "tau", "penalty", "heatmap", "report")
+TRAIN = "--steps 2 --batch-size 2 --eval-windows 2 --log-every 1"
+SHORT = {  # appended to a command, so that it takes seconds
+    "train.py": TRAIN,
+    "train.py --resume": "--steps 4 --eval-windows 2 --log-every 1",
+    "sample.py": "--max-new-tokens 3",
+    "engine": "--max-new-tokens 3",
+    **{f"analyze.py {name}": "--windows 2" for name in OF_ONE_RUN},
+    "evaluation": "--windows 3",
+    "bench attention": "--lengths 256 --widths 56 --repeats 1",
+    "bench train": "--preset tiny --windows 1 --repeats 1",
+    "bench decode": "--batch-sizes 1 --prompts 4 --new-tokens 2 --repeats 1 --contexts 8",
+    "corpus lookup": "--lines 200",
+}
+# Forms that are no more: a page that shows one sends its reader to an error.
+SCRIPTS = (
+    "data weights cost evaluate bench bench_decode tour hops engine start choose compact graph"
+)
+SCRIPTS += " windows stream formats config llama methods measure report corpora tokenizer device"
+OLD = rf"(?<![\w/])({SCRIPTS.replace(' ', '|')}|settings|run|checkpoint)\.py\b"
+OLD += r"|--ablation|--printed-mask-index|--penalty\s|hops|LOG\.md|assets/"
+
+
+def shell(text):
+    """The lines of all blocks of commands, without their comments."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+
+
+COMMANDS = [
+    (name, line)
+    for name, text in PAGES.items()
+    for line in shell(text)
+    if line.startswith(("python ", "torchrun "))
+    and "--nnodes" not in line  # which takes two machines
+    and "lambada" not in line  # which takes a network
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Where the commands run: with some texts and the questions of docs/evaluation.md."""
+    directory = tmp_path_factory.mktemp("pages")
+    (directory / "my_texts").mkdir()
+    for i in range(40):
+        (directory / "my_texts" / f"{i}.txt").write_text(f"{i}: Once upon a time.\n" * 40)
+    (directory / "my_tasks").mkdir()
+    for name, language in (("capitals.yaml", "yaml"), ("capitals.jsonl", "json")):
+        (block,) = re.findall(rf"```{language}\n(.*?)```", PAGES["docs/evaluation.md"], re.DOTALL)
+        (directory / "my_tasks" / name).write_text(block)
+    return directory
+
+
+def shortened(line):
+    """A command of a page -> the program (a script, or a module), its arguments, torchrun's."""
+    program, *words = shlex.split(line)
+    if program == "torchrun":
+        at = [word.endswith(".py") for word in words].index(True)
+        short = TRAIN.replace("--batch-size 2", "") + " --preset tiny --data my_texts"
+        return words[at], [*words[at + 1 :], *short.split()], words[:at]
+    words = words[1:] if words[0] == "-m" else words
+    what, *arguments = words
+    name = f"{what} {arguments[0] if arguments else ''}".strip()
+    short = SHORT.get(name, SHORT.get(what, ""))
+    if what == "train.py" and not {"--resume", "--data"} & set(arguments):
+        short += " --data my_texts"
+    if "medium" in arguments and what == "train.py":
+        short += " --block-size 32 --num-hidden-layers 2"
+    if "--tasks" in arguments:
+        short = ""
+    # Compiling takes minutes: test_compiled_blocks, which is slow, does it.
+    return what, [word for word in arguments if word != "--compile"] + shlex.split(short), None
+
+
+def run(what, arguments, directory):
+    """Run a script or module as `python` does, in this process -> what it printed."""
+    name = str(ROOT / what) if what.endswith(".py") else what
+    printed, said = io.StringIO(), io.StringIO()
+    before = Path.cwd(), sys.argv
+    os.chdir(directory)
+    sys.argv = [name, *arguments]
+    try:
+        with (
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(said),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore", RuntimeWarning)  # of a module that was imported before
+            if what.endswith(".py"):
+                runpy.run_path(name, run_name="__main__")
+            else:
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert not end.code, f"{end.code}\n{printed.getvalue()}\n{said.getvalue()}"
+    finally:
+        os.chdir(before[0])
+        sys.argv = before[1]
+    return printed.getvalue()
+
+
+def test_pages_have_the_main_commands():
+    """Catches pages from which this test reads nothing."""
+    programs = {shortened(line)[0] for _, line in COMMANDS}
+    assert {"train.py", "sample.py", "analyze.py", "attention.py", "router.py"} <= programs
+    modules = {"corpus", "interop", "baselines", "evaluation", "bench", "engine", "docs.tour"}
+    assert modules <= programs
+    assert {"make test", "make demo"} <= set(shell(README))
+
+
+@pytest.mark.parametrize("name, line", COMMANDS)
+def test_command(name, line, directory):
+    """Catches a page whose commands have drifted from the code; in the order of the pages, since
+    sampling takes the newest run."""
+    what, arguments, launch = shortened(line)
+    if launch is None:
+        assert run(what, arguments, directory).strip()
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *launch]
+    command += [str(ROOT / what), *arguments]
+    environment = os.environ | {"PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() and "Traceback" not in done.stderr
+
+
+def test_python(directory):
+    """Catches a page whose Python has drifted from the code; it uses a run of the commands."""
+    blocks = [
+        block
+        for text in PAGES.values()
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    ]
+    assert blocks
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        names = {}
+        exec("\n".join(blocks), names)
+    finally:
+        os.chdir(before)
+    assert len(names["samples"]) == 2 and len(names["samples"][0].tokens)
+
+
+def test_a_command_as_a_process(directory):
+    """Catches commands that work only inside another program: one is run as a reader runs it."""
+    command = [sys.executable, str(ROOT / "train.py"), "--data", "my_texts", "--preset", "tiny"]
+    environment = os.environ | {"PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *TRAIN.split()], cwd=directory, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip() and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_default_corpus(tmp_path, monkeypatch):
+    """Catches a default corpus that cannot be made, since the other tests use a small text."""
+    monkeypatch.chdir(tmp_path)
+    folder, tokenizer = prepare("pydocs", "bytes", None)
+    assert (Path(folder) / "train.bin").stat().st_size > 10**7 and tokenizer.vocab_size == 257
+
+
+def test_tour():
+    """Catches a tour that shows other numbers than the code computes."""
+    printed = run("docs.tour", [], ROOT)
+    steps = re.split(r"(?m)^\d+\. .*\n\n", printed)[1:]
+    assert len(steps) == 10
+    for shown in steps:
+        block = shown.strip("\n")
+        assert f"```\n{block}\n```\n" in PAGES["docs/tour.md"], shown
+
+
+def test_lengths():
+    """Catches a README that is more than a page, and pages that are more than one subject."""
+    assert len(README.splitlines()) <= 250
+    for name, text in PAGES.items():
+        assert len(text.splitlines()) < 300, name
+
+
+def test_every_page_is_listed():
+    """Catches a page that nobody finds."""
+    assert {f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")} == set(NAMES[1:])
+
+
+def test_no_old_names():
+    """Catches a page that names a command, flag or file by a name that it no longer has."""
+    for name, text in PAGES.items():
+        found = re.search(OLD, text)
+        assert not found, f"{name}: {found[0]}"
+
+
+def test_log():
+    """Catches a log whose newest entries name commands by their old names: only older ones may."""
+    text = (ROOT / "docs/log.md").read_text("utf-8")
+    entries = text.split("\n## ")
+    titles = [entry.splitlines()[0] for entry in entries[1:]]
+    dates = [title[:10] for title in titles]
+    assert dates == sorted(dates, reverse=True)
+    house = next(i for i, title in enumerate(titles) if "The house" in title)
+    for entry in entries[1 : house + 2]:
+        found = re.search(r"(?m)^\s*python (data|weights|cost|evaluate|bench|tour)\.py", entry)
+        assert not found, found[0]
+
+
+def test_reading_order():
+    """Catches a script or folder that the README leaves out, and a script that is listed before one
+    that it imports."""
+    text = README.split("## The files")[1].split("\n## ")[0]
+    scripts = re.findall(r"(?m)^\| \[`(\w+)\.py`\]", text)
+    assert sorted(scripts) == sorted(file.stem for file in ROOT.glob("*.py"))
+    for i, script in enumerate(scripts):
+        source = (ROOT / f"{script}.py").read_text("utf-8")
+        imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
+        assert not imported & set(scripts[i + 1 :]), (script, imported)
+    folders = re.findall(r"(?m)^\| `(\w+)/` \|", text)
+    there = {file.parent.name for file in ROOT.glob("*/__init__.py")} | {"runs", "tests"}
+    assert sorted(folders) == sorted(there)
+
+
+def anchors(text):
+    headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?s)```.*?```", "", text))
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", [*PAGES, "docs/log.md", "CONTRIBUTING.md"])
+def test_links(name):
+    """Catches a link to a file, a function in it, or a heading that is not there."""
+    text = (ROOT / name).read_text("utf-8")
+    links = re.findall(r"\[([^\]]*)\]\(([^)\s]*)\)", text)
+    assert links or name == "docs/log.md"
+    for shown, target in links:
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.is_file(), target
+        if anchor:
+            assert anchor in anchors(file.read_text("utf-8")), target
+        if shown.startswith("`") and file.suffix == ".py" and not shown.strip("`").endswith(".py"):
+            function = shown.strip("`").split(".")[-1]
+            if shown.strip("`").endswith("/"):
+                continue
+            source = file.read_text("utf-8")
+            assert re.search(rf"(?m)^ *(def |class )?{function}\b", source), shown
+    for script in re.findall(r"\bbash (\S+\.sh)", text):
+        if name != "docs/log.md":
+            assert (ROOT / script).is_file(), script
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_tables(name):
+    """Catches a table with a row that is too long or too short: it is shown as text."""
+    text = re.sub(r"(?s)```.*?```", "", PAGES[name])
+    for block in re.findall(r"(?m)(?:^ *\|.*\n)+", text):
+        rows = [row.strip() for row in block.splitlines()]
+        assert re.fullmatch(r"\|(:?-+:?\|)+", rows[1].replace(" ", "")), rows[1]
+        columns = {row.count("|") for row in rows}
+        assert len(columns) == 1, block
+
+
+def test_numbers_of_the_tables():
+    """Catches tables whose losses or steps are not those of the figures' data."""
+    rows = []
+    for file in ("pareto", "remedies"):
+        with open(ROOT / f"docs/figures/{file}.csv", encoding="utf-8") as lines:
+            rows += [(file, row) for row in csv.DictReader(lines)]
+    for file, row in rows:
+        if file == "pareto" and "tau 0.1" in row["method"]:
+            continue  # not in the table
+        for key, digits in (("loss", 3), ("steps", 2)):
+            mean, std = float(row[key]), float(row[f"{key}_std"])
+            shown = f"{mean:.{digits}f} ± {std:.{digits}f}"
+            if file == "pareto" or "penalty_weight" in row["method"]:
+                assert shown in PAGES["docs/results.md"], (row["method"], row["K"], shown)
+    five = README.split("## What it does")[1].split("\n## ")[0]
+    numbers = re.findall(r"\d\.\d+ ± \d\.\d+", five)
+    assert len(numbers) == 7 and all(shown in PAGES["docs/results.md"] for shown in numbers)

@@ -1,0 +1,198 @@
+"""The scripts in runs/, with a stand-in for Python that writes down how it is called."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import interop
+from baselines import all_methods, build, find
+from training.runs import changes
+from training.settings import parse
+
+ROOT = Path(__file__).parent.parent.parent
+MODULES = ("corpus", "interop", "evaluation", "torch.distributed.run")
+
+
+@pytest.fixture
+def run_script(tmp_path):
+    """Run a script in a copy of runs/; returns the arguments of each call, by script or module."""
+    shutil.copytree(ROOT / "runs", tmp_path / "runs")
+    stand_in, record = tmp_path / "python", tmp_path / "record"
+    inline = f'-c) cd "{ROOT}"; exec "{sys.executable}" "$@" ;;'
+    stand_in.write_text(
+        f'#!/bin/bash\ncase "$1" in\n{inline}\n*) echo "$@" >> "{record}" ;;\nesac\n'
+    )
+    stand_in.chmod(0o755)
+
+    def run(script, **variables):
+        environment = os.environ | {"PYTHON": str(stand_in)} | variables
+        command = ["bash", str(tmp_path / "runs" / script)]
+        subprocess.run(command, check=True, env=environment, timeout=120)
+        calls = {name: [] for name in ("train.py", "analyze.py", *MODULES)}
+        for line in record.read_text().splitlines():
+            module, name, arguments = re.fullmatch(r"(-m )?(\S+) ?(.*)", line).groups()
+            assert bool(module) == (name in MODULES), line
+            calls[name].append(arguments.split())
+        record.unlink()
+        return calls
+
+    return run
+
+
+def test_llama(run_script, tmp_path):
+    """Catches a flag that train.py does not know, and arms that differ in more than they should."""
+    calls = run_script("llama.sh")
+    trained, analyzed = calls["train.py"], calls["analyze.py"]
+    assert calls["interop"] == [["out/llama/plain-0", "--to", "out/llama/hugging-face"]]
+    assert [args[0] for args in analyzed] == ["losses", "pareto"]
+    base = tmp_path / "out/llama/hugging-face"
+    config = find("vanilla").Config(vocab_size=31, hidden_size=32, method="vanilla", ponder_steps=0)
+    interop.save(build(config), base)
+    configs = {}
+    for args in trained:
+        args = [str(base) if arg == "out/llama/hugging-face" else arg for arg in args]
+        configs[args[args.index("--name") + 1]] = parse(args)
+    assert len(configs) == 12
+    plain, taught = configs["longer-1"], configs["taught-1"]
+    differ = set(changes(plain, taught))
+    assert {"method", "ponder_steps", "ponder_warmup", "penalty_weight"} == differ
+    assert {configs[f"taught-{seed}"].seed for seed in (1, 2, 3)} == {1, 2, 3}
+    assert changes(taught, configs["at-once-1"]).keys() == {"ponder_warmup"}
+    (tmp_path / "out/llama/plain-0").mkdir()
+    (tmp_path / "out/llama/plain-0/results.json").touch()
+    assert len(run_script("llama.sh", SEEDS="2")["train.py"]) == 2
+
+
+def test_pareto(run_script, tmp_path):
+    """Catches a flag that train.py does not know, a method or budget that is left out, a seed that
+    is not used, a finished run that is trained again, an interrupted one that begins anew."""
+    (out := tmp_path / "out/pareto/tiny").mkdir(parents=True)
+    calls = run_script("pareto.sh")
+    trained, analyzed = calls["train.py"], calls["analyze.py"]
+    assert [args[0] for args in analyzed] == ["pareto", "depth"]
+    configs = [parse(args) for args in trained]
+    assert len({config.name for config in configs}) == len(configs)
+    budgets = [(c.model.method, c.model.ponder_steps, c.seed) for c in configs]
+    for seed in (0, 1, 2):
+        assert ("vanilla", 0, seed) in budgets
+        for K in (1, 2, 3, 4):
+            for method in ("looped", "ponderlm2", "ponderlm3"):
+                assert (method, K, seed) in budgets
+    assert {(c.model.method, c.seed) for c in configs} == {
+        (kind.method, seed)
+        for kind in all_methods()
+        for seed in range(3)
+        if not kind.method.startswith("ablation-")
+    }
+    assert (
+        len({(c.steps, c.batch_size, c.learning_rate, c.data, c.precision) for c in configs}) == 1
+    )
+    for name, file in (("vanilla-0-0", "results.json"), ("vanilla-0-1", "train.json")):
+        (out / name).mkdir()
+        (out / name / file).touch()
+    again = run_script("pareto.sh")["train.py"]
+    assert len(again) == len(trained) - 1
+    assert ["--resume", "--out", "out/pareto/tiny", "--name", "vanilla-0-1"] in again
+
+
+def test_remedies(run_script, tmp_path):
+    """Catches flags that train.py does not know, and names that hide that two runs are the same."""
+    (tmp_path / "out/remedies/tiny").mkdir(parents=True)
+    calls = run_script("remedies.sh")
+    trained, analyzed = calls["train.py"], calls["analyze.py"]
+    configs = [parse(args) for args in trained]
+    assert len({config.name for config in configs}) == len(configs) and len(analyzed) == 2
+    assert len({repr(replace(config, name=None)) for config in configs}) == len(configs)
+
+
+def test_tiny(run_script, tmp_path):
+    """Catches flags that train.py does not know, seeds that are left out or are all the same."""
+    (tmp_path / "out/tiny").mkdir(parents=True)
+    calls = run_script("tiny.sh")
+    trained, analyzed = calls["train.py"], calls["analyze.py"]
+    configs = [parse(args) for args in trained]
+    assert len({repr(replace(config, name=None)) for config in configs}) == 12 == len(configs)
+    assert [args[0] for args in analyzed] == ["losses"]
+    assert len(run_script("tiny.sh", SEEDS="1")["train.py"]) == 4
+
+
+def test_ablations(run_script, tmp_path):
+    """Catches flags that train.py does not know, and an ablation that is none."""
+    (tmp_path / "out/ablations/tiny").mkdir(parents=True)
+    calls = run_script("ablations.sh")
+    trained, analyzed = calls["train.py"], calls["analyze.py"]
+    configs = [parse(args) for args in trained]
+    assert len(configs) == 21 and len(analyzed) == 1
+    ablations = {kind.method for kind in all_methods() if kind.method.startswith("ablation-")}
+    assert {config.model.method for config in configs} == {"ponderlm3", *ablations}
+    assert len({repr(replace(config, name=None)) for config in configs}) == len(configs)
+
+
+def test_paper(run_script, tmp_path):
+    """Catches a recipe that does not begin, of either size."""
+    configs = [parse(args) for args in run_script("paper.sh", TRY="1")["train.py"]]
+    assert [(config.preset, config.steps) for config in configs] == [("70m", 2), ("410m", 2)]
+
+
+def test_paper_in_full(run_script, tmp_path):
+    """Catches a corpus, training or benchmark that is left out, and a finished run that is trained
+    again."""
+    (done := tmp_path / "out/paper/70m/looped").mkdir(parents=True)
+    (done / "results.json").touch()
+    calls = run_script("paper.sh", GPUS="8")
+    assert calls["corpus"] == [["stream", "pile", "--tokens", "15e9", "--folder", "data/pile"]]
+    trainings = calls["torch.distributed.run"]
+    flags = [args[args.index("train.py") + 1 :] for args in trainings]
+    assert all("--nproc_per_node=8" in args for args in trainings)
+    methods = [parse(args).model.method for args in flags]
+    assert methods == ["ponderlm3", "ponderlm2", "vanilla"]
+    shots = [args[args.index("--num-fewshot") + 1] for args in calls["evaluation"]]
+    assert shots == ["0", "5"] * 4
+
+
+def test_lookup(run_script, tmp_path):
+    """Catches flags that train.py does not know, budgets that differ in more than K, a task that is
+    not prepared or prepared again, and old finished runs that are trained again."""
+    calls = run_script("lookup.sh")
+    assert calls["corpus"] == [["lookup"]]
+    configs = [parse(args) for args in calls["train.py"]]
+    assert [config.model.ponder_steps for config in configs] == [0, 1, 1, 2, 3, 4, 1]
+    assert [config.model.method for config in configs] == ["vanilla", *["ponderlm3"] * 6]
+    assert [len(config.model.offset) for config in configs] == [1, 2, 2, 3, 4, 5, 2]
+    assert all(set(config.model.offset) == {0} for config in configs)
+    assert all(config.model.penalty_weight == 0 for config in configs[1:])
+    assert all(config.model.iters == (0, 0) for config in configs[1:])
+    assert [config.seed for config in configs] == [0, 0, 1, 0, 0, 0, 0]
+    assert [config.steps for config in configs] == [7000] * 6 + [14000]
+    allowed = {"name", "steps", "seed", "method", "ponder_steps", "router_offset"}
+    for config in configs[1:]:
+        assert changes(configs[1], config).keys() <= allowed
+    assert changes(configs[0], configs[1]).keys() <= allowed | {"iters", "penalty_weight"}
+    assert configs[0].data == "data/lookup" and configs[0].out == "out/lookup"
+    (tmp_path / "data/lookup").mkdir(parents=True)
+    (tmp_path / "data/lookup/meta.json").touch()
+    (analyzed,) = calls["analyze.py"]
+    assert analyzed[:2] == ["lookup", "--tau"]
+    calls = run_script("lookup.sh", SEED="1", RUNS="1 2")
+    assert [len(calls[name]) for name in ("corpus", "train.py", "analyze.py")] == [0, 2, 0]
+    (old := tmp_path / "out/hops/K3-0").mkdir(parents=True)
+    (old / "results.json").touch()
+    calls = run_script("lookup.sh", SEED="0")
+    assert [len(calls[name]) for name in ("train.py", "analyze.py")] == [5, 0]
+    assert {args[1] for args in calls["train.py"]} == {"out/hops"}
+
+
+def test_pareto_scale_and_seeds(run_script, tmp_path):
+    """Catches variables of the script that change nothing."""
+    (tmp_path / "out/pareto/small").mkdir(parents=True)
+    calls = run_script("pareto.sh", SCALE="small", SEEDS="5")
+    trained, analyzed = calls["train.py"], calls["analyze.py"]
+    assert not analyzed
+    configs = [parse(args) for args in trained]
+    assert {(c.preset, c.seed, c.out) for c in configs} == {("small", 5, "out/pareto/small")}

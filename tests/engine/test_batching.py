@@ -1,0 +1,279 @@
+"""The engine decodes what sample.py decodes: every logit, every step, every place of the cache."""
+
+import pytest
+import torch
+from conftest import small_model
+
+from engine.batching import Engine
+from engine.choosing import choose
+from runtime import UserError
+from sample import generate
+
+SAMPLING = dict(temperature=0.9, top_k=20, seed=3, end=5)
+
+
+def prompts(n, longest, seed=1):
+    """Ragged prompts, one of a single token and one of the longest length among them."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = [1, longest, *torch.randint(1, longest + 1, (n,), generator=g).tolist()][:n]
+    return [torch.randint(31, (length,), generator=g).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model(seed=2)
+
+
+@pytest.fixture
+def logits(monkeypatch):
+    """The logits from which each token was chosen, by its random number: {decoder: {u: logits}}."""
+    seen = {"simple": {}, "engine": {}}
+
+    def watch(name):
+        def record(logits, u, *args):
+            rows = zip(u.reshape(-1).tolist(), logits.view(-1, logits.size(-1)), strict=True)
+            seen[name].update(rows)
+            return choose(logits, u, *args)
+
+        return record
+
+    monkeypatch.setattr("sample.choose", watch("simple"))
+    monkeypatch.setattr("engine.batching.choose", watch("engine"))
+    return seen
+
+
+def compare(seen):
+    """The same tokens were chosen from the same logits, to 1e-9; then forget the engine's."""
+    assert seen["simple"].keys() == seen["engine"].keys() and len(seen["engine"]) > 4
+    gap = max((seen["engine"][u] - seen["simple"][u]).abs().max() for u in seen["engine"])
+    assert gap < 1e-9
+    seen["engine"] = {}
+
+
+SHORT = [(0, 0.3), (1, 0.3), (2, 0), (3, 1e-4), (3, 0.3), (3, 1), (4, 0.3)]
+GRID = [(K, tau) for K in range(5) for tau in (0, 1e-4, 0.3, 1)]
+
+
+@pytest.mark.parametrize(
+    "K,tau", [pytest.param(*p, marks=[] if p in SHORT else pytest.mark.slow) for p in GRID]
+)
+def test_equals_the_simple_decoder(K, tau, logits):
+    """Catches any mistake of the engine: prompts of 1 to 21 tokens in a window of 16 that is
+    outgrown, ends at different times, waiting sequences, batches of one and of all."""
+    shape = dict(ponder_steps=K) if K else dict(method="vanilla")
+    model, texts = small_model(seed=2, block_size=16, **shape), prompts(5, 21)
+    expected = generate(model, texts, 14, tau=tau, **SAMPLING)
+    for batch_size, prefill in ((2, "jacobi"), (5, "sequential")):
+        engine = Engine(model, batch_size, tau=tau, prefill=prefill, tolerance=0, max_passes=999)
+        assert engine.generate(texts, 14, **SAMPLING) == expected
+        compare(logits)
+
+
+@pytest.fixture(scope="module")
+def many(model):
+    """Prompts, more than any batch below, and what the simple decoder makes of them."""
+    texts = prompts(21, 9)
+    return texts, generate(model, texts, 8, tau=0.3, **SAMPLING)
+
+
+@pytest.mark.parametrize("batch_size", [1, 21])
+def test_many(model, many, batch_size, monkeypatch):
+    """Catches rows that take over another's state, and a cache that loses places as it grows."""
+    monkeypatch.setattr("engine.cache.BLOCK", 8)
+    texts, expected = many
+    assert {len(sample.tokens) for sample in expected} > {8}  # some end early
+    engine = Engine(model, batch_size, tau=0.3, tolerance=0)
+    assert engine.generate(texts, 8, **SAMPLING) == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(method="ponderlm2"),
+        dict(method="ablation-mask"),
+        dict(method="ablation-integration"),
+        dict(method="ablation-router"),
+        dict(method="ablation-index"),
+        dict(feedback_scale=3.0),
+        dict(method="ponderlm2", feedback_scale=0.3),
+        dict(num_key_value_heads=1, head_dim=10, tie_word_embeddings=True, embed_scale=3.0),
+        dict(rms_norm_eps=0.1, rope_theta=100.0, num_key_value_heads=4),
+        dict(rope_scaling=(8.0, 1.0, 4.0, 8.0)),
+    ],
+    ids=lambda settings: "-".join(settings) + settings.get("method", ""),
+)
+def test_settings(settings, logits):
+    """Catches a setting of the model, or a method's own key bias or integration, that the engine's
+    form of a block and of a token does not follow."""
+    model, texts = small_model(seed=2, **settings), prompts(3, 7)
+    with torch.no_grad():
+        for norm in (m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)):
+            norm.weight.uniform_(0.5, 1.5)  # which are 1 at the start of a training
+    tau, alpha = 0.3, 1.0 if model.has_router else 0.0
+    expected = generate(model, texts, 6, tau=tau, alpha=alpha, **SAMPLING)
+    for prefill in ("jacobi", "sequential"):
+        engine = Engine(model, 2, tau=tau, alpha=alpha, prefill=prefill, tolerance=0)
+        assert engine.generate(texts, 6, **SAMPLING) == expected
+        compare(logits)
+
+
+def test_neighbours_do_not_matter(model, many):
+    """Catches random numbers, limits or padding shared between the sequences of a batch."""
+    texts = many[0][:5]
+    together = Engine(model, 4, tau=0.3).generate(texts, 10, **SAMPLING)
+    alone = Engine(model, 1, tau=0.3)
+    for i, text in enumerate(texts):
+        one = SAMPLING | {"seed": SAMPLING["seed"] + i}
+        assert alone.generate([text], 10, **one) == [together[i]]
+
+
+@pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
+def test_cache_holds_executed_slots(model, prefill):
+    """Catches keys, values or biases at other places than the simple decoder's, and leftovers."""
+    texts = prompts(3, 9)
+    engine = Engine(model, 3, tau=0.3, prefill=prefill, tolerance=0)
+    read = [[] for _ in texts]
+    stream = engine.stream(texts, 50, temperature=0, read=read)
+    tokens = [list(text) for text in texts]
+    for _ in range(20):  # then stop in the middle of everything
+        i, token, _ = next(stream)
+        tokens[i].append(token)
+    for row, (text, steps) in enumerate(zip(tokens, read, strict=True)):
+        cache = model.new_cache()
+        for t, token in enumerate(text[: len(steps)]):
+            model.ponder_token(token, t, cache, tau=0.3)
+        n = len(steps) + sum(steps)
+        for simple, kv in zip(cache, engine.cache.layers, strict=True):
+            assert simple.keys.size(2) == n
+            both = torch.cat([simple.keys, simple.values], dim=1)[0]
+            assert (kv[row, :, :n] - both).abs().max() < 1e-9
+    expected = Engine(model, 3, tau=0.3, tolerance=0).generate(texts, 5, temperature=0)
+    assert engine.generate(texts, 5, temperature=0) == expected  # nothing is left of the first call
+
+
+def test_nobody_waits(model):
+    """Catches sequences that wait for the slowest token of a batch, or for the longest text."""
+    texts = prompts(7, 9)
+    read = [[] for _ in texts]
+    engine = Engine(model, 7, tau=0.3, prefill="sequential")
+    for _ in engine.stream(texts, 8, read=read, **SAMPLING):
+        pass
+    slots = [len(steps) + sum(steps) for steps in read]
+    assert len(set(slots)) > 3
+    assert (engine.stats.passes, engine.stats.slots) == (max(slots), sum(slots))
+    three = Engine(model, 3, tau=0.3, prefill="sequential")
+    three.generate(texts, 8, **SAMPLING)
+    busy = [0, 0, 0]  # a free row takes the next text
+    for n in slots:
+        busy[busy.index(min(busy))] += n
+    assert three.stats.passes == max(busy)
+
+
+def test_bfloat16(logits):
+    """Agreement in bfloat16: the first token's logits to 3 %, with either way to read a prompt."""
+    model, texts = small_model(seed=2).float(), prompts(4, 12)
+    generate(model, texts, 1, tau=0.3, seed=0)
+    exact = torch.stack(list(logits["simple"].values()))
+    for prefill in ("jacobi", "sequential"):
+        engine = Engine(model, 4, tau=0.3, dtype=torch.bfloat16, prefill=prefill)
+        engine.generate(texts, 1, seed=0)
+        assert engine.cache.layers[0].dtype == torch.bfloat16
+        rounded = torch.stack([logits["engine"][u].float() for u in logits["simple"]])
+        assert 0 < (rounded - exact).norm() / exact.norm() < 0.03
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_static_shapes(device, monkeypatch):
+    """Catches a replay with old inputs, of another size, or after the cache has moved; on CUDA
+    these are graphs."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    monkeypatch.setattr("engine.cache.BLOCK", 8)
+    model, texts = small_model(seed=2).to(device), prompts(5, 9)
+    expected = Engine(model, 3, tau=0.3).generate(texts, 8, **SAMPLING)
+    engine = Engine(model, 3, tau=0.3, graphs=True)
+    for _ in range(2):  # the second time nothing is recorded that was before the cache grew
+        assert engine.generate(texts, 8, **SAMPLING) == expected
+    assert len({rows for rows, _ in engine.step.recorded}) > 1
+
+
+def test_nothing_to_do(model):
+    """Catches a crash where there is nothing to generate, or nothing to go on from."""
+    engine = Engine(model)
+    assert engine.generate([], 5) == []
+    assert [sample.tokens for sample in engine.generate([[1], [2]], 0)] == [[], []]
+
+
+def test_end_token(model):
+    """Catches a sequence that goes on behind its end, or ends before it."""
+    texts = prompts(8, 5)
+    for samples in (
+        Engine(model, 4).generate(texts, 20, seed=0, end=5),
+        generate(model, texts, 20, seed=0, end=5),
+    ):
+        ended = [sample for sample in samples if len(sample.tokens) < 20]
+        assert ended and all(s.tokens[-1] == 5 and 5 not in s.tokens[:-1] for s in ended)
+
+
+def test_until(model):
+    """Catches a sequence that goes on when it is told to stop, and a token that is told twice."""
+    texts, told = prompts(4, 5), []
+
+    def until(i, token):
+        told.append((i, token))
+        return sum(index == i for index, _ in told) == i + 1
+
+    events = [(i, token) for i, token, _ in Engine(model, 2).stream(texts, 9, until=until, seed=0)]
+    assert told == events and [i for i, _ in sorted(told)] == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "settings,call,message",
+    [
+        (dict(tau=-0.1), {}, "tau = -0.1 is not a probability"),
+        (dict(tau=1.1), {}, "tau = 1.1 is not a probability"),
+        (dict(alpha=float("nan")), {}, "alpha = nan must be finite"),
+        (dict(alpha=1e40), {}, r"alpha = 1e\+40 must be finite, and at most a million"),
+        ({}, dict(seed=-1), "seed = -1: it must lie in"),
+        (dict(batch_size=0), {}, "batch_size = 0"),
+        (dict(prefill="fast"), {}, "'fast' is neither 'jacobi' nor 'sequential'"),
+        (dict(tolerance=-1.0), {}, "tolerance = -1.0"),
+        (dict(max_passes=0), {}, "max_passes = 0"),
+        ({}, dict(top_p=0), "top_p = 0: it must lie in"),
+        ({}, dict(end=31), "end = 31 is outside the vocabulary, 0 to 30"),
+        ({}, dict(prompts=[[1], [31]]), "prompt 2 of 2 has ids outside the vocabulary, 0 to 30"),
+        ({}, dict(prompts=[[1], []]), "prompt 2 of 2 has no token"),
+        ({}, dict(max_new_tokens=-1), "max_new_tokens = -1"),
+    ],
+)
+def test_refusals(model, settings, call, message):
+    """Catches settings out of range that would generate something anyway."""
+    with pytest.raises((ValueError, UserError), match=message):
+        engine = Engine(model, **settings)
+        engine.generate(**{"prompts": [[1]], "max_new_tokens": 2, **call})
+
+
+def test_other_methods_are_refused():
+    """Catches a model whose cache is of another kind, decoded as if it were a PonderLM."""
+    with pytest.raises(UserError, match=r"looped .* decode it with python sample\.py"):
+        Engine(small_model(method="looped"))
+
+
+def test_logits_that_are_not_finite():
+    """Catches a broken model that goes on to speak, or whose tokens are outside the vocabulary."""
+    model = small_model()
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    for decode in (Engine(model).generate, lambda *args: generate(model, *args)):
+        with pytest.raises(UserError, match="the logits are not finite"):
+            decode([[1, 2]], 2)
+
+
+def test_one_stream_at_a_time(model):
+    """Catches two streams that write to the same cache without a word."""
+    engine = Engine(model)
+    first, second = (engine.stream(([1, 2] for _ in range(3)), 5) for _ in range(2))
+    next(first), next(second)
+    with pytest.raises(RuntimeError, match="it takes two engines"):
+        list(first)
+    assert len(list(second)) == 14

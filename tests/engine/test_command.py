@@ -1,0 +1,144 @@
+"""`python -m engine`: the samples of sample.py, in the order of the prompts, for many at once."""
+
+import json
+from itertools import zip_longest
+
+import pytest
+import torch
+from conftest import small_model
+
+from corpus.tokenizers import Tokenizer
+from engine.__main__ import ManyOptions, main, show_many
+from interop import load, save
+from runtime import UserError
+from sample import generate
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A directory of a model with a window of 16 bytes."""
+    model = small_model(seed=2, vocab_size=257, block_size=16).float()
+    with torch.no_grad():  # such that texts end now and then
+        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
+    folder = tmp_path_factory.mktemp("engine") / "run"
+    save(model, folder)
+    Tokenizer.bytes().save(folder / "tokenizer.json")
+    return str(folder)
+
+
+def decode(run, **options):
+    main(ManyOptions(**{"run": run, "device": "cpu", "tau": 0.3, **options}))
+
+
+def test_many_prompts(run, tmp_path, capsys):
+    """Catches lines in another order than the prompts', a lost sample, a text that is not what the
+    model said, and a token that the simple decoder would not choose."""
+    file, out = tmp_path / "prompts.txt", tmp_path / "samples.jsonl"
+    file.write_text("one\n\ntwo, which is longer than the window\r\nthree\n", encoding="utf-8")
+    options = dict(prompts=str(file), num_samples=2, max_new_tokens=6, seed=4, batch_size=3)
+    decode(run, out=out, **options)
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert f"written: {out}, 6 of 6 samples" in capsys.readouterr().out
+    texts = ["one", "two, which is longer than the window", "three"]
+    assert [line["prompt"] for line in written] == [text for text in texts for _ in range(2)]
+    model = load(run)
+    for i, line in enumerate(written):
+        ids = list(line["prompt"].encode())
+        (expected,) = generate(model, [ids], 6, seed=4 + i, tau=0.3, temperature=0.8, end=256)
+        assert (line["tokens"], line["steps"]) == (expected.tokens, expected.steps)
+        shown = bytes(token for token in line["tokens"] if token < 256)
+        assert line["text"] == shown.decode("utf-8", "replace")
+    assert written[0]["tokens"] != written[1]["tokens"]
+    assert any(line["tokens"][-1] == 256 for line in written)
+    decode(run, out=out, prefill="sequential", graphs=True, **options)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == written
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_samples_are_printed_whole(run, capsys, n):
+    """Catches samples that are torn apart where several run at once, or a shown end token."""
+    decode(run, prompt="fox", num_samples=n, max_new_tokens=5, seed=0)
+    printed = capsys.readouterr().out
+    settings = dict(seed=0, tau=0.3, temperature=0.8, end=256)
+    for i, sample in enumerate(generate(load(run), [list(b"fox")] * n, 5, **settings)):
+        text = bytes(token for token in sample.tokens if token < 256).decode("utf-8", "replace")
+        assert (f"--- sample {i + 1} of 3\nfox{text}\n" if n > 1 else f"\nfox{text}\n") in printed
+    assert "decoder engine" in printed
+    assert "pondering steps per token, prompts included" in printed
+
+
+def test_show_steps(run, capsys):
+    """Catches a prompt whose tokens have the steps of their neighbours, or lose a character, also
+    where several run at once."""
+    model, prompt = load(run), "é, a fox of 21 letters"  # longer than the window of 16
+    ids = list(prompt.encode())
+    with torch.no_grad():  # it is read from its last half window on
+        steps = model(torch.tensor([ids[-8:]]), tau=0.3).steps[0].tolist()
+    painted = "".join(f"{chr(i)}{chr(0x2080 + k)}" for i, k in zip_longest(ids[-7:], steps[:-1]))
+    for n in (1, 2):
+        decode(run, prompt=prompt, num_samples=n, show_steps=True, temperature=0, max_new_tokens=1)
+        printed = capsys.readouterr().out
+        assert printed.count(bytes(ids[:-7]).decode() + painted) == n and len(set(steps)) > 1
+
+
+def test_samples_come_as_soon_as_they_can():
+    """Catches samples that are kept back until all are finished, or shown before those in front."""
+    shown = []
+
+    def events():
+        for i, (now, token) in enumerate([(1, 5), (0, 7), (2, 7), (0, 7), (2, 7)]):
+            yield now, token, i
+            assert [n for n, _ in shown] == ([] if i < 3 else [0, 1] if i == 3 else [0, 1, 2])
+
+    assert show_many(events(), 3, 2, 5, lambda i, sample, bar: shown.append((i, sample.steps))) == 5
+    assert shown == [(0, [1, 3]), (1, [0]), (2, [2, 4])]
+
+
+@pytest.mark.parametrize(
+    "content,options,message",
+    [
+        ("", {}, "has no prompt in it"),
+        ("a", dict(num_samples=0), "num_samples = 0"),
+        ("a", dict(top_p=0.0), "top_p = 0.0"),
+        ("a", dict(tau=-1.0), "tau = -1.0"),
+        ("a", dict(batch_size=-1), "batch_size = -1"),
+    ],
+)
+def test_refused_commands(content, options, message, run, tmp_path):
+    """Catches an output file emptied before what is wrong is noticed, or said."""
+    file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    file.write_text(content)
+    out.write_text("kept")
+    with pytest.raises(UserError, match=message):
+        decode(run, prompts=str(file), out=out, **options)
+    assert out.read_text() == "kept"
+
+
+def test_another_method(tmp_path):
+    """Catches a model that the engine cannot decode, refused without a word of what can."""
+    save(small_model(method="looped", vocab_size=257).float(), tmp_path)
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"python sample\.py"):
+        decode(str(tmp_path))
+
+
+def test_interrupted(run, tmp_path, monkeypatch, capsys):
+    """Catches finished samples that are lost when those before them are not, and an old file that
+    is gone before there is anything new."""
+    out = tmp_path / "out.jsonl"
+
+    def interrupt(self, ids, max_new_tokens, **kwargs):
+        for i in finished:
+            yield i, 65, 1
+            yield i, 66, 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("engine.batching.Engine.stream", interrupt)
+    out.write_text("old")
+    for finished, expected in (((), "old"), ((0, 2), 2)):  # noqa: B007
+        with pytest.raises(KeyboardInterrupt):
+            decode(run, num_samples=4, out=out, max_new_tokens=2)
+        text = out.read_text()
+        assert text == expected or len(text.splitlines()) == expected
+    assert f"written: {out}, 2 of 4 samples" in capsys.readouterr().out
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["out.jsonl"]

@@ -1,0 +1,180 @@
+"""Prompts read in parallel, executed slots only: the states that decoding slot by slot has."""
+
+import warnings
+
+import pytest
+import torch
+from conftest import small_model
+
+from engine.prefill import settle
+
+LENGTHS = torch.tensor([14, 1, 6])
+QUICK = [(0, 0.3), (1, 0.3), (2, 0), (3, 1e-4), (3, 0.3), (3, 1), (4, 0.3)]
+GRID = [(K, tau) for K in range(5) for tau in (0, 1e-4, 0.3, 1)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model(seed=2)
+
+
+@pytest.fixture(scope="module")
+def exact(model):
+    """The iteration of `batch(24)` to its end."""
+    return settle(model, batch(T=24), 0.3, tolerance=0)
+
+
+def batch(T=14, seed=1):
+    return torch.randint(31, (3, T), generator=torch.Generator().manual_seed(seed))
+
+
+def decoded(model, tokens, tau, alpha=0.0):
+    """Logits (T, V) and steps (T,) of the decoder that runs slot by slot."""
+    cache = model.new_cache()
+    pairs = [model.ponder_token(int(x), t, cache, tau, alpha) for t, x in enumerate(tokens)]
+    return torch.stack([logits for logits, _ in pairs]), torch.tensor([k for _, k in pairs])
+
+
+def logits_of(model, found):
+    return model.lm_head(model.integrate(found.h, found.s, found.steps))
+
+
+@pytest.mark.parametrize(
+    "K,tau", [pytest.param(*p, marks=[] if p in QUICK else pytest.mark.slow) for p in GRID]
+)
+def test_equals_decoding(K, tau):
+    """Catches a slot with an old input, one that never comes back, and padding that is seen."""
+    shape = dict(ponder_steps=K) if K else dict(method="vanilla")
+    model, idx = small_model(seed=2, **shape), batch()
+    found = settle(model, idx, tau, lengths=LENGTHS, tolerance=0)
+    logits = logits_of(model, found)
+    for b, n in enumerate(LENGTHS):
+        expected, steps = decoded(model, idx[b, :n], tau)
+        assert (logits[b, :n] - expected).abs().max() < 1e-9
+        assert torch.equal(found.steps[b, :n], steps) and not found.steps[b, n:].any()
+    beyond = torch.arange(K + 1) > found.steps[..., None]
+    assert not found.h[beyond].any()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(method="ablation-index"), dict(method="ponderlm2"), dict(num_key_value_heads=4)],
+)
+def test_other_settings(settings):
+    """Catches a bias that is PonderLM-3's alone, or asked of a model without a router."""
+    model, idx = small_model(seed=2, **settings), batch()[:1]
+    alpha = 1.0 if model.has_router else 0.0
+    found = settle(model, idx, 0.3, alpha=alpha, tolerance=0)
+    expected, steps = decoded(model, idx[0], 0.3, alpha=alpha)
+    assert (logits_of(model, found)[0] - expected).abs().max() < 1e-9
+    assert torch.equal(found.steps[0], steps)
+
+
+def test_steps_that_fall_and_rise(monkeypatch):
+    """Catches a slot that is lost when w falls below tau for a few passes, or has a stale output;
+    in the models above, whose tokens hardly look at each other, that does not happen."""
+    changes = [settle_and_watch(seed, monkeypatch).flatten() for seed in range(8)]
+    assert sum((change < 0).any() and (change > 0).any() for change in changes) >= 2
+
+
+def settle_and_watch(seed, monkeypatch):
+    """Check one model against the simple decoder -> how its slots of each pass change."""
+    model, idx, ran = small_model(seed=seed), batch(), []
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.o_proj.weight *= 6
+    forward = model.model.forward
+
+    def watch(x, positions, *args):
+        ran.append(torch.stack([(positions[0] == t).sum() for t in range(idx.size(1))]))
+        return forward(x, positions, *args)
+
+    monkeypatch.setattr(model.model, "forward", watch)
+    rough = settle(model, idx[:1], 0.3, tolerance=0.9)
+    assert torch.equal(rough.steps, model.executed(rough.log_w, 0.3))  # all that w asks for ran
+    assert torch.equal(ran[-1], rough.steps[0] + 1)
+    ran.clear()
+    found = settle(model, idx[:1], 0.3, tolerance=0)
+    monkeypatch.undo()
+    ran = torch.stack(ran)  # (passes, T) slots of each token
+    assert len(ran) == found.passes and int(ran.sum()) == found.slots
+    assert ran[0].tolist() == [1] * idx.size(1)  # the ladder
+    expected, steps = decoded(model, idx[0], 0.3)
+    assert (logits_of(model, found)[0] - expected).abs().max() < 1e-9
+    assert torch.equal(ran[-1], steps + 1)
+    return ran[4:].diff(dim=0)
+
+
+def test_tolerance(model, exact):
+    """Catches a tolerance that is not kept, and passes that do not end when it is."""
+    before = exact.passes
+    for tolerance in (1e-8, 1e-5, 1e-2):
+        found = settle(model, batch(T=24), 0.3, tolerance=tolerance)
+        error = (found.h - exact.h).norm() / exact.h.norm()
+        assert 0 < error < 5 * tolerance and found.passes < before
+        before = found.passes
+    assert exact.passes <= 3 * 24 + 1
+
+
+def test_bfloat16():
+    """Agreement in bfloat16: rounding alone, 2 % of the logits, a few times decoding's own."""
+    model, idx = small_model(seed=2).float(), batch()[:1]
+    exact, _ = decoded(model, idx[0], 1e-4)
+    with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logits = logits_of(model, settle(model, idx, 1e-4, tolerance=1e-2))[0]
+        rounded, _ = decoded(model, idx[0], 1e-4)
+    error, floor = ((x.float() - exact).norm() / exact.norm() for x in (logits, rounded))
+    assert 0 < error < 0.02 and error < 5 * floor
+
+
+def test_rows_are_independent(model):
+    """Catches rows that go on while a neighbour still moves: the last digits would tell."""
+    idx, passes, slots = batch(), [], []
+    together = settle(model, idx, 0.3, lengths=LENGTHS, tolerance=1e-2)
+    for b, n in enumerate(LENGTHS):
+        alone = settle(model, idx[b : b + 1, :n], 0.3, tolerance=1e-2)
+        assert (alone.h[0] - together.h[b, :n]).abs().max() < 1e-12
+        passes.append(alone.passes)
+        slots.append(alone.slots)
+    assert len(set(passes)) == 3  # they stop at different times
+    assert (together.passes, together.slots) == (max(passes), sum(slots))
+
+
+def test_cost_follows_the_steps(model):
+    """Catches skipped slots that are computed all the same."""
+    idx = batch(T=24)
+    slots = [settle(model, idx, tau) for tau in (0, 0.3, 1)]
+    assert slots[0].slots > 1.3 * slots[1].slots > 0 and slots[2].slots == idx.numel()
+    last = settle(model, idx[:1], 0.3, tolerance=0)
+    one_less = settle_quietly(model, idx[:1], last.passes - 1)
+    assert last.slots - one_less.slots == (last.steps + 1).sum()
+
+
+def settle_quietly(model, idx, passes):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return settle(model, idx, 0.3, tolerance=0, max_passes=passes)
+
+
+def test_too_few_passes(model):
+    """Catches an iteration that gives up in silence."""
+    with pytest.warns(UserWarning, match="after 5 passes the latents still change by .*sequential"):
+        settle(model, batch(), 0.3, tolerance=1e-9, max_passes=5)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_what_is_given_up_fits_together(model, passes):
+    """Catches steps that did not run, whose states are weighted as if they had."""
+    found = settle_quietly(model, batch(), passes)
+    assert found.steps.max() == min(passes - 1, 3)
+    ran = torch.arange(4) <= found.steps[..., None]
+    assert torch.equal(found.h.abs().amax(-1) > 0, ran)
+
+
+def test_refusals(model):
+    """Catches what cannot be iterated, or not at all, that ends in a stack trace or a result."""
+    with pytest.raises(ValueError, match="max_passes = 0: there has to be a pass"):
+        settle(model, batch(), max_passes=0)
+    with pytest.raises(ValueError, match="looped has no latents to iterate"):
+        settle(small_model(method="looped"), batch())

@@ -1,0 +1,432 @@
+"""The benchmarks: answers against the simple decoder and the harness's own model, tasks offline."""
+
+import json
+import random
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from conftest import small_model
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from baselines import all_methods, build
+from baselines.cost import cost
+from corpus.tokenizers import Tokenizer, load_tokenizer
+from evaluation import benchmarks
+from evaluation.__main__ import main
+from evaluation.benchmarks import COLUMNS, PRINTED
+from evaluation.harness import harness_lm
+from interop import load, save
+from model import PonderConfig
+from runtime import UserError
+from sample import generate
+from train import objective
+
+METHODS = [kind.method for kind in all_methods() if not kind.method.startswith("ablation")]
+ANIMALS = dict(Ada="cat", Ben="dog", Cleo="hen", Dan="owl", Eve="fox", Finn="cow", Gus="ant")
+WRONG = ("bat", "elk")  # nobody has them
+
+QUIZ = """
+task: quiz
+output_type: multiple_choice
+doc_to_text: "{{name}} has a"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{choices.index(animal)}}"
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+CLOZE = """
+task: cloze
+output_type: loglikelihood
+doc_to_text: "{{name}} has a"
+doc_to_target: " {{animal}}"
+metric_list: [{metric: acc}, {metric: perplexity}]
+"""
+FINISH = """
+task: finish
+output_type: generate_until
+doc_to_text: "{{name}} has a"
+doc_to_target: " {{animal}}"
+generation_kwargs: {until: ["."], max_gen_toks: 12}
+metric_list: [{metric: exact_match}]
+"""
+WHOLE = """
+task: whole
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{name}} has a {{animal}}. {{name}} has a {{animal}}. That is all."
+metric_list: [{metric: bits_per_byte}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder with tasks of every kind, whose documents are in a file beside them."""
+    folder = tmp_path_factory.mktemp("tasks")
+    documents = [
+        {"name": name, "animal": animal, "choices": [f" {a}" for a in (WRONG[0], animal, WRONG[1])]}
+        for name, animal in ANIMALS.items()
+    ]
+    for document in documents:
+        document["choices"] = [choice.strip() for choice in document["choices"]]
+    (folder / "documents.json").write_text("\n".join(map(json.dumps, documents)))
+    for text in (QUIZ, CLOZE, FINISH, WHOLE):
+        name = text.split()[1]
+        where = {"test": str(folder / "documents.json")}
+        data = {"data_files": where, "cache_dir": str(folder / "cache")}
+        text += f"dataset_path: json\ndataset_kwargs: {json.dumps(data)}\n"
+        text += "test_split: test\nfewshot_split: test\n"
+        (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def without_environment(monkeypatch):
+    """Without the harness's account of the machine, for which it runs pip for half a second."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Without the harness's own 14,000 tasks, which take 12 s to find."""
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory):
+    """A model that has learned the sentences by heart, and one that has not; their directories."""
+    tokenizer = Tokenizer.bytes()
+    rows = [tokenizer.encode(f"{name} has a {animal}.") for name, animal in ANIMALS.items()]
+    longest = max(map(len, rows))
+    x = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    y = torch.tensor([row[1:] + [-100] * (longest + 1 - len(row)) for row in rows])
+    torch.manual_seed(0)
+    model = build(PonderConfig(257, 48, 96, 2, 2, block_size=24, ponder_steps=2))
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("untrained", "trained"):
+        if name == "trained":
+            optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+            for _ in range(100):
+                optimizer.zero_grad(set_to_none=True)
+                objective(model.train(), x, y, 2)[0].backward()
+                optimizer.step()
+        save(model.eval(), folder / name)
+        tokenizer.save(folder / name / "tokenizer.json")
+    return folder
+
+
+def byte_level(begin=False):
+    """A BPE over bytes, as SmolLM2 and (with `begin`) Llama 3 have it."""
+    t = Library(models.BPE())
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    t.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog, and then it naps.\n" * 20], trainer
+    )
+    if begin:
+        t.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", t.token_to_id("<s>"))]
+        )
+    return t
+
+
+def requests(*pairs):
+    return [SimpleNamespace(args=pair) for pair in pairs]
+
+
+@pytest.fixture
+def byte_model(method_model):
+    def make(method="ponderlm3", **kwargs):
+        model = method_model(method, vocab_size=257, block_size=40)
+        return harness_lm(model, Tokenizer.bytes(), 0.3, **kwargs)
+
+    return make
+
+
+@pytest.mark.parametrize("method", [*METHODS, "ablation-integration"])
+def test_loglikelihood_is_what_decoding_has(method, byte_model, decoder_losses):
+    """Catches a sum over the wrong tokens, the soft form, and steps of padding: to 1e-4 (latents
+    settled to 1e-5), whether greedy and steps exactly; a text without a context; a whole text."""
+    lm = byte_model(method)
+    end, encode = lm.eot_token_id, lm.tok_encode
+    pairs = [("the fox", " naps"), ("", "a fox"), ("it is a", "nt"), ("one two  ", "three")]
+    answers = lm.loglikelihood(requests(*pairs), disable_tqdm=True)
+    read = 0
+    for (context, continuation), (log_p, greedy) in zip(pairs, answers, strict=True):
+        ids = (encode(context) or [end]) + encode(continuation)
+        n = len(continuation) + len(context) - len(context.rstrip())
+        losses, steps = decoder_losses(lm.model, ids, 0.3)
+        read += sum(steps)
+        assert log_p == pytest.approx(-sum(losses[-n:]), abs=1e-4)
+        best = generate(lm.model, [ids[:-n]], n, tau=0.3, temperature=0)[0].tokens
+        assert greedy == (best == ids[-n:])
+    assert lm.count.steps == read
+    assert lm.count.tokens == sum(len(c or "e") + len(x) - 1 for c, x in pairs)
+    (whole,) = lm.loglikelihood_rolling(requests(("a fox naps",)))
+    losses, _ = decoder_losses(lm.model, [end, *encode("a fox naps")], 0.3)
+    assert whole == pytest.approx(-sum(losses), abs=1e-4)
+
+
+def test_context_of_spaces(byte_model):
+    """Catches a context that is nothing but spaces, which go to the continuation: it is scored as
+    a text without a context, whatever is beside it."""
+    lm = byte_model()
+    pairs = [(" ", "hello world"), ("", " hello world"), ("a long context", " " * 20)]
+    for batch_tokens in (1, 4096):
+        lm.batch_tokens = batch_tokens
+        spaces, nothing, _ = lm.loglikelihood(requests(*pairs), disable_tqdm=True)
+        assert spaces[0] == pytest.approx(nothing[0], abs=1e-9)
+
+
+def test_a_whole_text_begins_once(tmp_path):
+    """Catches a beginning that is predicted from a beginning: a whole text is what follows none."""
+    library, model = byte_level(begin=True), small_model(vocab_size=300)
+    (tmp_path / "tokenizer.json").write_text(library.to_str())
+    lm = harness_lm(model, load_tokenizer(tmp_path / "tokenizer.json"))
+    (whole,) = lm.loglikelihood_rolling(requests(("the fox naps",)))
+    ((after_nothing, _),) = lm.loglikelihood(requests(("", "the fox naps")), disable_tqdm=True)
+    assert whole == pytest.approx(after_nothing, abs=1e-9)
+
+
+def test_greedy(byte_model):
+    """Catches a flag that is never set: a continuation that greedy decoding has, and others."""
+    lm = byte_model()
+    ids = lm.tok_encode("the fox")
+    best = generate(lm.model, [ids], 5, tau=0.3, temperature=0)[0].tokens
+    for change in range(6):
+        continuation = [t + (i == change) for i, t in enumerate(best)]
+        ((_, greedy),) = lm._loglikelihood_tokens([(None, ids, continuation)])
+        assert greedy == (change == 5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_batches_and_order_do_not_matter(method, byte_model):
+    """Catches answers that depend on neighbours or padding, or come back in another order."""
+    draw = random.Random(0)
+    word = lambda n: "".join(draw.choices("abcdefgh ", k=n)) + "x"  # noqa: E731
+    pairs = [(word(draw.randint(0, 30)), word(draw.randint(1, 8))) for _ in range(8)]
+    contexts = [(context, {"until": ["x"], "max_gen_toks": 4}) for context, _ in pairs]
+    lm = byte_model(method, batch_tokens=1, batch_size=1)
+    scores = lm.loglikelihood(requests(*pairs), disable_tqdm=True)
+    texts = lm.generate_until(requests(*contexts))
+    order = draw.sample(range(8), 8)
+    for batch in (50, 10_000):
+        lm = byte_model(method, batch_tokens=batch, batch_size=batch // 10)
+        found = lm.loglikelihood(requests(*[pairs[i] for i in order]), disable_tqdm=True)
+        for i, (log_p, greedy) in zip(order, found, strict=True):
+            assert log_p == pytest.approx(scores[i][0], abs=1e-9) and greedy == scores[i][1]
+        found = lm.generate_until(requests(*[contexts[i] for i in order]))
+        assert found == [texts[i] for i in order]
+
+
+@pytest.mark.parametrize("method", ["ponderlm3", "looped"])
+def test_generate_until(method, byte_model, decoder_losses):
+    """Catches a stop text that is kept or overlooked, settings that are not told apart, a limit."""
+    lm = byte_model(method)
+    free = {"max_gen_toks": 12}
+    (text,) = lm.generate_until(requests(("the fox", free)))
+    ids = generate(lm.model, [lm.tok_encode("the fox")], 12, tau=0.3, temperature=0)[0].tokens
+    raw = lm.vocabulary.decode(ids)
+    assert text == raw.decode("utf-8", "replace")
+    assert lm.count.tokens == 7 + 11  # the last token is not read
+    _, steps = decoder_losses(lm.model, lm.tok_encode("the fox") + ids, 0.3)
+    assert lm.count.steps == sum(steps)
+    end = text[5:7]  # over two tokens
+    cut = text.split(end)[0]
+    lm = byte_model(method)
+    asked = [dict(free, until=["nowhere", end], num_beams=1, top_k=0), free]
+    asked += [dict(free, until=end), {"max_gen_toks": 3}]
+    found = lm.generate_until(requests(*[("the fox", one) for one in asked]))
+    assert found == [cut, text, cut, raw[:3].decode("utf-8", "replace")]
+    lm = byte_model(method)
+    lm.generate_until(requests(("the fox", dict(free, until=end))))
+    assert lm.count.tokens < 7 + 11  # it went on no further
+    lm.vocabulary.end_of_text = ids[4]  # it ends a text, and is no part of it
+    (found,) = lm.generate_until(requests(("the fox", free)))
+    assert found == lm.vocabulary.decode(ids[: ids.index(ids[4])]).decode("utf-8", "replace")
+    with pytest.raises(UserError, match="num_beams"):
+        lm.generate_until(requests(("the fox", dict(free, num_beams=4))))
+
+
+def test_windows(byte_model):
+    """Catches what does not fit: the beginning of a context goes, and is counted; a continuation
+    that is longer than the window is refused by name."""
+    lm = byte_model()
+    long = "abcdefgh" * 8
+    kept = requests(*[(long[-n:], "xyz") for n in (37, 38, 39, 64)])
+    shorter, *fits = (log_p for log_p, _ in lm.loglikelihood(kept, disable_tqdm=True))
+    assert fits == pytest.approx([fits[0]] * 3, abs=1e-9) and abs(shorter - fits[0]) > 1e-3
+    assert lm.count.cut == 2  # 38 + 3 are the window and the id after it: 39 do not fit
+    with pytest.raises(UserError, match=r"41 tokens .*scores 40 at once"):
+        lm.loglikelihood(requests(("a", "b" * 41)), disable_tqdm=True)
+    with pytest.raises(UserError, match="asks for nothing after"):
+        lm._loglikelihood_tokens([(None, [1], [])])
+    lm = byte_model()
+    lm.generate_until(requests((long, {"max_gen_toks": 10}), (long[:30], {"max_gen_toks": 10})))
+    assert lm.count.cut == 1 and lm.count.tokens == 2 * (30 + 9)
+
+
+def test_by_heart(tasks, memory, quick, capsys):
+    """Catches any break between a task's text and the score: all right by a model that knows the
+    text, and not by one that does not; what is printed and saved; a second call does nothing."""
+    arguments = dict(tasks="quiz,cloze,finish,whole", include_path=str(tasks), device="cpu")
+    main(str(memory / "untrained"), **arguments, out=memory / "untrained.json")
+    main(str(memory / "trained"), **arguments, out=memory / "trained.json")
+    shown = capsys.readouterr().out
+    untrained, trained = (
+        json.loads((memory / f"{name}.json").read_text())["tasks"]
+        for name in ("untrained", "trained")
+    )
+    for task, metric in (("quiz", "acc"), ("cloze", "acc"), ("finish", "exact_match")):
+        assert trained[task]["results"][task][f"{metric},none"] == 1
+        assert untrained[task]["results"][task][f"{metric},none"] < 0.7
+        assert trained[task]["documents"] == {task: 7}
+        assert trained[task]["requests"] == (21 if task == "quiz" else 7)
+        assert 0 <= trained[task]["steps"] <= 2 * trained[task]["tokens"]
+    assert trained["cloze"]["results"]["cloze"]["perplexity,none"] < 1.1
+    assert trained["whole"]["cut"] == 0 < trained["whole"]["tokens"]
+    assert "exact_match" in shown and "1.0000" in shown
+    before = (memory / "trained.json").read_text()
+    main(str(memory / "trained"), **arguments, out=memory / "trained.json")
+    assert "fetching" not in capsys.readouterr().out
+    assert (memory / "trained.json").read_text() == before
+    with pytest.raises(UserError, match="another model, tasks or options"):
+        main(str(memory / "trained"), **arguments, tau=0.5, out=memory / "trained.json")
+    with pytest.raises(UserError, match="has no losses of texts, but something else"):
+        main(str(memory / "trained"), device="cpu", out=memory / "trained.json")
+    for damage in ([], {"quiz": {}}, {"quiz": 5}, None):
+        damaged = json.loads(before) | {"tasks": damage}
+        (memory / "damaged.json").write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match="damaged"):
+            main(str(memory / "trained"), **arguments, out=memory / "damaged.json")
+    file = memory / "trained" / "config.json"
+    file.write_text(file.read_text().replace('"block_size": 24', '"block_size": 23'))
+    with pytest.raises(UserError, match="another model, tasks or options"):
+        main(str(memory / "trained"), **arguments, out=memory / "trained.json")
+    file.write_text(file.read_text().replace('"block_size": 23', '"block_size": 24'))
+
+
+@pytest.mark.parametrize("begin", [False, True])
+@pytest.mark.parametrize("num_fewshot", [0, 2])
+def test_as_the_harness_has_it(tmp_path, tasks, num_fewshot, begin):
+    """Catches another prompt, cut, or sum than lm-evaluation-harness's `hf` has with the same
+    Llama: log-likelihoods to 1e-4, generated texts and accuracies exactly. Two solved examples
+    do not fit the window."""
+    library = byte_level(begin)
+    torch.manual_seed(0)
+    shape = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32,
+        initializer_range=0.1, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=library, eos_token="</s>", bos_token="<s>" if begin else None
+    ).save_pretrained(tmp_path)
+    ours = harness_lm(load(tmp_path), load_tokenizer(tmp_path / "tokenizer.json"))
+    theirs = HFLM(
+        str(tmp_path), device="cpu", dtype="float32", batch_size=1, max_length=32, truncation=True
+    )
+    manager = TaskManager(include_path=tasks, include_defaults=False)
+    names = ["quiz", "cloze", "finish", *([] if begin else ["whole"])]
+    ours_found, theirs_found = (
+        simple_evaluate(
+            lm, tasks=names, num_fewshot=num_fewshot, task_manager=manager, bootstrap_iters=0
+        )
+        for lm in (ours, theirs)
+    )
+    assert (ours.count.cut > 0) == (num_fewshot > 0)
+    for name in names:
+        pairs = [
+            sorted(found["samples"][name], key=lambda sample: sample["doc_id"])
+            for found in (ours_found, theirs_found)
+        ]
+        for mine, other in zip(*pairs, strict=True):
+            assert mine["arguments"] == other["arguments"]
+            for (a,), (b,) in zip(mine["resps"], other["resps"], strict=True):
+                if name == "finish":
+                    assert a == b
+                else:  # (log p, greedy), or log p
+                    a, b = (torch.tensor(x, dtype=torch.float64) for x in (a, b))
+                    torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+        for key, value in theirs_found["results"][name].items():
+            if isinstance(value, float):
+                assert ours_found["results"][name][key] == pytest.approx(value, rel=1e-4)
+
+
+def test_table(capsys):
+    """Catches rows in other columns than the paper's, and an average of something else."""
+    for rows in PRINTED.values():  # the printed averages are those of the printed columns
+        for *row, average in rows.values():
+            assert sum(row) / len(row) == pytest.approx(average, abs=0.1)
+    report = {"num_fewshot": 5, "limit": None, "tasks": {}}
+    for i, name in enumerate(COLUMNS):
+        results = {name: {"alias": name, "acc,none": i / 10, "acc_stderr,none": 0.01}}
+        entry = dict(tokens=100, steps=150, cut=3, requests=10, documents={name: 5})
+        report["tasks"][name] = entry | {"results": results}
+    config = small_model().config
+    benchmarks.show(report, config)
+    lines = capsys.readouterr().out.splitlines()
+    (ours,) = [line for line in lines if line.startswith("ponderlm3")]
+    assert ours.split()[-10:] == [f"{10 * i:.1f}" for i in range(9)] + ["40.0"]
+    flops = cost(config, 1.5).paper_flops / 1e9
+    assert float(ours.split()[-11]) == pytest.approx(flops, rel=1e-2)
+    (paper,) = [line for line in lines if line.startswith("* PonderLM-3")]
+    assert paper.split()[-11:] == ["8.86", *map(str, PRINTED[5]["PonderLM-3 (max 3 steps)"])]
+    assert any("3 of 10 contexts" in line for line in lines)
+    others = {"mine": report["tasks"]["sciq"] | {"steps": 300}, "race": report["tasks"]["race"]}
+    others["race"]["results"] = {"race": {"exact_match,none": 1e9}}
+    benchmarks.show(report | {"tasks": others, "num_fewshot": None}, config)
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if line.startswith("ponderlm3")]
+    assert row.split()[-10:] == ["-"] * 10 and row.split()[-11] == ours.split()[-11]
+    assert any("0-shot" in line for line in lines) and any("1e+09" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "kwargs,message",
+    [
+        (dict(tasks="quizz"), "no such task; did you mean quiz"),
+        (dict(tasks=" ,"), "names with commas"),
+        (dict(tasks="quiz", num_fewshot=-1), "num_fewshot = -1"),
+        (dict(tasks="quiz", limit=0), "limit = 0"),
+        (dict(tasks="quiz", include_path="nowhere"), "--include-path nowhere"),
+        (dict(tasks="quiz", data="text", stride=3), "--data, --stride with --tasks"),
+        (dict(tasks="remote"), "texts of remote cannot be read"),
+        (dict(tasks="misspelt"), "templates of misspelt cannot be filled in"),
+        (dict(tasks="quiz", out=Path("nowhere/scores.json")), "--out nowhere"),
+    ],
+)
+def test_wrong_options(tmp_path, tasks, memory, quick, monkeypatch, kwargs, message):
+    """Catches a stack trace, or an hour of work before an error that was there from the start."""
+    (tmp_path / "remote.yaml").write_text(
+        QUIZ.replace("task: quiz", "task: remote") + "dataset_path: nobody/nothing\n"
+        "test_split: test\n"
+    )
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    quiz = (tasks / "quiz.yaml").read_text()
+    (tmp_path / "misspelt.yaml").write_text(
+        quiz.replace("quiz", "misspelt").replace("{{name", "{{nam")
+    )
+    folder = str(tmp_path if kwargs["tasks"] in ("remote", "misspelt") else tasks)
+    with pytest.raises(UserError, match=message):
+        main(str(memory / "trained"), device="cpu", **{"include_path": folder} | kwargs)
+
+
+def test_without_the_package(memory, monkeypatch):
+    """Catches a stack trace without lm-evaluation-harness, which is optional."""
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match="pip install lm_eval"):
+        main(str(memory / "trained"), tasks="quiz", device="cpu")

@@ -1,0 +1,113 @@
+"""Models and tokenizers as other libraries write them: random Llamas, small vocabularies."""
+
+import json
+
+import torch
+import transformers
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from corpus.tokenizers import load_tokenizer
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it naps.\n" * 20
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)  # fmt: skip
+
+
+def make_llama(directory, tied=False, G=2, rope=None, old=False, shard="5GB", **kwargs):
+    """A random transformers Llama, whose errors show, and its directory."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", **(rope or {}), "rope_theta": 500.0}
+    config = transformers.LlamaConfig(
+        **dict(
+            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=G, max_position_embeddings=128,
+            tie_word_embeddings=tied, rope_parameters=rope, initializer_range=0.1,
+            bos_token_id=None, eos_token_id=None, rms_norm_eps=1e-4,
+        ) | kwargs
+    )  # fmt: skip
+    llama = transformers.LlamaForCausalLM(config).eval()
+    for name, parameter in llama.named_parameters():
+        if "norm" in name:  # which transformers starts at 1
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    llama.save_pretrained(directory, max_shard_size=shard)
+    if old:
+        fields = read_json(directory)
+        rope = fields.pop("rope_parameters")
+        fields["rope_theta"] = rope.pop("rope_theta")
+        fields["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+        write_json(directory, fields)
+    return llama
+
+
+def read_json(directory):
+    return json.loads((directory / "config.json").read_text())
+
+
+def write_json(directory, fields):
+    (directory / "config.json").write_text(json.dumps(fields))
+
+
+def byte_level(begin=False):
+    """As SmolLM2 and (with `begin`) Llama 3."""
+    t = Library(models.BPE())
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
+    t.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )  # fmt: skip
+    if begin:
+        t.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", t.token_to_id("<s>"))]
+        )
+    return t
+
+
+def sentencepiece():
+    """As Llama 2 and TinyLlama: spaces as U+2581, unknown characters as bytes."""
+    alphabet = sorted(set(TEXT.replace(" ", "\u2581").replace("\n", "")))
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *alphabet]
+    merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("o", "x"), ("f", "ox")]
+    pieces += [a + b for a, b in merges]
+    t = Library(
+        models.BPE(
+            {piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>",
+            fuse_unk=True, byte_fallback=True,
+        )
+    )  # fmt: skip
+    t.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    t.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )  # fmt: skip
+    t.add_special_tokens(["<unk>", "<s>", "</s>"])
+    t.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return t
+
+
+KINDS = {
+    "byte-level": byte_level,
+    "llama 3": lambda: byte_level(begin=True),
+    "llama 2": sentencepiece,
+}
+
+
+def make_tokenizer(directory, kind, config=None, **fields):
+    library = KINDS[kind]()
+    directory.mkdir(exist_ok=True)
+    library.save(str(directory / "tokenizer.json"))
+    fields = fields or {"eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(fields))
+    if config:
+        (directory / "config.json").write_text(json.dumps(config))
+    return library, load_tokenizer(directory / "tokenizer.json")

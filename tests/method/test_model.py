@@ -1,0 +1,447 @@
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import small_model
+
+from engine.batching import Engine
+from interop import load, save
+from model import PonderConfig, PonderLM
+from router import bottom_mass_penalty
+from runtime import UserError, pick_device, pick_precision
+from sample import generate
+from train import objective
+
+
+@torch.no_grad()
+def sequential(model, idx, tau=None):
+    """Section 3.3 without a cache: for every slot the whole prefix anew. (T,) -> logits, steps.
+
+    tau None runs all K steps with soft masks.
+    """
+    inputs, positions, bias, logits, steps, log_w = [], [], [], [], [], None
+    printed = model.config.method == "ablation-index"
+    for t, token in enumerate(idx):
+        x, h_hat, k, stop = model.embed(token[None, None])[0, 0], 0, 0, 0
+        while k <= stop:
+            inputs.append(x)
+            positions.append(t)
+            bias.append(0.0 if k == 0 else float(log_w[k - 1 if printed else k]))
+            rows = torch.stack(inputs)[None], torch.tensor(positions)
+            h = model.model(*rows, torch.tensor([bias], dtype=x.dtype), "eager")[0, -1]
+            if k == 0:
+                s, log_w = model.router(h)
+                w = log_w.exp()
+                stop = max(j for j in range(len(w)) if not tau or w[j] >= tau)
+            h_hat = h_hat + s[k] * h
+            x, k = h * (model.config.feedback_scale or 1), k + 1
+        logits.append(model.lm_head(h_hat))
+        steps.append(stop)
+    return torch.stack(logits), steps
+
+
+PAIRS = [("ponderlm3", 3), ("ponderlm3", 1), ("ponderlm2", 2), ("vanilla", 0)]
+
+
+def tokens(T=10, B=1, V=31, seed=0):
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("method", ["ponderlm3", "ponderlm2", "ablation-index"])
+@pytest.mark.parametrize("K", [0, 1, 3])
+def test_jacobi_equals_sequential(method, K):
+    """Catches a wrong slot order, position, mask or router timing: after R = K(T-1) refinements the
+    parallel form is the sequential one, to 1e-9 in float64; and more passes come closer."""
+    model = small_model(method=method, ponder_steps=K)
+    idx = tokens()
+    expected, _ = sequential(model, idx[0])
+    with torch.no_grad():
+        errors = [
+            (model(idx, iters=R).logits[0] - expected).abs().max() for R in (0, 2, 4, 8, K * 9)
+        ]
+    assert errors[-1] < 1e-9
+    if K:
+        assert errors[0] > 1e-6  # otherwise the test could not tell
+        assert all(a > 2 * b for a, b in pairwise(errors) if a > 1e-10)
+
+
+@pytest.mark.parametrize("K", [0, 1, 3])
+def test_number_of_passes(K, monkeypatch):
+    """Catches a bound that stops before the last link of the chain is settled, and idle passes."""
+    model, calls = small_model(ponder_steps=K), []
+    idx = torch.randint(31, (2, 5), generator=torch.Generator().manual_seed(0))
+    transform = model.transform
+    monkeypatch.setattr(model, "transform", lambda *args: calls.append(1) or transform(*args))
+    for iters, passes in ((0, K + 1), (2, K + 3 if K else 1), (10**6, 5 * K + 1)):
+        calls.clear()
+        model.jacobi(idx, R=iters)
+        assert len(calls) == passes
+    calls.clear()
+    model.fixed_point(idx, tolerance=0)
+    assert len(calls) == 5 * K + 1
+
+
+def test_automatic_passes_reach_the_fixed_point():
+    """Catches a stopping rule of the evaluation that stops too early or not at all."""
+    model, idx = small_model(), tokens(B=3)
+    with torch.no_grad():
+        exact = model.jacobi(idx, R=27)[0]
+        loose, tight = (model.fixed_point(idx, tolerance=tol)[0] for tol in (1e-4, 1e-9))
+    assert (loose - exact).norm() / exact.norm() < 2e-4
+    assert (tight - exact).norm() / exact.norm() < 2e-9
+    assert not torch.equal(loose, tight)
+
+
+@pytest.mark.parametrize("tau", [0, 1e-4, 0.3])
+@pytest.mark.parametrize(
+    "method,K,scale", [*((*pair, None) for pair in PAIRS), ("ponderlm3", 3, 2.0)]
+)
+def test_hard_stopping_parallel_sequential_and_cached_agree(tau, method, K, scale):
+    """Catches a key that hard stopping should hide, an integration that runs on, a cache that
+    keeps or drops a slot: logits to 1e-9 and the same steps in all three forms."""
+    model = small_model(method=method, ponder_steps=K, router_scale=12.0, feedback_scale=scale)
+    idx = tokens(T=12)
+    expected, steps = sequential(model, idx[0], tau)
+    with torch.no_grad():
+        out = model(idx, tau=tau, iters=K * 11)
+    cache = model.new_cache()
+    pairs = [model.ponder_token(int(token), t, cache, tau) for t, token in enumerate(idx[0])]
+    assert (out.logits[0] - expected).abs().max() < 1e-9
+    assert (torch.stack([logits for logits, _ in pairs]) - expected).abs().max() < 1e-9
+    assert out.steps[0].tolist() == [k for _, k in pairs] == steps
+    assert cache[0].keys.size(2) == len(steps) + sum(steps)  # executed slots only
+    if method == "ponderlm3" and K == 3 and tau == 0.3:
+        assert 0 in steps and 3 in steps and len(set(steps)) > 2
+
+
+@pytest.mark.parametrize("tau", [0, 0.3])
+@pytest.mark.parametrize("ablation", ["mask", "integration", "router"])
+def test_ablations(ablation, tau):
+    """Catches an ablation that leaves in what it should take out, or that decodes (simply, and by
+    the engine) otherwise than it scores: logits to 1e-9."""
+    full = small_model(router_scale=12.0)
+    scale = 0 if ablation == "router" else 12.0
+    model = small_model(method=f"ablation-{ablation}", router_scale=scale)
+    model.load_state_dict(full.state_dict() if ablation != "router" else model.state_dict())
+    idx = tokens(T=12)
+    with torch.no_grad():
+        out = model(idx, tau=tau, iters=33)
+    cache = model.new_cache()
+    pairs = [model.ponder_token(int(x), t, cache, tau) for t, x in enumerate(idx[0])]
+    assert (torch.stack([logits for logits, _ in pairs]) - out.logits[0]).abs().max() < 1e-9
+    expected = generate(model, [idx[0]], 8, tau=tau, temperature=0)
+    engine = Engine(model, tau=tau, tolerance=0, max_passes=99)
+    assert engine.generate([idx[0]], 8, temperature=0) == expected
+
+    h, s, log_w = model.states(idx, iters=33, tau=tau)
+    bias = model.key_bias(log_w)
+    assert (bias.abs().max() == 0) == (ablation == "mask")
+    h_hat = model.integrate(h, s, out.steps)
+    last = h.gather(2, out.steps[..., None, None].expand(-1, -1, 1, h.size(-1)))[:, :, 0]
+    assert ((h_hat - last).abs().max() < 1e-12) == (ablation == "integration")
+    assert ((s - 0.25).abs().max() < 1e-6) == (ablation == "router")
+    objective(model.train(), idx, idx, 1)[0].backward()
+    assert (model.router.proj.weight.grad is None) == (ablation == "router")
+
+
+def test_alpha_in_decoding():
+    """Catches an alpha that decoding ignores: cached against parallel, logits to 1e-9."""
+    model, idx = small_model(router_scale=12.0), tokens(T=12)
+    means = []
+    for alpha in (-3.0, 0.0, 3.0):
+        cache = model.new_cache()
+        pairs = [model.ponder_token(int(x), t, cache, 0.1, alpha) for t, x in enumerate(idx[0])]
+        with torch.no_grad():
+            out = model(idx, tau=0.1, alpha=alpha, iters=33)
+        assert (torch.stack([logits for logits, _ in pairs]) - out.logits[0]).abs().max() < 1e-9
+        means.append(out.steps.double().mean().item())
+    assert means[0] < means[1] < means[2]
+
+
+@pytest.mark.parametrize("printed,low,high", [(False, 0, 1e-7), (True, 1e-3, math.inf)])
+def test_mask_index(printed, low, high):
+    """Reading note 1, with a router that is always sure: masking slot k by w_k, the soft model and
+    the hard-stopped one agree to 1e-7. By the printed index, w_(k-1), the slot after the last
+    executed one stays visible, and the logits move by more than 1e-3."""
+    method = "ablation-index" if printed else "ponderlm3"
+    model = small_model(method=method, router_scale=2000.0)
+    idx = tokens(T=12)
+    with torch.no_grad():
+        soft, hard = model(idx, iters=33), model(idx, iters=33, tau=1e-4)
+    w = soft.log_w.exp()
+    assert (w < 1e-9).any() and ((w < 1e-9) | (w > 0.9)).all()
+    assert low <= (soft.logits - hard.logits).abs().max() < high
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("kwargs", [{}, {"tau": 0.3}, {"alpha": 1.0}])
+@pytest.mark.parametrize("method", ["ponderlm3", "ponderlm2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_causality_to_the_bit(backend, kwargs, method, dtype):
+    """Catches any path from a token to an earlier output."""
+    model = small_model(method=method).to(dtype)
+    model.backend = backend
+    idx = tokens(T=16, B=2)
+    changed = idx.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 31
+    with torch.no_grad():
+        a, b = (model(x, iters=3, **kwargs) for x in (idx, changed))
+    for name in ("logits", "s", "log_w", "steps"):
+        assert torch.equal(getattr(a, name)[:, :9], getattr(b, name)[:, :9]), name
+    assert not torch.equal(a.logits[:, 9], b.logits[:, 9])
+
+
+def test_k0_is_llama():
+    """Catches a backbone that is not Llama's: logits of transformers' LlamaForCausalLM, float64."""
+    transformers = pytest.importorskip("transformers")
+    model = small_model(ponder_steps=0, head_dim=10, rms_norm_eps=1e-3, rope_theta=500.0)
+    c = model.config
+    config = transformers.LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_hidden_layers,
+        num_attention_heads=c.num_attention_heads,
+        num_key_value_heads=c.num_key_value_heads,
+        head_dim=10,
+        rms_norm_eps=c.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+    )
+    llama = transformers.LlamaForCausalLM(config).double().eval()
+    weights = model.state_dict()
+    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * c.scale
+    llama.load_state_dict(weights)
+    idx = tokens(T=20, B=2)
+    with torch.no_grad():
+        # transformers computes RMSNorm and RoPE in float32
+        torch.testing.assert_close(model(idx).logits, llama(idx).logits, atol=2e-6, rtol=0)
+
+
+def test_training_loss_and_its_gradient():
+    """Catches a detach in the Jacobi iteration and a wrong loss: the loss is CE + lambda * penalty,
+    and its gradient that of finite differences through all passes (penalty off: it has steps)."""
+    model, idx = small_model(penalty_weight=0.0).train(), tokens(T=6, B=2)
+    y = tokens(T=6, B=2, seed=1)
+    model(idx, y, iters=2).loss.backward()
+    torch.manual_seed(1)
+    parameters = list(model.parameters())
+    directions = [torch.randn_like(p) for p in parameters]
+    slope = sum((p.grad * d).sum() for p, d in zip(parameters, directions, strict=True))
+    losses = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, d in zip(parameters, directions, strict=True):
+                p.add_(d, alpha=sign * 1e-6)
+            losses.append(model(idx, y, iters=2).loss)
+            for p, d in zip(parameters, directions, strict=True):
+                p.sub_(d, alpha=sign * 1e-6)
+    assert slope.item() == pytest.approx(((losses[0] - losses[1]) / 2e-6).item(), rel=1e-5)
+
+
+def test_parts_of_the_loss():
+    """Catches partial states that are renormalised, a wrong depth, lambda applied twice, and
+    targets that should be ignored."""
+    model, idx, y = small_model(penalty_weight=0.7).train(), tokens(T=9, B=2), tokens(9, 2, seed=1)
+    model.lm_head.weight.data *= 20  # some tokens below 0.5 nats, so that the penalty acts
+    y = model(idx, iters=2).logits.argmax(-1).where(y % 3 > 0, y)
+    y[0, 3] = -100
+    loss, penalty, out = objective(model, idx, y, 2)
+    h, s, log_w = model.jacobi(idx, R=2)
+    ce = torch.zeros(2, 9, 4, dtype=torch.float64)
+    for b in range(2):
+        for t in range(9):
+            for i in range(4):
+                partial = sum(s[b, t, j] * h[b, t, j] for j in range(i + 1))
+                ce[b, t, i] = (
+                    F.cross_entropy(model.lm_head(partial), y[b, t], ignore_index=-1)
+                    if y[b, t] >= 0
+                    else 0
+                )
+    valid = y != -100
+    torch.testing.assert_close(out.loss, ce[..., 3][valid].mean(), atol=1e-5, rtol=0)
+    expected, _ = bottom_mass_penalty(log_w, ce)
+    assert expected > 0
+    torch.testing.assert_close(penalty, expected, atol=1e-9, rtol=0)
+    torch.testing.assert_close(loss, out.loss + 0.7 * penalty)
+
+
+def gradients(model, idx, iters):
+    model.zero_grad()
+    loss, _, _ = objective(model, idx[:, :-1], idx[:, 1:], iters)
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters()]
+
+
+def states_of_passes(model, idx, passes):
+    """(h, log_w) after each of the first Jacobi passes."""
+    e, found = model.embed(idx), []
+    latents, bias = e[:, :, None][:, :, :0], None
+    for _ in range(passes):
+        h, _, log_w = model.jacobi_pass(e, latents, bias)
+        latents = model.feed_back(h[:, :, : model.config.ponder_steps])
+        bias = model.key_bias(log_w)
+        found.append((h, log_w))
+    return found
+
+
+def test_recompute():
+    """Catches activations that are kept, and another gradient: equal to 1e-12, in float64."""
+    model, idx = small_model(penalty_weight=0.3).train(), tokens(B=2)
+    loss, expected = gradients(model, idx, iters=2)
+    calls = []
+    model.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.recompute = True
+    again, found = gradients(model, idx, iters=2)
+    assert len(calls) == 2 * (3 + 2 + 1) and again == loss
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    with torch.no_grad():
+        model(idx, iters=2)
+    assert len(calls) == 3 * (3 + 2 + 1)  # nothing is computed twice without gradients
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_backprop_passes(n):
+    """Catches gradients through another number of passes, or lost for the embeddings. Against the
+    last n passes written out, whose first input is a constant but for its embeddings."""
+    model, idx, R, K = small_model(), tokens(B=2), 2, 3
+    model.train().config.penalty_weight = 0.0
+    (x, y), (B, T) = (idx[:, :-1], idx[:, 1:]), idx[:, 1:].shape
+    full_loss, full = gradients(model, idx, iters=R)
+    model.config.backprop_passes = n
+    loss, found = gradients(model, idx, iters=R)
+    assert loss == full_loss
+    model.zero_grad()
+    with torch.no_grad():
+        h, log_w = states_of_passes(model, x, K + R - n + 1)[-1]
+    for _ in range(n):
+        slots = min(h.size(2) + 1, K + 1)
+        inputs = torch.cat([model.embed(x)[:, :, None], h[:, :, : slots - 1]], dim=2)
+        positions = torch.arange(T).repeat_interleave(slots)
+        bias = log_w[..., :slots].flatten(1)
+        h = model.model(inputs.flatten(1, 2), positions, bias).view(B, T, slots, -1)
+        s, log_w = model.router(h[:, :, 0])
+    logits = model.lm_head((s[..., None] * h).sum(2))
+    F.cross_entropy(logits.flatten(0, 1), y.flatten()).backward()
+    for p, grad in zip(model.parameters(), found, strict=True):
+        torch.testing.assert_close(p.grad, grad, atol=1e-10, rtol=1e-8)
+    assert not torch.allclose(found[0], full[0], rtol=1e-2)  # of the embeddings
+    model.config.backprop_passes = K + R + 1
+    for a, b in zip(full, gradients(model, idx, iters=R)[1], strict=True):
+        assert torch.equal(a, b)
+    model.eval()
+    assert torch.is_grad_enabled() and model(x, iters=0).logits.requires_grad
+
+
+@pytest.mark.slow
+def test_compiled_blocks():
+    """Catches a block that compiles to something else: loss and gradients to 1e-5 in float32."""
+    model, idx = small_model().float().train(), tokens(B=2)
+    loss, expected = gradients(model, idx, iters=2)
+    model.backend = "sdpa"
+    for block in model.model.layers:
+        block.compile(dynamic=True)
+    again, found = gradients(model, idx, iters=2)
+    assert loss == pytest.approx(again.item(), abs=1e-5)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_save_and_load(tmp_path, tied):
+    """Catches a field or tensor that is lost between save and load."""
+    model = small_model(tie_word_embeddings=tied, router_offset=(0.0, 1.0, 2.0, 3.0)).float()
+    save(model, tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.config == model.config
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens(), iters=2).logits, model(tokens(), iters=2).logits)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "damage,message",
+    [
+        (lambda d: (d / "config.json").unlink(), "has no config.json"),
+        (lambda d: (d / "config.json").write_text("{"), "not a JSON object"),
+        (lambda d: (d / "config.json").write_text("[1]"), "not a JSON object"),
+        (lambda d: (d / "config.json").write_text('{"format": "x"}'), "format 'x'"),
+        (lambda d: edit(d, '"hidden_size": 32', '"hidden_size": 64'), "do not fit"),
+        (
+            lambda d: edit(d, '"hidden_size": 32', '"hidden_size": "32"'),
+            "hidden_size = '32': it should",
+        ),
+        (lambda d: edit(d, '"rms_norm_eps"', '"rms_eps"'), "unknown or missing fields.*rms_eps"),
+        (lambda d: (d / "model.safetensors").write_bytes(b"pickle"), "no safetensors file"),
+        (lambda d: (d / "model.safetensors").write_bytes(b""), "no safetensors file"),
+    ],
+)
+def test_damaged_directories(tmp_path, damage, message):
+    """Catches a stack trace, or worse a model, from a directory that is not whole."""
+    save(small_model(), tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=message):
+        load(tmp_path)
+
+
+def edit(directory, old, new):
+    file = directory / "config.json"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "kwargs,message",
+    [
+        (dict(ponder_steps=-1), "-1"),
+        (dict(hidden_size=0), "hidden_size"),
+        (dict(num_attention_heads=4, num_key_value_heads=3), "4 heads cannot share 3"),
+        (dict(hidden_size=30, num_attention_heads=4), "30 is not divisible by 4"),
+        (dict(head_dim=7), "7 is odd"),
+        (dict(router_offset=(0.0, 1.0)), "needs K\\+1 = 4"),
+        (dict(iters=(3, 2)), "empty range"),
+        (dict(iters=(-1, 2)), "iters"),
+        (dict(router="always"), "router"),
+    ],
+)
+def test_config_refuses(kwargs, message):
+    """Catches a config that would fail later, far from its cause."""
+    with pytest.raises((ValueError, TypeError), match=message):
+        PonderConfig(**kwargs)
+
+
+def test_input_refused():
+    """Catches sequences beyond the window, empty ones, and a negative R."""
+    model = small_model()
+    for idx, kwargs in ((tokens(T=33), {}), (tokens(T=0), {}), (tokens(), {"iters": -1})):
+        with pytest.raises(ValueError, match=r"window|refinements must be"):
+            model(idx, **kwargs)
+
+
+def test_initialisation():
+    """Catches a wrong init: unit RMS of scaled embeddings, 1/sqrt(2L) into the residual stream."""
+    torch.manual_seed(0)
+    config = PonderConfig(hidden_size=256, num_hidden_layers=8)
+    model = PonderLM(config)
+    model.requires_grad_(False)
+    layer = model.model.layers[3]
+    # a normal of this std cut at 3 std has 0.986 of it
+    std = 0.986 * math.sqrt(2 / (5 * 256))
+    assert layer.mlp.up_proj.weight.std().item() == pytest.approx(std, rel=0.02)
+    assert layer.mlp.down_proj.weight.std().item() == pytest.approx(std / 4, rel=0.02)
+    assert layer.self_attn.o_proj.weight.std().item() == pytest.approx(std / 4, rel=0.02)
+    embeddings = model.model.embed_tokens.weight * config.scale
+    assert embeddings.square().mean().sqrt() == pytest.approx(0.986, rel=0.02)
+    assert not model.router.proj.weight.any()
+
+
+def test_pickers():
+    """Catches a device or precision that is taken without being asked for."""
+    assert pick_device("cpu").type == "cpu"
+    with pytest.raises(UserError, match=r"'tpu' is not here; there is .*cpu"):
+        pick_device("tpu")
+    assert pick_precision("float32", pick_device("cpu")) == torch.float32
+    assert pick_precision("auto", torch.device("cpu")) in (torch.float32, torch.bfloat16)
+    assert pick_precision("auto", torch.device("mps")) == torch.float32

@@ -1,0 +1,247 @@
+import json
+
+import pytest
+import torch
+from conftest import small_model
+
+from corpus.tokenizers import Tokenizer
+from engine.choosing import choose, uniform
+from engine.printing import paint
+from interop import load, save
+from runtime import UserError, command_line
+from sample import Options, cli, generate, main, stream
+
+
+def test_generate_is_greedy_argmax_of_the_parallel_form():
+    """Catches a decoder that continues from other logits than the model's, and wrong steps."""
+    prompt, differ = [3, 1, 4], 0
+    for seed in range(6):
+        model = small_model(seed=seed)
+        (sample,) = generate(model, [prompt], 8, tau=0.3, temperature=0)
+        with torch.no_grad():
+            out = model(torch.tensor([prompt + sample.tokens]), tau=0.3, iters=33)
+        assert sample.tokens == out.logits[0, 2:-1].argmax(-1).tolist()
+        assert sample.steps == out.steps[0, 2:-1].tolist()
+        differ += len(set(sample.steps)) > 1
+    assert differ >= 2
+
+
+def test_seeds_and_independence():
+    """Catches prompts that share random numbers, and a seed that does not repeat."""
+    model, prompts = small_model(), [[1, 2], torch.tensor([5, 6, 7])]
+    a, b = generate(model, prompts, 12, seed=5), generate(model, prompts, 12, seed=5)
+    assert a == b
+    assert generate(model, prompts[1:], 12, seed=6) == a[1:]
+    assert generate(model, prompts, 12, seed=7) != a
+
+
+def test_steps_of_every_token_read():
+    """Catches a count of executed steps, from which the saving is printed, that misses tokens."""
+    model, prompt, read = small_model(seed=2), [3, 1, 4], []
+    pairs = list(stream(model, prompt, 8, tau=0.3, temperature=0, read=read))
+    idx = torch.tensor([prompt + [token for token, _ in pairs]])
+    with torch.no_grad():
+        assert read == model(idx, tau=0.3, iters=33).steps[0, :-1].tolist()
+
+
+def test_longer_than_the_window():
+    """Catches a crash at the window's end, and a context other than the documented last half."""
+    model = small_model(block_size=8)
+    (sample,) = generate(model, [[1, 2, 3]], 30, temperature=0)
+    assert len(sample.tokens) == 30
+    context = [1, 2, 3, *sample.tokens]
+    # 9 tokens do not fit: the last 4 of them begin a new context.
+    assert generate(model, [context[5:9]], 4, temperature=0)[0].tokens == context[9:13]
+    (long,) = generate(model, [list(range(20))], 1, temperature=0)
+    assert long == generate(model, [list(range(16, 20))], 1, temperature=0)[0]
+
+
+def test_choices():
+    """Catches top-k or top-p that keeps one too many or few, and an unused temperature."""
+    logits, u = torch.tensor([0.1, 0.4, 0.2, 0.3]).log(), uniform(0, 1000)
+    draw = lambda *args: set(choose(logits.expand(1000, 4), u, *args).tolist())  # noqa: E731
+    assert draw(0, None, None) == {1}
+    assert draw(1, None, None) == {0, 1, 2, 3}
+    assert draw(1, 2, None) == {1, 3}
+    assert draw(1, None, 0.39) == {1}
+    assert draw(1, None, 0.41) == {1, 3}
+    assert draw(1, 3, 0.99) == {1, 2, 3}
+    assert draw(0.02, None, None) == {1}
+    assert choose(torch.tensor([-torch.inf, 1.0, 1.0]), torch.tensor(0.0)) == 1  # never 0
+
+
+@pytest.mark.parametrize("args", [(1.0,), (0.5,), (1.0, 3), (1.0, None, 0.65)])
+def test_frequencies(args):
+    """Catches tokens chosen more or less often than their probability, and rows mixed up."""
+    rows, u = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.7, 0.0, 0.2, 0.1]]), uniform(1, 20_000)
+    for row in rows:
+        p = row ** (1 / args[0])
+        if len(args) == 2:
+            p[row.argsort()[: 4 - args[1]]] = 0
+        if len(args) == 3:
+            p = torch.where(row >= 0.3, p, 0)
+        counts = choose(row.log().expand(20_000, 4), u, *args).bincount(minlength=4)
+        assert ((counts / 20_000 - p / p.sum()).abs() < 0.015).all()
+    two = choose(rows.log(), u[:2], *args).tolist()
+    assert two == [int(choose(row.log(), u[i], *args)) for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    "prompt,kwargs,message",
+    [
+        ([], {}, "no token"),
+        ([99], {}, "outside the vocabulary, 0 to 30"),
+        ([-1], {}, "outside the vocabulary"),
+        ([1], {"tau": 2}, "tau = 2"),
+        ([1], {"temperature": -1}, "temperature = -1"),
+        ([1], {"temperature": float("nan")}, "temperature = nan"),
+        ([1], {"alpha": float("inf")}, "alpha = inf"),
+        ([1], {"top_k": 0}, "top_k = 0"),
+        ([1], {"top_p": 0}, "top_p = 0"),
+    ],
+)
+def test_refusals(prompt, kwargs, message):
+    """Catches settings out of range that would sample something anyway."""
+    with pytest.raises(UserError, match=message):
+        generate(small_model(), [prompt], 2, **kwargs)
+
+
+def test_paint():
+    """Catches steps that cannot be told apart without colours."""
+    assert paint("a", 3, 3, color=False) == "a₃" and paint("a", 12, 12, color=False) == "a₁₂"
+    assert len({paint("a", k, 3, color=True) for k in range(4)}) == 4
+
+
+def test_show_steps_paints_the_prompt(tmp_path, capsys):
+    """Catches a prompt whose tokens have the steps of their neighbours, or lose a character."""
+    model, tokenizer = small_model(seed=2, vocab_size=257, block_size=16), Tokenizer.bytes()
+    save(model.float(), tmp_path)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    options = dict(run=str(tmp_path), tau=0.3, show_steps=True, temperature=0, device="cpu")
+    for prompt in ("fox", "é, a fox of 21 letters"):
+        capsys.readouterr()
+        main(Options(prompt=prompt, max_new_tokens=1, **options))
+        ids = tokenizer.encode(prompt)
+        first = 0 if len(ids) <= 16 else len(ids) - 8  # a longer one is read from its last half on
+        with torch.no_grad():
+            steps = model(torch.tensor([ids[first:]]), tau=0.3).steps[0].tolist()
+        expected = tokenizer.decode(ids[: first + 1]).decode()
+        expected += "".join(
+            f"{chr(i)}{chr(0x2080 + k)}" for i, k in zip(ids[first + 1 :], steps, strict=False)
+        )
+        assert expected in capsys.readouterr().out and len(set(steps)) > 1
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A directory of a model with a window of 16 bytes."""
+    model = small_model(seed=2, vocab_size=257, block_size=16).float()
+    with torch.no_grad():  # such that texts end now and then
+        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
+    save(model, tmp_path / "run")
+    Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
+    return str(tmp_path / "run")
+
+
+def test_many_prompts(run, tmp_path, capsys):
+    """Catches lines in another order than the prompts', a lost sample, and a text that is not what
+    the model said."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\ntwo, which is longer than the window\r\nthree\n", encoding="utf-8")
+    options = dict(run=run, prompts=str(file), num_samples=2, max_new_tokens=6, seed=4, tau=0.3)
+    out = tmp_path / "samples.jsonl"
+    main(Options(out=out, device="cpu", **options))
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert f"written: {out}, 6 of 6 samples" in capsys.readouterr().out
+    texts = ["one", "two, which is longer than the window", "three"]
+    assert [line["prompt"] for line in written] == [text for text in texts for _ in range(2)]
+    model = load(run)
+    for i, line in enumerate(written):
+        ids = list(line["prompt"].encode())
+        (expected,) = generate(model, [ids], 6, seed=4 + i, tau=0.3, temperature=0.8, end=256)
+        assert (line["tokens"], line["steps"]) == (expected.tokens, expected.steps)
+        shown = bytes(token for token in line["tokens"] if token < 256)
+        assert line["text"] == shown.decode("utf-8", "replace")
+    assert written[0]["tokens"] != written[1]["tokens"]
+    assert any(line["tokens"][-1] == 256 for line in written)
+
+
+def test_samples_are_printed_whole(run, capsys):
+    """Catches samples that are torn apart where several run at once, or a shown end token."""
+    options = dict(prompt="fox", num_samples=3, max_new_tokens=5, seed=0, device="cpu", tau=0.3)
+    main(Options(run=run, **options))
+    printed = capsys.readouterr().out
+    settings = dict(seed=0, tau=0.3, temperature=0.8, end=256)
+    samples = generate(load(run), [list(b"fox")] * 3, 5, **settings)
+    for i, sample in enumerate(samples):
+        text = bytes(token for token in sample.tokens if token < 256).decode("utf-8", "replace")
+        assert f"--- sample {i + 1} of 3\nfox{text}\n" in printed
+    assert "pondering steps per token, prompts included" in printed
+
+
+@pytest.mark.parametrize(
+    "content,options,message",
+    [
+        ("", {}, "has no prompt in it"),
+        ("\n \n", {}, "has no prompt in it"),
+        (b"\xff\xfe", {}, "is not UTF-8 text"),
+        ("a", dict(prompt="b"), "--prompt and --prompts exclude each other"),
+        ("a", dict(num_samples=0), "num_samples = 0"),
+        ("a", dict(top_p=0.0), "top_p = 0.0"),
+        ("a", dict(tau=-1.0), "tau = -1.0"),
+    ],
+)
+def test_refused_commands(content, options, message, run, tmp_path):
+    """Catches an output file emptied before what is wrong is noticed, or said."""
+    file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    out.write_text("kept")
+    with pytest.raises(UserError, match=message):
+        main(Options(run=run, prompts=str(file), out=out, device="cpu", **options))
+    assert out.read_text() == "kept"
+
+
+def test_the_prompts_are_not_overwritten(run, tmp_path):
+    """Catches samples that are written over the prompts, or to something that is no file."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("kept")
+    for out in (file, tmp_path):
+        with pytest.raises(UserError, match="take another"):
+            main(Options(run=run, prompts=str(file), out=out, device="cpu"))
+    with pytest.raises(UserError, match="there is no folder"):
+        main(Options(run=run, prompts=str(file), out=tmp_path / "none" / "new", device="cpu"))
+    with pytest.raises(SystemExit, match=r"^error: none\.txt: No such file or directory$"):
+        command_line(lambda: main(Options(run=run, prompts="none.txt")))
+    with pytest.raises(UserError, match="the prompt is not UTF-8 text"):
+        main(Options(run=run, prompt="a\udcff", out=tmp_path / "new", device="cpu"))
+    assert file.read_text() == "kept" and not (tmp_path / "new").exists()
+
+
+def test_interrupted(run, tmp_path, monkeypatch, capsys):
+    """Catches finished samples that are lost when a later one is not, and an old file that is gone
+    before there is anything new."""
+    out = tmp_path / "out.jsonl"
+    out.write_text("old")
+    for finished, expected in ((0, "old"), (2, 2)):
+        calls = iter(range(9))
+
+        def interrupt(*args, finished=finished, calls=calls, **kwargs):
+            if next(calls) == finished:
+                raise KeyboardInterrupt
+            kwargs["read"].append(1)
+            yield 65, 1
+
+        monkeypatch.setattr("sample.stream", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            main(Options(run=run, num_samples=4, out=out, device="cpu", max_new_tokens=1))
+        text = out.read_text()
+        assert text == expected or len(text.splitlines()) == expected
+    assert f"written: {out}, 2 of 4 samples" in capsys.readouterr().out
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["out.jsonl"]
+
+
+def test_flags_of_the_engine(monkeypatch, capsys):
+    """Catches a flag of earlier days that fails without a word of where it is now."""
+    monkeypatch.setattr("sys.argv", ["sample.py", "--batch-size", "4"])
+    with pytest.raises(SystemExit, match=r"--batch-size is for many sequences .*python -m engine"):
+        command_line(cli)

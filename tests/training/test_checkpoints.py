@@ -1,0 +1,490 @@
+"""Whatever stops a training, nothing that was saved is lost, and it goes on as if nothing was."""
+
+import json
+import math
+import os
+import pickle
+import random
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file
+
+import train as train_module
+from baselines import configure
+from interop import load
+from runtime import UserError
+from train import train
+from training.runs import (
+    best_checkpoint,
+    checkpoints,
+    locked,
+    new_run,
+    read_lines,
+    step_of,
+)
+from training.settings import check, parse, read_settings
+
+TRAIN = [sys.executable, str(ROOT / "train.py")]
+SMALL = shlex.split(
+    "--hidden-size 32 --intermediate-size 64 --num-hidden-layers 1 --head-dim 16 --block-size 16 "
+    "--iters 0 1 --batch-size 6 --micro-batch-size 2 --precision float32 --device cpu "
+    "--eval-windows 4 --preset tiny --data text.txt"
+)
+
+
+@pytest.fixture
+def config(config, monkeypatch, tmp_path):
+    """In an empty directory, with draws of R, micro-batches, and more than one epoch."""
+    monkeypatch.chdir(tmp_path)
+    config.model.iters, config.name, config.out = (0, 2), "x", "out"
+    return replace(config, micro_batch_size=4, steps=80, eval_every=20, log_every=1)
+
+
+def interrupt_at(monkeypatch, step, number=signal.SIGTERM, function="learning_rate"):
+    """Send this process a signal in the midst of a step."""
+    original = getattr(train_module, function)
+
+    def interrupted(*args, **kwargs):
+        if function != "learning_rate" or args[0] == step:
+            os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(f"train.{function}", interrupted)
+
+
+def losses(run):
+    """All that is logged but times and starts."""
+    rows = [
+        {k: v for k, v in r.items() if "second" not in k} for r in read_lines(run / "log.jsonl")
+    ]
+    return [row for row in rows if "torch" not in row]
+
+
+def weights(run):
+    return load_file(run / "model.safetensors")
+
+
+def assert_same(a, b):
+    assert losses(a) == losses(b)
+    a, b = weights(a), weights(b)
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_resume_is_exact(config, monkeypatch, capsys, precision):
+    """Catches any state that a checkpoint lacks: losses and weights are equal bit for bit."""
+    handler = signal.getsignal(signal.SIGINT)
+    config = replace(config, precision=precision)
+    whole, results = train(replace(config, name="whole"))
+    for step in (7, 33, 39):  # between checkpoints, and just before one
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, step, signal.SIGINT if step == 33 else signal.SIGTERM)
+            run, nothing = train(config)
+        assert nothing is None and step_of(checkpoints(run)[-1]) == step + 1
+        assert "python train.py --resume --name x\n" in capsys.readouterr().out
+        config = parse(["--resume"])
+    run, again = train(config)
+    assert_same(whole, run)
+    assert results == again
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_plain_transformer_resumes(config):
+    """Catches a checkpoint without pondering that is saved as a Llama, its embedding scale gone."""
+    plain = configure(config.model, "vanilla")
+    config = replace(config, model=plain, steps=40)
+    whole, _ = train(replace(config, name="whole"))
+    run, _ = train(config)
+    shutil.rmtree(checkpoints(run)[-1])
+    again, _ = train(parse(["--resume", "--name", run.name]))
+    assert again == run and step_of(checkpoints(run)[-1]) == 40
+    assert_same(whole, run)
+
+
+def test_interrupted_evaluation(config, monkeypatch):
+    """Catches an evaluation that is waited for, or lost: all is saved, so it stops at once."""
+    whole, results = train(replace(config, name="whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr("training.validation.PermutedRouter", None)  # not reached
+        interrupt_at(patch, 0, function="evaluate")
+        run, nothing = train(config)
+        assert nothing is None and step_of(checkpoints(run)[-1]) == 20
+        assert [row for row in losses(run) if "val" in row] == []
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 0, function="final_report")
+        assert train(parse(["--resume"]))[1] is None
+    assert train(parse(["--resume"]))[1] == results
+    assert_same(whole, run)
+
+
+def test_more_steps(config):
+    """Catches a longer training that starts anew or is refused, and a shorter one that passes."""
+    run, _ = train(replace(config, steps=20))
+    with pytest.raises(UserError, match="is beyond step 10; go on with a larger --steps"):
+        train(parse(["--resume", "--steps", "10"]))
+    train(parse(["--resume", "--name", "x", "--steps", "24", "--learning-rate", "0.001"]))
+    assert [row["step"] for row in losses(run) if "loss" in row] == list(range(1, 25))
+    start = [row for row in read_lines(run / "log.jsonl") if "changed" in row][-1]
+    assert start["changed"] == {"steps": [20, 24], "learning_rate": [0.01, 0.001]}
+    assert read_settings("out", "x")[1].steps == 24
+
+
+def test_changed_settings_are_refused(config, tmp_path):
+    """Catches a resumed training that is another one, without a word; and one that is touched."""
+    run, _ = train(replace(config, steps=2))
+    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    argv = "--resume --batch-size 4 --ponder-steps 1 --log-every 7 --router-offset 0 1"
+    with pytest.raises(UserError, match="without --resume") as error:
+        train(parse(shlex.split(argv)))
+    for line in ("batch_size: 8 -> 4", "ponder_steps: 2 -> 1", "router_offset: None -> (0.0, 1.0)"):
+        assert line in str(error.value)
+    assert "log_every" not in str(error.value)
+    Path(config.data).write_text("another text, longer than the one before. " * 300)
+    with pytest.raises(UserError, match=r"corpus: .* -> "):
+        train(parse(["--resume"]))
+    assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+
+
+def test_other_tokens_of_the_same_number(config, tmp_path):
+    """Catches a prepared corpus whose tokens changed, but neither its name nor its length."""
+    folder = tmp_path / "ids"
+    folder.mkdir()
+    ids = np.arange(900, dtype=np.uint16) % 250
+    for name in ("train.bin", "val.bin"):
+        ids.tofile(folder / name)
+    config = replace(config, data=str(folder), tokenizer="bytes", steps=2)
+    train(config)
+    train(parse(["--resume", "--steps", "3"]))
+    ids[::-1].tofile(folder / "train.bin")
+    with pytest.raises(UserError, match=r"corpus: .*sha256"):
+        train(parse(["--resume", "--steps", "4"]))
+
+
+def test_nothing_to_resume(config):
+    """Catches a stack trace where there is no run, or a train.json that is none."""
+    with pytest.raises(UserError, match="train one first"):
+        parse(["--resume"])
+    with pytest.raises(UserError, match=r"nothing to resume; train without"):
+        parse(["--resume", "--name", "x"])
+    run, _ = train(replace(config, steps=1))
+    for text in ("", "[]", '{"config": {"steps": 3}, "corpus": {}}', '{"config": {"model": {}'):
+        (run / "train.json").write_text(text)
+        with pytest.raises(UserError, match=r"train\.json"):
+            parse(["--resume"])
+
+
+def test_newest_two_and_the_best_are_kept(config, monkeypatch):
+    """Catches a disk that fills up, and a best model that is thrown away."""
+    values = iter([3.0, 1.0, 2.0, 4.0, 1.5])
+    real = train_module.evaluate
+    monkeypatch.setattr(
+        "train.evaluate",
+        lambda *a, **k: {**real(*a, **k), **({"loss": next(values)} if "iters" in k else {})},
+    )
+    monkeypatch.setattr("train.final_report", lambda *a: {})
+    run, _ = train(replace(config, steps=50, eval_every=10))
+    assert [step_of(path) for path in checkpoints(run)] == [20, 40, 50]
+    assert step_of(best_checkpoint(run)) == 20
+    best, newest = load(checkpoints(run)[0]), load(run)
+    assert not torch.equal(best.lm_head.weight, newest.lm_head.weight)
+    assert os.path.samefile(run / "model.safetensors", run / "step-00000050/model.safetensors")
+
+
+def test_full_disk(config, capfd):
+    """Catches a half-written checkpoint, and a message that helps nobody. A limit on the size of
+    files stands for the full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run, _ = train(replace(config, steps=20))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        with pytest.raises(UserError, match=r"cannot write to out/x: .*step 20; .*--resume"):
+            train(parse(["--resume", "--steps", "40"]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in run.glob("step-*")] == ["step-00000020"]
+    train(parse(["--resume", "--steps", "40"]))
+    assert step_of(checkpoints(run)[-1]) == 40
+
+
+def test_directory_goes_away(config, monkeypatch, tmp_path):
+    """Catches a training that stops without a word of what to do when its disk is gone."""
+    original = train_module.learning_rate
+
+    def vanish(step, config):
+        if step == 25:
+            os.rename("out", "away")
+        return original(step, config)
+
+    monkeypatch.setattr("train.learning_rate", vanish)
+    with pytest.raises(UserError, match=r"No such file or directory.*bring back what is missing"):
+        train(config)
+    assert step_of(checkpoints("away/x")[-1]) == 20
+
+
+def test_saved_before_evaluated(config, monkeypatch):
+    """Catches an evaluation that takes hours of training with it when it fails."""
+    monkeypatch.setattr("train.evaluate", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(config)
+    assert step_of(checkpoints("out/x")[-1]) == 20
+
+
+class Malice:
+    def __reduce__(self):
+        return os.mkdir, ("malice",)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["code", "truncated", "empty", "text", "missing", "shape", "second", "no state", "step"],
+)
+def test_damaged_trainer(config, kind):
+    """Catches code that a checkpoint runs, and a stack trace for a damaged one."""
+    run, _ = train(replace(config, steps=40))
+    file = run / "step-00000040" / "trainer.pt"
+    other = torch.load(file, weights_only=True)
+    first = other["optimizer"]["state"][0]
+    if kind == "no state":
+        other["optimizer"]["state"] = {}
+    elif kind == "step":
+        other["step"] = 3
+    else:  # which the fused kernel would read beyond its end
+        first["exp_avg" if kind == "shape" else "exp_avg_sq"] = torch.zeros(3)
+    with pytest.raises(UserError, match=r"trainer\.pt .*delete out/x/step-00000040 to go on"):
+        if kind == "code":
+            file.write_bytes(pickle.dumps(Malice()))
+        elif kind in ("shape", "second", "no state", "step"):
+            torch.save(other, file)
+        elif kind == "missing":
+            file.unlink()
+        else:
+            half = file.read_bytes()[: file.stat().st_size // 2]
+            file.write_bytes({"truncated": half, "empty": b"", "text": b"hello"}[kind])
+        train(parse(["--resume"]))
+    assert not Path("malice").exists()
+    for path in file.parent.iterdir():
+        path.unlink()
+    file.parent.rmdir()
+    train(parse(["--resume"]))  # the way out works
+    assert step_of(checkpoints(run)[-1]) == 40
+
+
+@pytest.mark.parametrize(
+    "damage,message",
+    [
+        (lambda d: edit(d / "model.safetensors", lambda b: b[:-100]), "is damaged"),
+        (lambda d: edit(d / "model.safetensors", lambda b: b""), "is damaged"),
+        (lambda d: (d / "model.safetensors").unlink(), "has no model.safetensors"),
+        (lambda d: edit(d / "config.json", lambda b: b"[]"), "not a JSON object"),
+        (lambda d: edit(d / "config.json", lambda b: b.replace(b"0.5", b"0.0")), "penalty_weight"),
+    ],
+)
+def test_damaged_model(config, damage, message):
+    """The same for the weights and their config, and a copy of a checkpoint that is none."""
+    run, _ = train(replace(config, steps=40))
+    shutil.copytree(run / "step-00000020", run / "step-00000050-copy")
+    damage(run / "step-00000040")
+    with pytest.raises(UserError, match=f"{message}.*delete out/x/step-00000040 to go on"):
+        train(parse(["--resume"]))
+    shutil.rmtree(run / "step-00000040")
+    train(parse(["--resume"]))
+    assert step_of(checkpoints(run)[-1]) == 40 and (run / "step-00000050-copy").exists()
+
+
+def edit(file, change):
+    content = change(file.read_bytes())
+    file.unlink()  # the run's own model is the same file
+    file.write_bytes(content)
+
+
+def test_one_process_a_run(config, monkeypatch):
+    """Catches two processes that write one run."""
+    train(replace(config, steps=20))
+    with locked(Path("out/x")), pytest.raises(UserError, match="another process is training"):
+        train(parse(["--resume", "--steps", "30"]))
+    train(parse(["--resume", "--steps", "30"]))
+    monkeypatch.setattr("time.strftime", lambda _: "now")
+    new_run("out", None, "tiny")
+    with pytest.raises(FileExistsError):
+        new_run("out", None, "tiny")
+    for name in ("a/b", "..", "."):
+        with pytest.raises(UserError, match="not a plain name"):
+            new_run("out", name, "tiny")
+
+
+def test_weights_that_are_not_finite(config, monkeypatch):
+    """Catches a checkpoint of nan, and a validation of nan that the training passes over."""
+    real = train_module.optimize
+
+    def poison(training, *args):
+        logged = real(training, *args)
+        training.model.lm_head.weight.data.fill_(torch.nan)
+        return logged
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.optimize", poison)
+        with pytest.raises(UserError, match="weights of step 1 are not finite"):
+            train(replace(config, eval_every=1))
+    assert checkpoints("out/x") == []
+    monkeypatch.setattr("train.evaluate", lambda *a, **k: {"loss": math.nan})
+    with pytest.raises(UserError, match=r"step 20 is not finite \(validation nan\).*step-00000020"):
+        train(config)
+
+
+def test_torn_log(config):
+    """Catches a log that a kill in the midst of a line makes unreadable, and rows kept twice."""
+    whole, _ = train(replace(config, name="whole", steps=30))
+    run, _ = train(replace(config, steps=20))
+    with open(run / "log.jsonl", "a") as log:
+        log.write(json.dumps({"step": 21, "loss": 7.0}) + '\n{"step": 22, "lo')
+    train(parse(["--resume", "--name", "x", "--steps", "30"]))
+    assert [row["step"] for row in losses(run) if "loss" in row] == list(range(1, 31))
+    assert losses(whole)[:20] != [] and not any(row.get("loss") == 7.0 for row in losses(run))
+    for line in (b"hello\n", b"5\n", b'{"a": 1}\n', b"\xff\n"):
+        (run / "log.jsonl").write_bytes(line)
+        with pytest.raises(UserError, match=r"log\.jsonl has a line that is not of a log"):
+            read_lines(run / "log.jsonl")
+
+
+def start(directory, *flags, stderr=subprocess.STDOUT):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [*TRAIN, *flags], cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=stderr
+    )
+
+
+@pytest.fixture
+def directory(tmp_path):
+    text = "the quick brown fox jumps over the lazy dog. " * 200
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_signals(directory):
+    """Catches a Ctrl-C that loses the training or fails, and a second one that is not obeyed."""
+    flags = [*SMALL, "--steps", "100000", "--log-every", "1"]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = start(directory, *flags, "--name", number.name)
+        while b"step 3/" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+        assert f"python train.py --resume --name {number.name}" in output.decode()
+        steps = [row["step"] for row in read_lines(directory / "out" / number.name / "log.jsonl")]
+        assert step_of(checkpoints(directory / "out" / number.name)[-1]) == steps[-1]
+    # A step that takes forever: the second signal does not wait for it.
+    script = (
+        "import signal, time; from training.runs import StopSignal\n"
+        "with StopSignal():\n    print('ready', flush=True)\n    time.sleep(600)\n"
+        "    print('slept', flush=True)\n    time.sleep(600)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGINT)
+    assert b"once more" in process.stderr.readline() + process.stderr.readline()
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_kill_at_any_moment(directory, times):
+    """Catches a moment at which a kill leaves a run that cannot go on, or goes on otherwise."""
+    flags = [*SMALL, "--steps", "60", "--eval-every", "3", "--log-every", "1"]
+    whole = start(directory, *flags, "--name", "whole")
+    begun = time.monotonic()
+    output, _ = whole.communicate(timeout=300)
+    duration = time.monotonic() - begun
+    assert whole.returncode == 0, output
+
+    def kill_often(name):
+        run, moments, kills = directory / "out" / name, random.Random(name), 0
+        while True:
+            resume = ["--resume"] if (run / "train.json").exists() else flags
+            process = start(directory, *resume, "--name", name)
+            try:
+                output, _ = process.communicate(
+                    timeout=moments.uniform(0, duration) if kills < times else 300
+                )
+                assert process.returncode == 0, output
+                assert_same(directory / "out" / "whole", run)
+                if kills == times:
+                    return kills
+                run.rename(directory / f"{name}-{kills}-{time.monotonic()}")  # once more
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                kills += 1
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sum(pool.map(kill_often, "xy")) == 2 * times
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_several_processes(directory, processes):
+    """Catches gradients summed and not averaged, a batch that depends on the number of processes,
+    R drawn by each for itself, a second writer, and a resume that only the first process makes.
+    Weights after 8 steps in float64; in float32 Adam turns rounding errors of small gradients into
+    3e-6."""
+    (directory / "double.py").write_text(
+        f"import sys, torch; sys.path.insert(0, {str(ROOT)!r})\n"
+        "torch.set_default_dtype(torch.float64)\n"
+        "if __name__ == '__main__':\n    from train import main; main()\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += [f"--nproc_per_node={processes}", "double.py"]
+    flags = [*SMALL, "--steps", "8", "--log-every", "1", "--eval-every", "4", "--batch-size", "12"]
+
+    def run(*command):
+        done = subprocess.run(
+            command, cwd=directory, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("step 8/8  loss") == 1
+
+    run(sys.executable, "double.py", *flags, "--name", "one")
+    one, many = directory / "out/one", directory / "out/many"
+    for command in ([*flags, "--name", "many"], ["--resume", "--name", "many"]):
+        run(*torchrun, *command)
+        for name, weight in weights(one).items():
+            assert weight.dtype == torch.float64
+            torch.testing.assert_close(weight, weights(many)[name], atol=1e-9, rtol=0)
+        for a, b in zip(losses(one), losses(many), strict=True):
+            assert a == pytest.approx(b, abs=1e-6)
+        shutil.rmtree(many / "step-00000008")
+
+
+def test_processes_that_do_not_fit(config):
+    """Catches a penalty whose micro-batch depends on the number of processes."""
+
+    check(replace(config, batch_size=8, micro_batch_size=4), processes=2)
+    for micro, way_out in ((8, "--micro-batch-size 4 would do"), (None, "--micro-batch-size 4")):
+        with pytest.raises(UserError, match=rf"2 processes cannot share 8 .*{way_out}"):
+            check(replace(config, batch_size=8, micro_batch_size=micro), processes=2)
+    with pytest.raises(UserError, match=r"3 processes .*change --batch-size"):
+        check(replace(config, batch_size=8, micro_batch_size=4), processes=3)
+
+
+def test_resume_takes_the_newest(config):
+    """Catches --resume that goes on with another run than the last."""
+    for name in ("b", "a"):
+        train(replace(config, steps=1, name=name))
+    assert read_settings("out")[0] == Path("out/a")

@@ -1,0 +1,341 @@
+"""A run is a folder, out/<name>/. It survives whatever stops the training.
+
+train.json                       every setting of the training, and its corpus
+tokenizer.json                   the vocabulary (corpus/tokenizers.py)
+log.jsonl, loss.png              one line a logged step; the same drawn
+step-00000250/                   a checkpoint:
+  config.json, model.safetensors, tokenizer.json    a model as any other (interop)
+  trainer.pt                     optimizer, random state, step
+config.json, model.safetensors   those of the newest checkpoint, which is what other commands read
+results.json                     the final evaluation
+
+A checkpoint is written under another name, brought to the disk and then renamed: it is complete or
+not there. Batches are a function of the step, so that the step is all there is to know of the data.
+Only JSON, safetensors and weights_only pickles are read: no file of a run can run code.
+"""
+
+import json
+import math
+import os
+import shlex
+import shutil
+import signal
+import time
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from pathlib import Path
+
+import filelock
+import torch
+from safetensors import SafetensorError
+
+from interop import save
+from runtime import UserError, sync, write_text
+
+# -- Runs ------------------------------------------------------------------------------------------
+
+
+def checkpoints(run):
+    """The complete checkpoints of a run, oldest first."""
+    return sorted(Path(run).glob("step-" + 8 * "[0-9]"))
+
+
+def step_of(checkpoint):
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def new_run(out, name, prefix):
+    """Create out/<name>, or out/<prefix>-<date and time> without a name.
+
+    Raises:
+        UserError: such a run exists already, with a model; or the name is not one of a folder.
+    """
+    if name and (Path(name).name != name or name == ".."):
+        raise UserError(f"--name {name!r} is not a plain name; --out says where the run goes")
+    run = Path(out) / (name or f"{prefix}-{time.strftime('%m%d-%H%M%S')}")
+    if checkpoints(run) or (run / "model.safetensors").exists():
+        raise UserError(f"{run} exists: go on with --resume, or choose another --name")
+    run.mkdir(parents=True, exist_ok=bool(name))
+    return run
+
+
+@contextmanager
+def locked(run):
+    """Keep a run for this process. The lock ends with the process, however that ends."""
+    try:
+        with filelock.FileLock(run / ".lock", blocking=False):
+            yield
+    except filelock.Timeout:
+        raise UserError(f"another process is training {run}; stop that one first") from None
+
+
+def changes(before, now):
+    """The settings that differ: {name: (before, now)}; not the name of the run and its place."""
+    found = {}
+    for name in sorted(vars(before).keys() - {"name", "out", "resume"}):
+        a, b = getattr(before, name), getattr(now, name)
+        found |= changes(a, b) if is_dataclass(a) else {name: (a, b)} if a != b else {}
+    return found
+
+
+def resume_command(run):
+    out = [] if str(run.parent) == "out" else ["--out", str(run.parent)]
+    return shlex.join(["python", "train.py", "--resume", *out, "--name", run.name])
+
+
+# -- Its files -------------------------------------------------------------------------------------
+
+
+def append_line(file, fields):
+    """One JSON object as one more line of a run's log."""
+    try:
+        with open(file, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(fields) + "\n")
+    except OSError as error:
+        raise cannot_write(file.parent, error) from None
+
+
+def read_lines(file):
+    """What append_line wrote; [] without a file, and without a last line that was cut short."""
+    if not file.exists():
+        return []
+    try:
+        *lines, _ = file.read_text(encoding="utf-8").split("\n")
+        rows = [json.loads(line) for line in lines]
+        if all(isinstance(row["step"], int) for row in rows):
+            return rows
+        raise ValueError("a step that is no number")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} has a line that is not of a log: {error!r}; remove it") from None
+
+
+def read_results(run):
+    """The final evaluation of a run, as validation.final_report returned it.
+
+    Raises:
+        UserError: it is not trained to the end, or the file is damaged.
+    """
+    file = Path(run) / "results.json"
+    if not file.is_file():
+        way_out = "a finished run is needed, not one of its checkpoints"
+        raise UserError(f"{file} does not exist; {way_out}")
+    try:
+        results = json.loads(file.read_text(encoding="utf-8"))
+        losses = [results[key]["loss"] for key in ("trained", "fixed", "hard", "permuted")]
+        steps, R = results["hard"]["steps"], results["iters"]
+        if not (all(map(math.isfinite, losses)) and 0 <= steps < math.inf and R >= 0):
+            raise ValueError(f"losses {losses}, steps {steps}, iters {R}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is damaged: {error!r}; --resume writes it again") from None
+    return results
+
+
+def draw_losses(run):
+    """log.jsonl -> loss.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    log = read_lines(run / "log.jsonl")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, names, unit in (
+        (left, ("ce", "val"), "cross-entropy, nats per token"),
+        (right, ("steps",), "executed steps per token"),
+    ):
+        for name in names:
+            points = [(row["step"], row[name]) for row in log if name in row]
+            marker = "o" if name == "val" else None
+            axis.plot(
+                *zip(*points, strict=True),
+                label={"ce": "train", "val": "validation"}.get(name),
+                marker=marker,
+            )
+        axis.set(xlabel="optimizer step", ylabel=unit)
+        axis.grid(alpha=0.3)
+    left.legend()
+    figure.savefig(run / "loss.png", dpi=150)
+    plt.close(figure)
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+
+def cannot_write(run, error):
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+    if getattr(error, "filename", None):
+        reason += f": {error.filename}"
+    if run.exists():  # torch and safetensors do not say that the disk is full
+        reason += f" ({shutil.disk_usage(run).free / 2**20:,.0f} MiB free)"
+    saved = checkpoints(run)
+    return UserError(
+        f"cannot write to {run}: {reason}. Saved there is "
+        + (f"step {step_of(saved[-1])}" if saved else "no checkpoint yet")
+        + f"; make room, or bring back what is missing, then: {resume_command(run)}"
+    )
+
+
+def best_checkpoint(run):
+    """The one with the lowest validation loss of those that are left, or None."""
+    losses = {row["step"]: row["val"] for row in read_lines(run / "log.jsonl") if "val" in row}
+    scored = [path for path in checkpoints(run) if step_of(path) in losses]
+    return min(scored, key=lambda path: losses[step_of(path)], default=None)
+
+
+def save_checkpoint(run, model, optimizer, step, seconds):
+    """Write run/step-<step>/, let the run's own files be its, keep the newest two and the best.
+
+    Raises:
+        UserError: the disk is full or gone (what was there before still is), or weights that are
+            not finite.
+    """
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise UserError(f"the weights of step {step} are not finite: {way_back(run)}")
+    half, final = run / f"step-{step:08d}.tmp", run / f"step-{step:08d}"
+    trainer = {
+        "step": step,
+        "seconds": seconds,  # of training so far
+        "optimizer": optimizer.state_dict(),
+        "random": torch.get_rng_state(),
+        "random_cuda": torch.cuda.get_rng_state() if on_cuda(optimizer) else None,
+    }
+    try:
+        for old in run.glob("step-*.tmp"):
+            shutil.rmtree(old)
+        half.mkdir()
+        save(model, half, exact=True)
+        shutil.copyfile(run / "tokenizer.json", half / "tokenizer.json")
+        torch.save(trainer, half / "trainer.pt")
+        for path in (*half.iterdir(), half):
+            sync(path)
+        os.replace(half, final)
+        publish(final)
+        for path in checkpoints(run)[:-2]:
+            if path != best_checkpoint(run):
+                shutil.rmtree(path.rename(path.with_suffix(".tmp")))  # never half a checkpoint
+    except (OSError, RuntimeError, SafetensorError) as error:  # what torch and safetensors raise
+        shutil.rmtree(half, ignore_errors=True)
+        raise cannot_write(run, error) from None
+
+
+def on_cuda(optimizer):
+    return optimizer.param_groups[0]["params"][0].is_cuda
+
+
+def publish(checkpoint):
+    """Let the run's own model be that of a checkpoint, without a copy where links are possible."""
+    run = checkpoint.parent
+    for name in ("config.json", "model.safetensors"):
+        temporary = run / f"{name}.tmp"
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(checkpoint / name, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(checkpoint / name, temporary)
+        os.replace(temporary, run / name)
+    sync(run)
+
+
+def unreadable(checkpoint, error):
+    way_out = f"delete {checkpoint} to go on from the checkpoint before"
+    return UserError(f"{error}; {way_out}")
+
+
+def read_trainer(checkpoint, optimizer):
+    """Restore the optimizer and the random state -> steps done, seconds of training.
+
+    Raises:
+        UserError: trainer.pt is missing, damaged, from another model, or has code in it, which is
+            not run.
+    """
+    file = checkpoint / "trainer.pt"
+    try:
+        trainer = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a foreign file fails in any way
+        reason = str(error).splitlines()[0] if str(error) else "it is empty"
+        raise unreadable(checkpoint, f"{file} cannot be read as data: {reason}") from None
+    try:
+        if trainer["step"] != step_of(checkpoint):
+            raise ValueError(f"it is of step {trainer['step']}")
+        state, now = trainer["optimizer"]["state"], optimizer.state_dict()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if state.keys() != set(range(len(parameters))):
+            raise ValueError(f"it has {len(state)} states for {len(parameters)} parameters")
+        for i, p in enumerate(parameters):  # shapes, which torch trusts
+            expected = {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+            found = {name: value.shape for name, value in state[i].items()}
+            if found != expected:
+                raise ValueError(f"parameter {i} has {found}, not {expected}")
+        optimizer.load_state_dict(now | {"state": state})  # the settings are this training's
+        torch.set_rng_state(trainer["random"])
+        if on_cuda(optimizer) and trainer["random_cuda"] is not None:  # else it moved to a GPU
+            torch.cuda.set_rng_state(trainer["random_cuda"])
+        return trainer["step"], float(trainer["seconds"])
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise unreadable(checkpoint, f"{file} is not of this model: {error!r}") from None
+
+
+def begin_log(run, step, changed, machine):
+    """Take back what was logged after `step`, and a line cut short, and what is about to be made
+    anew; then log the start."""
+    rows = [row for row in read_lines(run / "log.jsonl") if row["step"] <= step] if step else []
+    rows.append({"step": step, "changed": changed, **machine})
+    write_text(run / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("results.json", "loss.png"):
+        (run / name).unlink(missing_ok=True)
+
+
+def check_finite(run, step, **values):
+    """Stop a training that has left the numbers.
+
+    Raises:
+        UserError: one of the values is infinite or nan; with the way back.
+    """
+    if not all(math.isfinite(value) for value in values.values()):
+        values = ", ".join(f"{name} {float(value):.4g}" for name, value in values.items())
+        raise UserError(f"step {step} is not finite ({values}): {way_back(run)}")
+
+
+def way_back(run):
+    if not checkpoints(run):
+        return "there is no checkpoint yet, so start again with a lower --learning-rate"
+    return (
+        f"the last checkpoint is {checkpoints(run)[-1]}; to go on from it: {resume_command(run)} "
+        "--learning-rate LOWER; if that ends here again, delete it to take the one before"
+    )
+
+
+# -- Stopping -----------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    """The training was asked to stop, and all of it is saved."""
+
+
+class StopSignal:
+    """Within `with StopSignal() as stop`, SIGINT and SIGTERM only set `stop.received`.
+
+    After `stop.at_once(True)`, when there is nothing left to lose, they raise Stopped. The same
+    signal a second time ends the process.
+    """
+
+    def __enter__(self):
+        self.received = self.saved = False
+        self.before = {s: signal.signal(s, self.handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def handle(self, number, frame):
+        self.received = True
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this step; once more to exit at once\n")
+        self.at_once(self.saved)
+
+    def at_once(self, saved):
+        """Whether all is saved, so that a signal, also one that came before, may stop it now."""
+        self.saved = saved
+        if saved and self.received:
+            raise Stopped
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)

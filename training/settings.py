@@ -1,0 +1,315 @@
+"""Every setting of a training: defaults, presets, the command line, what is refused, the corpus."""
+
+import argparse
+import hashlib
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import field, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import tyro
+from pydantic import Field, NonNegativeInt
+
+from attention import BACKENDS
+from baselines import check_settings, configure
+from corpus.batches import Windows, is_prepared, load_tokens
+from corpus.preparation import prepare
+from interop import from_json, locate, newest_run, parse_config
+from model import Count, PonderConfig, settings
+from runtime import UserError, pick_device, read_json
+from training.runs import changes, checkpoints, new_run
+from training.warm_start import can_warm_up, start_defaults, tokenizer_beside
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+@settings
+class TrainConfig:
+    preset: Literal["auto", "tiny", "small", "70m", "410m"] = "auto"  # auto: small on a GPU
+    name: str | None = None  # of the run, in --out; by default preset and time
+    out: str = "out"  # where runs are kept
+    resume: bool = False  # go on with the run --name, or the newest, with its settings
+    # Begin from a model: a directory (Hugging Face Llama, PonderLM-2, a run) or a name of the Hub.
+    # Its shape, tokenizer and window (as far as the preset's goes) become the defaults.
+    init_from: str | None = None
+    data: str = "pydocs"  # or pysource, shakespeare, a file, a folder of texts or of .bin files
+    # bytes, bpe, gpt2 or a model that has one. auto: that of --init-from or of a .bin folder; else
+    # bytes with tiny, bpe with small, gpt2
+    tokenizer: str = "auto"
+    model: Annotated[PonderConfig, tyro.conf.arg(name="")] = field(default_factory=PonderConfig)
+
+    steps: Count = 1000  # optimizer steps
+    batch_size: Count = 8  # windows a step
+    micro_batch_size: Count | None = None  # windows at a time, to save memory; None: all
+    learning_rate: Annotated[float, Field(ge=0, lt=1e30)] = 4e-3  # peak; cosine to a tenth of it
+    warmup: Share = 0.05  # share of the steps in which the learning rate rises
+    # steps that lead the router from hardly any pondering to where it starts (warm_start.py); with
+    # --init-from and a model that does not ponder 3 in 10, else 0
+    ponder_warmup: NonNegativeInt = 0
+    weight_decay: Share = 0.1  # on matrices only
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW
+    clip: Annotated[float, Field(ge=0)] = 1.0  # gradient norm; 0: off
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    log_every: Count = 20  # steps between log lines
+    eval_every: Count = 250  # steps between checkpoints, each of which is evaluated
+    eval_windows: Count = 512  # validation windows of the final evaluation
+    tau: Share = 1e-4  # where executed steps are counted and hard stopping is scored
+
+    device: str = "auto"  # auto, cpu, cuda, mps
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is fast
+    backend: Literal[BACKENDS] = "auto"  # attention
+    compile: bool = False  # compile the blocks: faster steps, after a minute
+    recompute: bool = False  # compute each pass again in the backward pass, to save memory
+
+
+# What a resumed training may change: anything else would make it another training. The corpus may
+# have moved, but must be the same.
+MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
+MAY_CHANGE |= {"data", "device", "precision", "backend", "compile", "recompute"}
+PRESETS = {
+    # A 2-core CPU, minutes.
+    "tiny": TrainConfig(
+        preset="tiny",
+        model=PonderConfig(257, 96, 256, 3, 2, head_dim=24, block_size=64, iters=(1, 1)),
+    ),
+    # One GPU, minutes. d = 56 leaves room for the bias channel in a kernel of width 64.
+    "small": TrainConfig(
+        preset="small",
+        model=PonderConfig(4096, 384, 1032, 6, 6, head_dim=56, block_size=256),
+        steps=2000,
+        batch_size=64,
+        micro_batch_size=16,
+        learning_rate=1e-3,
+        eval_every=500,
+    ),
+    # The paper's two sizes, with the recipe of the released PonderLM-2 and Pythia scripts.
+    "70m": TrainConfig(
+        preset="70m",
+        model=PonderConfig(50_304, 512, 1376, 6, 8, block_size=2048),
+        steps=28_610,  # 15 B tokens
+        batch_size=256,
+        micro_batch_size=4,
+        learning_rate=1e-3,
+        warmup=0.01,
+        weight_decay=0.01,
+        eval_every=1000,
+    ),
+    "410m": TrainConfig(
+        preset="410m",
+        model=PonderConfig(50_304, 1024, 2752, 24, 16, block_size=2048),
+        steps=19_073,  # 10 B tokens
+        batch_size=256,
+        micro_batch_size=1,
+        learning_rate=3e-4,
+        warmup=0.02,
+        eval_every=1000,
+    ),
+}
+
+
+# -- The command line ------------------------------------------------------------------------------
+
+# Flags that became methods, as other flags' words say it now.
+OLD_FLAGS = {
+    "--router": {"always": "--method ponderlm2"},
+    "--ablation": {f"{x}": f"--method ablation-{x}" for x in ("mask", "integration", "router")},
+    "--printed-mask-index": {"": "--method ablation-index"},
+    "--penalty": {"batch": "--method ablation-penalty"},
+}
+
+
+def refuse_old_flags(argv):
+    for i, word in enumerate(argv):
+        flag, _, value = word.replace("_", "-").partition("=")
+        if flag in OLD_FLAGS:
+            value = value or (argv[i + 1] if i + 1 < len(argv) else "")
+            now = OLD_FLAGS[flag].get("" if "" in OLD_FLAGS[flag] else value)
+            way_out = f"write {now}" if now else "it is the default; leave it out"
+            raise UserError(f"{flag} {value} has another form now: {way_out}")
+
+
+def parse(argv=None, description=None):
+    """The command line: --preset chooses the defaults that --help shows and other flags change."""
+    refuse_old_flags(sys.argv[1:] if argv is None else argv)
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", default="auto")
+    first.add_argument("--method")
+    first.add_argument("--init-from", "--init_from")
+    first.add_argument("--steps", type=int)
+    first.add_argument("--device", default="auto")
+    first.add_argument("--out", default="out")
+    first.add_argument("--name")
+    first.add_argument("--resume", action="store_true")
+    known = first.parse_known_args(argv)[0]
+    if known.resume:
+        run, config, _ = read_settings(known.out, known.name)
+        defaults = replace(config, out=known.out, name=run.name, resume=True)
+    else:
+        preset = known.preset
+        if preset not in PRESETS:  # 'auto', or a wrong one, which tyro refuses below
+            preset = "small" if pick_device(known.device).type == "cuda" else "tiny"
+        defaults = PRESETS[preset]
+        if known.init_from:
+            defaults = start_defaults(defaults, known.init_from, known.method, known.steps)
+        elif known.method:
+            defaults = replace(defaults, model=configure(defaults.model, known.method))
+
+    def flags(config: Annotated[TrainConfig, tyro.conf.arg(name="")] = defaults):
+        return config  # of a class of its own tyro would print a wrong value as a page
+
+    config = tyro.cli(flags, description=description, args=argv)
+    return replace(config, preset=defaults.preset) if config.preset == "auto" else config
+
+
+def check(config, processes=1):
+    """Refuse settings that do not fit together, which would fail hours later or train nothing.
+
+    Raises:
+        UserError: which, and what to do.
+    """
+    check_settings(config.model)
+    if config.ponder_warmup and not can_warm_up(config.model.method):
+        raise UserError(
+            f"ponder_warmup = {config.ponder_warmup}: {config.model.method} has no router to warm "
+            "up; leave it at 0"
+        )
+    if config.steps <= config.ponder_warmup:
+        raise UserError(
+            f"ponder_warmup = {config.ponder_warmup}: it has to end before the training, of "
+            f"{config.steps} steps"
+        )
+    compilers = (shlex.split(os.environ.get("CXX") or "g++")[0], "clang++", "cl")
+    if config.compile and not any(map(shutil.which, compilers)):
+        raise UserError("--compile needs a C++ compiler, and found none; install g++ or leave it")
+    batch, micro = config.batch_size, config.micro_batch_size
+    if micro is not None and (micro < 1 or batch % micro):
+        raise UserError(f"micro_batch_size {micro} does not divide batch_size {batch}")
+    if batch % ((micro or batch) * processes):
+        fits = [m for m in range(1, batch + 1) if batch % (m * processes) == 0]
+        way_out = f"--micro-batch-size {fits[-1]} would do" if fits else "change --batch-size"
+        if config.resume:
+            way_out = "go on with fewer processes: the penalty depends on the micro-batch"
+        raise UserError(
+            f"{processes} processes cannot share {batch} windows a step in micro-batches of "
+            f"{micro or batch}; {way_out}"
+        )
+
+
+# -- Settings of a run -----------------------------------------------------------------------------
+
+
+def read_settings(out, name=None):
+    """The run to go on with, out/<name> or the newest in `out` -> directory, config and corpus.
+
+    Raises:
+        UserError: no such run, or its train.json is damaged.
+    """
+    run = Path(out) / name if name else newest_run(out, "train.json")
+    file = run / "train.json"
+    if not file.is_file():
+        raise UserError(f"{file} does not exist: nothing to resume; train without --resume")
+    content = read_json(file)
+    try:
+        model, corpus = parse_config(content["config"].pop("model")), dict(content["corpus"])
+        config = from_json(TrainConfig, content["config"], ("model", "init_from", "ponder_warmup"))
+        return run, replace(config, model=model), corpus
+    except (UserError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} does not hold the settings of a run: {error}") from None
+
+
+def read_run(path):
+    """A run's directory, TrainConfig and corpus; of a checkpoint, those of its run.
+
+    Raises:
+        UserError: it is not a run, or its train.json is damaged.
+    """
+    place = Path(path).resolve()
+    run = next((p for p in (place, place.parent) if (p / "train.json").is_file()), None)
+    if run is None:
+        raise UserError(f"{path} is not a run: no train.json says how it was trained")
+    return read_settings(run.parent, run.name)
+
+
+def open_run(config, corpus):
+    """A new run, or with config.resume an old one.
+
+    Returns:
+        Its directory, the checkpoint to go on from (or None), and {name: (before, now)} of the
+        settings that changed.
+
+    Raises:
+        UserError: a change that is not in MAY_CHANGE; nothing is touched then.
+    """
+    if not config.resume:
+        return new_run(config.out, config.name, config.preset), None, {}
+    run, before, corpus_before = read_settings(config.out, config.name)
+    changed = changes(before, config)
+    if any(corpus[key] != corpus_before.get(key) for key in corpus.keys() - {"name"}):
+        changed["corpus"] = corpus_before, corpus
+    refused = [f"{k}: {a} -> {b}" for k, (a, b) in changed.items() if k not in MAY_CHANGE]
+    if refused:
+        raise UserError(
+            f"{run} was trained with other settings; leave them as they were, or train anew "
+            f"without --resume. Changed: {'; '.join(refused)}"
+        )
+    return run, checkpoints(run)[-1] if checkpoints(run) else None, changed
+
+
+# -- The corpus ------------------------------------------------------------------------------------
+
+
+def describe_corpus(folder, train, val):
+    """Name, size and hash of a corpus. Its ends stand for the whole, which may be of gigabytes."""
+    ends = np.concatenate([train[: 10**6], train[-(10**6) :]])
+    corpus = {"name": folder.name, "train_tokens": len(train), "val_tokens": len(val)}
+    return corpus | {"sha256": hashlib.sha256(ends.tobytes()).hexdigest()}
+
+
+def open_corpus(config):
+    """The corpus of a config -> folder, tokenizer, train and validation tokens."""
+    name, V = config.tokenizer, config.model.vocab_size
+    if name == "auto" and config.init_from:
+        if config.resume:  # the first model may be gone
+            place, _, _ = read_settings(config.out, config.name)
+        else:
+            place = locate(config.init_from)
+        name = tokenizer_beside(place, config.data)
+    elif name == "auto":
+        of_preset = {"tiny": "bytes", "small": "bpe"}.get(config.preset, "gpt2")
+        name = None if is_prepared(config.data) else of_preset
+    if config.init_from and name == "bpe":
+        raise UserError(
+            f"--tokenizer bpe would be a new one, which {config.init_from} does not know; leave it "
+            "out to take the model's own"
+        )
+    folder, tokenizer = prepare(config.data, name, V)
+    if config.init_from and tokenizer.vocab_size > V and not tokenizer.padded:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, {config.init_from} only {V}; leave "
+            "out --tokenizer to take the model's own"
+        )
+    V = min(tokenizer.vocab_size, V) if config.init_from else tokenizer.vocab_size
+    tokens = [load_tokens(folder, split, V, config.model.block_size) for split in ("train", "val")]
+    return folder, tokenizer, *tokens
+
+
+def validation_windows(path):
+    """The corpus that a run was trained on -> its config, tokenizer and validation windows.
+
+    Raises:
+        UserError: there is no run, or its corpus has changed.
+    """
+    run, config, corpus = read_run(path)
+    # Its own tokenizer, as when it is resumed: a model that it began from may be gone.
+    here = replace(config, resume=True, out=str(run.parent), name=run.name)
+    folder, tokenizer, train, val = open_corpus(here)
+    now = describe_corpus(folder, train, val)
+    if any(now[key] != corpus[key] for key in ("train_tokens", "val_tokens", "sha256")):
+        raise UserError(f"{path} was trained with another corpus than {config.data} is now")
+    return config, tokenizer, Windows(val, config.model.block_size, seed=0)

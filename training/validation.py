@@ -1,0 +1,117 @@
+"""What a trained model scores: as trained, at the fixed point, hard-stopped; and depth by depth."""
+
+import numpy as np
+import torch
+
+from runtime import rank_and_size, reduce
+
+
+class PermutedRouter(torch.nn.Module):
+    """The step distributions of a batch, handed out to other tokens of the batch."""
+
+    def __init__(self, s, log_w):
+        super().__init__()
+        order = torch.randperm(s[..., 0].numel(), generator=torch.Generator().manual_seed(0))
+        order = order.to(s.device)
+        self.s, self.log_w = (x.flatten(0, 1)[order].view_as(x) for x in (s, log_w))
+
+    def forward(self, h0, alpha=0.0):
+        return self.s, self.log_w
+
+
+def truncate(h, s, i, renormalise=True):
+    """The integration sum over k <= i of s_k h^(k), without the later steps. -> (B, T, D).
+
+    Renormalised the weights that are left make 1 again: the first states may have almost none.
+    """
+    s = s[..., : i + 1]
+    if renormalise:
+        s = s / s.sum(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).tiny)
+    return (s[..., None] * h[:, :, : i + 1]).sum(2).to(h.dtype)
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # compiling for these shapes would take longer
+def evaluate(
+    model,
+    windows,
+    count,
+    device,
+    iters=None,
+    tau=None,
+    tau_steps=1e-4,
+    permute=False,
+    batch_size=32,
+):
+    """Mean losses over `count` windows, the first in the order of their seed, in float32.
+
+    iters and tau as in PonderLM.states; iters None is the fixed point, which decoding computes.
+    permute gives each token another one's s and w: as many steps, but not where the router wants.
+
+    Returns:
+        dict: loss; steps, the mean executed at `tau_steps`; and per depth 0..K `truncated` (the
+        loss of the integration truncated after step i; [] without a learned router), `alone` (of
+        h^(i) alone), `stopped` (share of the tokens that stop there).
+    """
+    was_training, backend = model.training, model.backend
+    model.eval()
+    model.backend = "auto"  # one that can do float32
+    S, total = model.config.ponder_steps + 1, 0
+    sums = torch.zeros(1 + (3 if model.has_router else 2) * S, dtype=torch.float64)
+    rank, processes = rank_and_size()
+    for first in range(rank * batch_size, count, processes * batch_size):
+        rows = [windows.window(i) for i in range(first, min(first + batch_size, count))]
+        rows = torch.from_numpy(np.stack(rows)).to(device)
+        x, y = rows[:, :-1], rows[:, 1:]
+        h, s, log_w = model.states(x, iters, tau)
+        if permute:
+            router, model.router = model.router, PermutedRouter(s, log_w)
+            h, s, log_w = model.states(x, iters, tau)
+            model.router = router
+        steps = model.executed(log_w, tau_steps)
+        h_hat = model.integrate(h, s, None if tau is None else steps)
+        losses = [model.token_losses(h_hat, y).sum()]
+        for i in range(
+            S if model.has_router else 0
+        ):  # without weights s there is nothing to truncate
+            losses.append(model.token_losses(truncate(h, s, i), y).sum())
+        losses += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
+        losses += [(steps == i).sum() for i in range(S)]
+        sums += torch.stack([loss.cpu().double() for loss in losses])
+        total += y.numel()
+    model.train(was_training)
+    model.backend = backend
+    sums, total = reduce(sums, device), reduce(torch.tensor(total), device)
+    loss, *per_depth = (sums / total).tolist()
+    truncated, alone, stopped = per_depth[: -2 * S], per_depth[-2 * S : -S], per_depth[-S:]
+    steps = sum(i * share for i, share in enumerate(stopped))
+    return dict(loss=loss, steps=steps, truncated=truncated, alone=alone, stopped=stopped)
+
+
+def final_report(model, windows, config, device):
+    """The losses that count, printed and returned: as trained, at the fixed point, hard-stopped."""
+    R, iterates = max(config.model.iters), model.iterates and model.config.ponder_steps > 0
+    count = min(config.eval_windows, windows.count)
+
+    def measure(**kwargs):
+        return evaluate(model, windows, count, device, tau_steps=config.tau, **kwargs)
+
+    trained = hard = permuted = fixed = measure()
+    if iterates:
+        trained = measure(iters=R)
+    if model.has_router:  # otherwise nothing is masked and all tokens take as many steps
+        hard, permuted = measure(tau=config.tau), measure(tau=config.tau, permute=True)
+    print(f"\nvalidation loss in nats per token, {count} windows of {windows.block_size} tokens")
+    if iterates:
+        print(f"  {f'as trained, R = {R}':28}  {trained['loss']:.4f}")
+    print(f"  {'at the fixed point' if iterates else model.title:28}  {fixed['loss']:.4f}")
+    if model.has_router:
+        print(f"  hard-stopped at tau = {config.tau:<7g} {hard['loss']:.4f}")
+        print(f"  the same, s permuted          {permuted['loss']:.4f}  (as many steps elsewhere)")
+    print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}")
+    print("depth i                      " + "".join(f"{i:8d}" for i in range(len(hard["alone"]))))
+    rows = {"loss, integrated up to i": fixed["truncated"]} if model.has_router else {}
+    rows |= {"loss of h^(i) alone": fixed["alone"], "tokens that stop here": hard["stopped"]}
+    for title, row in rows.items():
+        print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
+    return dict(trained=trained, fixed=fixed, hard=hard, permuted=permuted, iters=R)

@@ -1,0 +1,159 @@
+"""Begin from a trained model: `train.py --init-from`, to go on with it or to add pondering to it.
+
+A Llama knows nothing of its own states as input. Reading note 12 has the measurements behind this:
+
+feedback_scale   A state is fed back at the length that the residual stream had before the final
+                 norm, so that a pondering step begins as one more turn through the layers and its
+                 output as a good state. At the length of the embeddings it would be a bad one.
+SHALLOW          At step 0 the router hardly ponders: 0.7 % of s lies beyond step 0, and log w hides
+                 the keys of the new slots. The loss is the Llama's.
+ponder_warmup    But from there the router would never open, since states that count for nothing get
+                 no gradient. So in the first steps it learns nothing, and its offset is led to
+                 where a model from scratch starts. The other weights have time to follow.
+"""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+from baselines import build, configure, find
+from corpus.batches import is_prepared
+from corpus.preparation import open_tokenizer
+from corpus.tokenizers import load_tokenizer
+from interop import differences, load, locate, read_config
+from model import LlamaConfig
+from runtime import UserError
+
+BACKBONE = {f.name for f in fields(LlamaConfig)} - {"block_size"}  # what the weights fix
+SHALLOW = -5.0  # the router's offset at the beginning, times k
+
+
+def can_warm_up(method):
+    """Whether a method has a router whose offset can be led."""
+    kind = find(method)
+    return kind.has_router and "router_offset" not in kind.unused
+
+
+def feeds_back(method):
+    """Whether a method's states are its own next inputs, at a length that can be chosen."""
+    return "feedback_scale" not in find(method).unused
+
+
+def start_defaults(defaults, name, method=None, steps=None):
+    """A TrainConfig whose `defaults` become those of a training that begins from the model `name`.
+
+    A model that ponders goes on as it is. One that does not becomes a `method` (None: ponderlm3)
+    with what `defaults` says of that, after a warm-up of 3 in 10 of the `steps`.
+    """
+    base, shape = read_config(locate(name)), defaults.model
+    window = min(base.block_size, shape.block_size)
+    rate = defaults.learning_rate / 2
+    if base.method != "vanilla" and method in (None, base.method):
+        return replace(defaults, model=replace(base, block_size=window), learning_rate=rate)
+    backbone = {name: getattr(base, name) for name in BACKBONE}
+    shape = configure(shape, method or "ponderlm3", **backbone, block_size=window)
+    warmup = 0
+    if base.method == "vanilla" and can_warm_up(shape.method):
+        warmup = round(0.3 * (steps or defaults.steps))
+    return replace(defaults, model=shape, learning_rate=rate, ponder_warmup=warmup)
+
+
+def tokenizer_beside(place, data):
+    """Where the tokenizer of a model is, as `prepare` takes it.
+
+    Raises:
+        UserError: it has none, or `data` is a prepared corpus with the ids of another one.
+    """
+    if not (place / "tokenizer.json").is_file():
+        raise UserError(f"{place} has no tokenizer.json; name a tokenizer, for instance bytes")
+    file, own = Path(data) / "tokenizer.json", open_tokenizer(str(place))
+    if is_prepared(data) and not file.is_file():
+        print(f"note: {data} has no tokenizer.json; its ids are taken for those of {place}")
+    elif is_prepared(data) and load_tokenizer(file).digest != own.digest:
+        raise UserError(f"{data} has ids of another tokenizer than that of {place}")
+    return str(place)
+
+
+def start_from(directory, config):
+    """A new model of config.method with the weights of `directory`; only what it adds is new.
+
+    Raises:
+        UserError: as read_config; or a model of another method or shape.
+    """
+    base = load(directory)
+    if base.config.method not in ("vanilla", config.method):
+        raise UserError(
+            f"{directory} is a {base.config.method} and can only go on as that: --method "
+            f"{base.config.method}; a model without pondering can become a {config.method}"
+        )
+    for name in BACKBONE:
+        what = "scale" if name == "embed_scale" else name
+        ours, theirs = getattr(config, what), getattr(base.config, what)
+        if ours != theirs:
+            raise UserError(f"{name} = {ours}: {directory} has {theirs}; leave it as it is")
+    if base.has_router and config.ponder_steps != base.config.ponder_steps:
+        raise UserError(
+            f"ponder_steps = {config.ponder_steps}: the router of {directory} is for "
+            f"{base.config.ponder_steps}; leave it as it is"
+        )
+    if config.block_size > base.config.block_size:
+        raise UserError(
+            f"block_size = {config.block_size}: {directory} was trained on windows of "
+            f"{base.config.block_size} tokens"
+        )
+    model = build(config)
+    backbone = ("model.", "lm_head.")
+    new = {k: x for k, x in model.state_dict().items() if not k.startswith(backbone)}
+    tensors = new | base.state_dict()
+    if wrong := differences(tensors, model.state_dict()):
+        raise UserError(f"{directory} does not fit {config.method}: {wrong}")
+    model.load_state_dict(tensors)
+    return model
+
+
+@torch.no_grad()
+def residual_scale(model, idx):
+    """How much longer the residual stream is, before the final norm, than the state behind it.
+
+    The median over the tokens of idx (B, T): a Llama's first tokens are often far longer than all
+    others.
+    """
+    x = model.model.stack(model.embed(idx), torch.arange(idx.size(1)), None)  # (B, T, D)
+    h = model.model.norm(x)
+    return float((x.norm(dim=-1) / h.norm(dim=-1)).median())
+
+
+def adapt(config, windows):
+    """The TrainConfig with feedback_scale as the `windows` of its corpus say.
+
+    Only where a model that does not ponder is to learn it; else the config as it is.
+    """
+    model = config.model
+    if (
+        config.resume
+        or not config.init_from
+        or model.feedback_scale
+        or not feeds_back(model.method)
+    ):
+        return config
+    base = load(locate(config.init_from))
+    if base.config.method != "vanilla":
+        return config
+    idx, _ = windows.batch(0, min(32, windows.count))
+    scale = residual_scale(base, idx[:, : base.config.block_size])
+    return replace(config, model=replace(model, feedback_scale=float(f"{scale:.3g}")))
+
+
+def offset_at(step, config):
+    """The router's offset at a step of a training, in the first of which it hardly ponders.
+
+    Step 0 has SHALLOW, the end of the warm-up config.model's own; between them the two
+    distributions over the steps are mixed.
+    """
+    if step >= config.ponder_warmup:
+        return config.model.router_offset
+    target, done = config.model.offset, step / config.ponder_warmup
+    shallow = torch.arange(len(target), dtype=torch.float64) * SHALLOW
+    mixed = (1 - done) * shallow.softmax(0) + done * torch.tensor(target).double().softmax(0)
+    return tuple(mixed.log().tolist())
