@@ -142,10 +142,10 @@ def llama3_scaling(frequency, factor, low, high, window):
     return frequency * (fast + (1 - fast) / factor)
 
 
-def apply_rotary(x, cos, sin):
+def apply_rotary(x, angles):
     """Turn the halves of x (B, H, N, d) against each other: RoPE in its half-split form."""
     a, b = x.chunk(2, dim=-1)  # (B, H, N, d/2) each
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    cos, sin = (y.to(x.dtype) for y in angles)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
@@ -159,11 +159,11 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(D, G * d, bias=False)
         self.o_proj = nn.Linear(H * d, D, bias=False)
 
-    def forward(self, x, cos, sin, key_bias, backend, cache):
+    def forward(self, x, angles, key_bias, backend, cache):
         B, N, _ = x.shape
         projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         q, k, v = (p.view(B, N, -1, self.d).transpose(1, 2) for p in projections)  # (B, H|G, N, d)
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        q, k = apply_rotary(q, angles), apply_rotary(k, angles)
         if cache is None:
             out = soft_mask_attention(q, k, v, key_bias, backend)
         else:
@@ -191,8 +191,8 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x, cos, sin, key_bias, backend, cache):
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, key_bias, backend, cache)
+    def forward(self, x, angles, key_bias, backend, cache):
+        x = x + self.self_attn(self.input_layernorm(x), angles, key_bias, backend, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -213,9 +213,9 @@ class Llama(nn.Module):
 
     def stack(self, x, positions, key_bias, backend="auto", cache=None):
         """The same without the final norm: what LoopedLM and MoR apply again and again."""
-        cos, sin = rotary_angles(positions, self.config)
+        angles = rotary_angles(positions, self.config)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, key_bias, backend, cache and cache[i])
+            x = layer(x, angles, key_bias, backend, cache and cache[i])
         return x
 
 

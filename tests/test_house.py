@@ -83,6 +83,15 @@ def test_root_is_the_method():
     assert folders == {*ROOMS, *TOP}
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_few_arguments_in_a_row(script):
+    """Catches a function of the six that nobody can call without looking up the order."""
+    for node in ast.walk(ast.parse((ROOT / f"{script}.py").read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            names = [a.arg for a in node.args.args if a.arg != "self"]
+            assert len(names) <= 5, f"{node.name}({', '.join(names)})"
+
+
 @pytest.mark.parametrize("room", [*ROOMS, *TOP])
 def test_a_folder_says_what_is_in_it(room):
     """Catches a folder whose __init__.py does not say what is in it."""

@@ -115,10 +115,10 @@ PRESETS = {
 
 # -- The command line ------------------------------------------------------------------------------
 
-# Flags that became methods, as other flags' words say it now.
+# Flags that became methods, and what to write now.
 OLD_FLAGS = {
     "--router": {"always": "--method ponderlm2"},
-    "--ablation": {f"{x}": f"--method ablation-{x}" for x in ("mask", "integration", "router")},
+    "--ablation": {x: f"--method ablation-{x}" for x in ("mask", "integration", "router")},
     "--printed-mask-index": {"": "--method ablation-index"},
     "--penalty": {"batch": "--method ablation-penalty"},
 }
@@ -188,7 +188,7 @@ def check(config, processes=1):
     if config.compile and not any(map(shutil.which, compilers)):
         raise UserError("--compile needs a C++ compiler, and found none; install g++ or leave it")
     batch, micro = config.batch_size, config.micro_batch_size
-    if micro is not None and (micro < 1 or batch % micro):
+    if micro and batch % micro:
         raise UserError(f"micro_batch_size {micro} does not divide batch_size {batch}")
     if batch % ((micro or batch) * processes):
         fits = [m for m in range(1, batch + 1) if batch % (m * processes) == 0]
@@ -217,6 +217,8 @@ def read_settings(out, name=None):
     content = read_json(file)
     try:
         model, corpus = parse_config(content["config"].pop("model")), dict(content["corpus"])
+        if content["config"]["data"] == "hops":  # its name before it was a folder
+            content["config"]["data"] = "data/lookup"
         config = from_json(TrainConfig, content["config"], ("model", "init_from", "ponder_warmup"))
         return run, replace(config, model=model), corpus
     except (UserError, KeyError, TypeError, AttributeError) as error:
