@@ -23,27 +23,33 @@ again from the saved numbers with --redraw.
 """
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
+from pydantic import Field
 
 from analysis import comparing, figures, pages
 from analysis.comparing import Comparison
 from analysis.figures import Study
+from model import Count, settings
 from runtime import UserError, command_line
+from training.settings import Share
+
+TAUS = (0, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
+Alpha = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 # Each command is a class: its flags are the fields, beside those of Study or Comparison.
 
 
-@dataclass
+@settings
 class Converge(Study):
     """The Jacobi iteration approaching its fixed point, with an exponential fit (8 windows)."""
 
     needs, draw = "iterates", figures.draw_converge
 
 
-@dataclass
+@settings
 class Buckets(Study):
     """Which tokens gain by which step, and which of them take it."""
 
@@ -52,57 +58,42 @@ class Buckets(Study):
     draw = figures.draw_buckets
 
 
-@dataclass
+@settings
 class Shift(Buckets):
     """What fewer or more steps do to easy and to hard tokens: the router shifted by alpha."""
 
     # what the router's logits are shifted by, times the step index
-    alphas: tuple[float, ...] = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4)
+    alphas: tuple[Alpha, ...] = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4)
     draw = figures.draw_shift
 
 
-@dataclass
+@settings
 class Tokens(Study):
     """Which tokens and words get how many steps; long words, inside and at their end."""
 
     # words to look for; their steps are those after their last token. The paper has a, the, of
     words: tuple[str, ...] = ("a", "an", "the", "of", "in", "to", "on", "for", "and", "is")
-    least: int = 50  # leave out tokens that occur less often
+    least: Count = 50  # leave out tokens that occur less often
     draw = figures.draw_tokens
 
 
-@dataclass
+@settings
 class Tau(Study):
     """Loss, perplexity and executed steps against tau."""
 
     # where pondering stops
-    taus: tuple[float, ...] = (
-        0,
-        1e-6,
-        1e-5,
-        1e-4,
-        1e-3,
-        0.01,
-        0.03,
-        0.1,
-        0.2,
-        0.3,
-        0.5,
-        0.7,
-        0.9,
-        1,
-    )
+    taus: tuple[Share, ...] = TAUS
     draw = figures.draw_tau
 
 
-@dataclass
+@settings
 class Penalty(Study):
     """Why the printed penalty never acts: its ratio rho by both readings, on batches of a run."""
 
     draw = figures.draw_penalty
 
 
-@dataclass
+@settings
 class Heatmap(Study):
     """A text with each token shaded by its steps, or by its loss: an HTML page by itself."""
 
@@ -110,41 +101,41 @@ class Heatmap(Study):
     draw = pages.draw_heatmap
 
 
-@dataclass
+@settings
 class Report(Shift, Tokens, Tau, Heatmap):
     """All figures and tables of one run, the depth map, config and commit, on one page."""
 
     draw = pages.draw_report
 
 
-@dataclass
+@settings
 class Pareto(Comparison):
     """Perplexity against the mean executed extra steps of every method: table and figure."""
 
-    taus: tuple[float, ...] = ()  # stop the PonderLM-3 among them here, too; each makes a curve
+    taus: tuple[Share, ...] = ()  # stop the PonderLM-3 among them here, too; each makes a curve
     device: str = "auto"  # auto, cpu, cuda or mps
     draw = comparing.draw_pareto
 
 
-@dataclass
+@settings
 class Depth(Comparison):
     """PonderLM-3's loss against its step budget K: table and figure. Other methods are left out."""
 
     draw = comparing.draw_depth
 
 
-@dataclass
+@settings
 class Losses(Comparison):
     """Losses with all steps, stopped, and with the steps of other tokens: a table, no figure."""
 
     draw = comparing.write_losses
 
 
-@dataclass
+@settings
 class Lookup(Comparison):
     """Does depth follow difficulty? PonderLM-3, PonderLM-2, vanilla, trained on data/lookup."""
 
-    tau: float | None = None  # where pondering stops; by default where each run scored it
+    tau: Share | None = None  # where pondering stops; by default where each run scored it
     device: str = "auto"  # auto, cpu, cuda or mps
     draw = comparing.draw_lookup
 
@@ -153,12 +144,22 @@ OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Penalty, Heatmap, Report)
 OF_SEVERAL = (Pareto, Depth, Losses, Lookup)
 
 
+def reader(kind):
+    """A function that reads the flags of a command: of a class tyro prints an error as a page."""
+
+    def read(flags: Annotated[kind, tyro.conf.arg(name="")]):
+        return flags
+
+    read.__doc__ = kind.__doc__
+    return read
+
+
 def main(argv=None):
     """Run one command. argv: its name and flags; by default those of the command line."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["hops"]:
         raise UserError("`analyze.py hops` has another name now: python analyze.py lookup")
-    commands = {command.__name__.lower(): command for command in (*OF_ONE_RUN, *OF_SEVERAL)}
+    commands = {kind.__name__.lower(): reader(kind) for kind in (*OF_ONE_RUN, *OF_SEVERAL)}
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, args=argv).draw()
 
 

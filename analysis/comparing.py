@@ -14,7 +14,7 @@ frontier    no other row is better in steps or perplexity and not worse in the o
 
 import math
 from dataclasses import dataclass, fields, replace
-from itertools import cycle
+from itertools import combinations, cycle
 from pathlib import Path
 
 import pandas as pd
@@ -26,7 +26,7 @@ from baselines import all_methods, configure, find
 from baselines.cost import cost
 from corpus.lookup import CHAINS, LOOKUPS
 from interop import load, read_config
-from model import LlamaConfig, PonderConfig
+from model import LlamaConfig, PonderConfig, settings
 from runtime import UserError, pick_device
 from training.runs import read_lines, read_results
 from training.settings import TrainConfig, read_run, validation_windows
@@ -107,21 +107,19 @@ def group_runs(runs):
         defaults = vars(TrainConfig()) | vars(configure(PonderConfig(), kind.method))
         own = {field.name for field in fields(kind.Config)} - BACKBONE
         named = own - {"method", "ponder_steps", "iters"}
+        for run, other in combinations(mine, 2):
+            if run.shape.ponder_steps == other.shape.ponder_steps:
+                named |= {k for k, v in run.settings.items() if v != other.settings[k]}
         for run in mine:
-            for other in mine:
-                if run.shape.ponder_steps == other.shape.ponder_steps:
-                    named |= {k for k, v in run.settings.items() if v != other.settings[k]}
-        for run in mine:
-            special = [k for k in sorted(named) if run.settings[k] != defaults[k]]
-            values = {k: brief(run.settings[k], [r.settings[k] for r in mine]) for k in special}
-            variant = "".join(f", {k} {value}" for k, value in values.items())
-            group = groups.setdefault((kind.title + variant, run.shape.ponder_steps), [])
-            for other in group:
-                if other.config.seed == run.config.seed:
-                    same = f"{other.path} and {run.path} are the same training"
-                    raise UserError(f"{same}: method, settings and seed; give one of them")
-            group.append(run)
-    return groups
+            name = kind.title
+            for k in sorted(named):
+                if run.settings[k] != defaults[k]:
+                    name += f", {k} {brief(run.settings[k], [r.settings[k] for r in mine])}"
+            group = groups.setdefault((name, run.shape.ponder_steps), {})
+            if (other := group.setdefault(run.config.seed, run)) is not run:
+                same = f"{other.path} and {run.path} are the same training"
+                raise UserError(f"{same}: method, settings and seed; give one of them")
+    return {key: list(group.values()) for key, group in groups.items()}
 
 
 def check_comparable(runs):
@@ -151,20 +149,20 @@ def over_seeds(runs, measure, by=()):
     """One row for each method and K: how many seeds, and mean and deviation of each number.
 
     Args:
-        measure: a function of a run -> a dict of numbers; or several, which `by` tells apart
-        by: the keys of these that are no numbers; without any, what the steps cost is added
+        measure: a function of a run -> rows of numbers: dicts or a frame
+        by: the keys that tell the rows of a run apart; without any, what the steps cost is added
 
     Returns:
         a frame of method, K, by, seeds, <number>, <number>_std, ..; one seed has no deviation: NaN.
     """
     check_comparable(runs)
-    groups, rows = group_runs(runs), []
-    for (name, K), group in groups.items():
-        for run in group:
-            found = measure(run)
-            found = [found] if isinstance(found, dict) else found
-            rows += [{"method": name, "K": K} | row for row in found]
-    grouped = pd.DataFrame(rows).groupby(["method", "K", *by], sort=False)
+    groups = group_runs(runs)
+    found = [
+        pd.DataFrame(measure(run)).assign(method=name, K=K)
+        for (name, K), group in groups.items()
+        for run in group
+    ]
+    grouped = pd.concat(found).groupby(["method", "K", *by], sort=False)
     frame = grouped.agg(["mean", "std"])
     frame.columns = [key + {"mean": "", "std": "_std"}[which] for key, which in frame.columns]
     frame.insert(0, "seeds", grouped.size())
@@ -176,7 +174,7 @@ def over_seeds(runs, measure, by=()):
     return frame.join(pd.DataFrame(costs))
 
 
-@dataclass
+@settings
 class Comparison:
     """The flags of analyze.py that all figures of several runs have."""
 
@@ -188,7 +186,8 @@ class Comparison:
         """The numbers of a figure: what `rows` makes of the runs, or as saved."""
         if self.redraw and self.runs:
             raise UserError("--redraw takes the saved numbers and --runs makes new ones; give one")
-        return save(self.out, name, None if self.redraw else rows(read_runs(self.runs)), table)
+        rows = None if self.redraw else rows(read_runs(self.runs))
+        return save(self.out, name, rows, table)[0]
 
 
 # -- Curves ----------------------------------------------------------------------------------------
@@ -265,7 +264,7 @@ def pareto_rows(runs):
 
     def numbers(run):
         steps, loss = (run.results["hard"][key] for key in ("steps", "loss"))
-        return {"steps": steps, "loss": loss, "perplexity": math.exp(loss)}
+        return [{"steps": steps, "loss": loss, "perplexity": math.exp(loss)}]
 
     frame = over_seeds(runs, numbers)
     best = on_frontier(list(zip(frame.steps, frame.perplexity, strict=True)))
@@ -319,20 +318,17 @@ def losses_rows(runs):
         keys = ("fixed", "hard", "trained", "permuted")
         fixed, hard, trained, permuted = (run.results[key]["loss"] for key in keys)
         row = {"R": run.results["iters"], "steps": run.results["hard"]["steps"], "loss": fixed}
-        return row | {"hard": hard, "gap": fixed - trained, "permuted": permuted - hard}
+        return [row | {"hard": hard, "gap": fixed - trained, "permuted": permuted - hard}]
 
     return over_seeds(runs, numbers).drop(columns="R_std")
 
 
-def losses_table(frame):
-    start = {"method": "method", "K": "K:.0f", "R": "R:.0f", "seeds": "seeds:.0f"}
-    columns = {"loss, all steps": "loss:.4f", "hard-stopped": "hard:.4f"}
-    columns |= {"extra steps": "steps:.2f", "gap to R": "gap:.4f", "s permuted, +": "permuted:.3f"}
-    return tabulate(frame, start | columns | {"training forwards": "training_forwards:.1f"})
-
-
 def write_losses(study):
-    study.frame("losses", losses_table, losses_rows)
+    columns = {"method": "method", "K": "K:.0f", "R": "R:.0f", "seeds": "seeds:.0f"}
+    columns |= {"loss, all steps": "loss:.4f", "hard-stopped": "hard:.4f"}
+    columns |= {"extra steps": "steps:.2f", "gap to R": "gap:.4f", "s permuted, +": "permuted:.3f"}
+    columns |= {"training forwards": "training_forwards:.1f"}
+    study.frame("losses", columns, losses_rows)
     print(f"written: {study.out / 'losses'}.csv, .md")
 
 
@@ -357,7 +353,7 @@ def depth_rows(runs):
 
     def numbers(run):
         steps, loss = (run.results["hard"][key] for key in ("steps", "loss"))
-        return {"training_loss": training_loss(run), "loss": loss, "steps": steps}
+        return [{"training_loss": training_loss(run), "loss": loss, "steps": steps}]
 
     runs = [run for run in runs if run.method.has_router]
     if not runs:
@@ -391,7 +387,7 @@ def lookup_rows(runs, tau, device):
         asked, right, steps = answers(open_subject(run.path, 1024, tau, device, "iterates"))
         tokens = pd.DataFrame({"accuracy": right.double(), "steps": steps.double()})
         found = tokens.groupby(asked.numpy()).mean().reindex([0, *LOOKUPS])
-        return found.rename_axis("lookups").reset_index().to_dict("records")
+        return found.rename_axis("lookups").reset_index()
 
     runs = [run for run in runs if run.method.iterates]
     if not runs:
@@ -421,15 +417,14 @@ def draw_lookup(study):
     x = "lookups that the next token takes (0: filler)"
     figure, (left, right) = new_figure(x, "", panels=2)
     curves = frame.groupby(["method", "K"], sort=False)
-    for ((name, K), curve), color, marker in zip(
-        curves, cycle(COLORS), cycle(MARKERS), strict=False
-    ):
-        for axes, key in ((left, "accuracy"), (right, "steps")):
-            look = {"marker": marker, "color": color, "label": f"{name}, K = {K:.0f}"}
-            axes.plot(curve.lookups, curve[key], **look)
+    looks = zip(cycle(COLORS), cycle(MARKERS), strict=True)
+    for ((name, K), curve), (color, marker) in zip(curves, looks, strict=False):
+        look = {"marker": marker, "color": color, "label": f"{name}, K = {K:.0f}"}
+        left.plot(curve.lookups, curve.accuracy, **look)
+        right.plot(curve.lookups, curve.steps, **look)
     left.axhline(1 / CHAINS, color="#777777", linestyle=":", label="guessing")
     left.set_ylabel("share of right answers")
     right.set_ylabel("executed steps")
-    handles = left.get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=8)
+    look = {"loc": "outside lower center", "ncols": 3, "fontsize": 8}
+    figure.legend(*left.get_legend_handles_labels(), **look)
     save_figure(figure, study.out / "lookup.png")

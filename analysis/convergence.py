@@ -2,7 +2,7 @@
 
 import math
 from copy import deepcopy
-from itertools import count
+from itertools import count, islice
 
 import numpy as np
 import torch
@@ -15,9 +15,9 @@ def rmse(a, b):
 
 
 def refinements(model, idx):
-    """Without end: n, the latents (B, T, K, D) and s (B, T, S) after n refinements.
+    """Yields n, the latents (B, T, K, D) and s (B, T, S) after n refinements, without end.
 
-    The ladder's last pass is n = 0: the first that makes latents of all K slots.
+    n = 0 is the ladder's last pass, the first that makes latents of all K slots.
     """
     e, K = model.embed(idx), model.config.ponder_steps  # (B, T, D)
     latents, bias = e[:, :, None][:, :, :0], None  # (B, T, 0, D)
@@ -36,16 +36,15 @@ def convergence_rows(model, idx, most=12):
     refinements at the latest. -> rows {refinements, latents, router}.
     """
     model, K = deepcopy(model).double(), model.config.ponder_steps
-    fixed, rows = None, []
+    fixed = None
     for n, latents, s in tqdm(refinements(model, idx), desc="fixed point", leave=False):
         before, fixed, fixed_s = fixed, latents, s
         if (n and (fixed - before).norm() <= 1e-14 * fixed.norm()) or n >= K * (idx.size(1) - 1):
             break
-    for n, latents, s in refinements(model, idx):  # again, so that few of them are kept in memory
-        errors = {"latents": rmse(latents, fixed), "router": rmse(s, fixed_s)}
-        rows.append({"refinements": n, **errors})
-        if n == most:
-            return rows
+    return [  # the iteration again, so that few of its states are kept in memory
+        {"refinements": n, "latents": rmse(latents, fixed), "router": rmse(s, fixed_s)}
+        for n, latents, s in islice(refinements(model, idx), most + 1)
+    ]
 
 
 def exponential_fit(n, errors):
@@ -58,7 +57,7 @@ def exponential_fit(n, errors):
     kept = errors > 1e-12 * errors.max()
     if kept.sum() < 2:
         return math.nan, math.nan, math.nan
-    x, y = n[kept], np.array([math.log(e) for e in errors[kept]])
+    x, y = n[kept], np.log(errors[kept])
     slope, intercept = np.polyfit(x, y, 1)
     spread = ((y - y.mean()) ** 2).sum()
     r2 = 1 - ((y - slope * x - intercept) ** 2).sum() / spread if spread else 1.0

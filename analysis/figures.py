@@ -1,43 +1,37 @@
-"""The figures and tables of one run. Each is three functions: what is measured, what its table
-shows, and what is drawn, from a frame of numbers that is kept beside it (tables.py)."""
+"""The figures and tables of one run. Each is drawn from a frame of numbers that is kept beside it.
 
-from dataclasses import dataclass, fields
-from functools import cached_property
+measuring.py, convergence.py and words.py make the frame. Here stand what its table shows, columns
+or a function that makes the cells, and a function that draws (tables.py).
+"""
+
+from dataclasses import fields
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from analysis import measuring
 from analysis.convergence import convergence_rows, exponential_fit
-from analysis.measuring import (
-    BUCKETS,
-    bucket_rows,
-    by_each,
-    difficulty_rows,
-    measure,
-    open_subject,
-    penalty_rows,
-    reference_losses,
-    shift_rows,
-    shifted,
-    tau_rows,
-)
+from analysis.measuring import BUCKETS, by_each
 from analysis.tables import COLORS, new_figure, save, save_figure, show, tabulate
 from analysis.words import token_rows
 from interop import find_model
+from model import Count, settings
 from runtime import UserError, pick_device, write_json
+from training.settings import Share
 
 PAPER_L = 0.433  # of the paper's own model (appendix C)
 PAPER_R2 = 0.9959
 
 
-@dataclass
+@settings
 class Study:
     """One run and where its figures go: the flags of analyze.py that all its figures have."""
 
     run: str | None = None  # directory of a trained model; by default the newest in out/
-    windows: int = 256  # validation windows to measure
-    tau: float | None = None  # where pondering stops; by default where the run scored it
+    windows: Count = 256  # validation windows to measure
+    tau: Share | None = None  # where pondering stops; by default where the run scored it
     out: Path | None = None  # where the results go; by default <run>/report
     redraw: bool = False  # from the numbers saved there, without the model
     device: str = "auto"  # auto, cpu, cuda or mps
@@ -54,41 +48,38 @@ class Study:
         self.path = Path(kept or find_model(self.run))
         name = "report" if (self.path / "train.json").exists() else f"../report-{self.path.name}"
         # Beside a checkpoint, not in it: it may go away, with all that it holds.
-        self.out = self.out or self.path / name
-        try:
-            self.redraw or self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            way_out = "cannot be made a folder; choose another --out"
-            raise UserError(f"{self.out} {way_out} ({error.strerror})") from None
+        self.out, self.tables = self.out or self.path / name, {}
+        if not self.redraw:  # now, rather than after minutes of measuring
+            self.out.mkdir(parents=True, exist_ok=True)
 
     @cached_property
     def subject(self):
         """The model and its text, when they are first needed."""
         device = pick_device(self.device)
-        return open_subject(self.path, self.windows, self.tau, device, self.needs)
+        return measuring.open_subject(self.path, self.windows, self.tau, device, self.needs)
 
     @cached_property
     def measured(self):
-        return measure(self.subject)
+        return measuring.measure(self.subject)
 
     @cached_property
     def difficulties(self):
         """{name: (n,)}: the loss before pondering; with --reference also that of another model."""
         found = {"h(0) alone": self.measured.difficulty}
         if self.reference:
-            return found | {"K = 0 model": reference_losses(self.subject, self.reference)}
+            return found | {"K = 0 model": measuring.reference_losses(self.subject, self.reference)}
         print("note: only the model's own h(0) says what is difficult; --reference RUN, a model")
         print("      trained with --method vanilla, would be a second opinion")
         return found
 
     def frame(self, name, table, compute, windows=None):
         """The numbers of a figure, computed or as saved; printed as a table."""
-        if self.redraw:
-            return save(self.out, name, None, table)
-        frame = save(self.out, name, compute(), table)
-        tokens = self.subject.rows[:windows, 1:].numel()
-        settings = {"run": str(self.path), "tokens": tokens, "tau": self.subject.tau}
-        write_json(self.out / f"{name}.json", settings | {"reference": self.reference})
+        rows = None if self.redraw else compute()
+        frame, self.tables[name] = save(self.out, name, rows, table)
+        if not self.redraw:
+            tokens = self.subject.rows[:windows, 1:].numel()
+            about = {"run": str(self.path), "tokens": tokens, "tau": self.subject.tau}
+            write_json(self.out / f"{name}.json", about | {"reference": self.reference})
         return frame
 
 
@@ -103,9 +94,9 @@ def converge_fits(frame):
 def converge_table(frame):
     columns = {"refinements": "refinements:.0f", "RMSE of the latents": "latents:.2e"}
     cells = tabulate(frame, columns | {"RMSE of s": "router:.2e"})
-    fits = converge_fits(frame).values()
-    cells.loc[len(cells)] = ["L of the fit", *(show(L, ".3f") for L, _, _ in fits)]
-    cells.loc[len(cells)] = ["R²", *(show(r2, ".4f") for _, _, r2 in fits)]
+    L, _, r2 = zip(*converge_fits(frame).values(), strict=True)
+    cells.loc[len(cells)] = ["L of the fit", *(show(value, ".3f") for value in L)]
+    cells.loc[len(cells)] = ["R²", *(show(value, ".4f") for value in r2)]
     return cells
 
 
@@ -148,18 +139,14 @@ def bucket_table(frame):
     return tabulate(frame, columns)
 
 
-def difficulty_table(frame):
-    columns = {"difficulty by": "difficulty_by", "executed steps": "steps:.0f"}
-    columns |= {"tokens": "tokens:.0f", "mean difficulty": "difficulty:.3f"}
-    return tabulate(frame, columns)
-
-
 def draw_buckets(study):
     def compute(rows):
         return by_each(study.difficulties, lambda each: rows(study.measured, each))
 
-    frame = study.frame("buckets", bucket_table, lambda: compute(bucket_rows))
-    stops = study.frame("difficulty", difficulty_table, lambda: compute(difficulty_rows))
+    frame = study.frame("buckets", bucket_table, lambda: compute(measuring.bucket_rows))
+    columns = {"difficulty by": "difficulty_by", "executed steps": "steps:.0f"}
+    columns |= {"tokens": "tokens:.0f", "mean difficulty": "difficulty:.3f"}
+    stops = study.frame("difficulty", columns, lambda: compute(measuring.difficulty_rows))
     frame, stops = (f[f.tokens > 0].groupby("difficulty_by", sort=False) for f in (frame, stops))
     figure, panels = new_figure("", "", panels=len(frame) + 1)
     for axes, (name, mine) in zip(panels, frame, strict=False):
@@ -196,8 +183,8 @@ def shift_table(frame):
 
 def draw_shift(study):
     def compute():
-        found = shifted(study.subject, study.alphas)
-        return by_each(study.difficulties, lambda each: shift_rows(found, each))
+        found = measuring.shifted(study.subject, study.alphas)
+        return by_each(study.difficulties, lambda each: measuring.shift_rows(found, each))
 
     frame = study.frame("shift", shift_table, compute)
     definitions = frame.difficulty_by.unique()
@@ -238,23 +225,22 @@ def compound_table(frame):
 
 
 def draw_tokens(study):
-    found = []
+    @cache
+    def compute():
+        T, tokenizer = study.subject.rows.size(1) - 1, study.subject.tokenizer
+        return token_rows(study.measured, tokenizer, T, study.words, study.least)
 
-    def compute(part):
-        if not found:
-            T, tokenizer = study.subject.rows.size(1) - 1, study.subject.tokenizer
-            found.extend(token_rows(study.measured, tokenizer, T, study.words, study.least))
-        return found[part]
-
-    frame = study.frame("tokens", token_table, lambda: compute(0))
-    compound = study.frame("compound", compound_table, lambda: compute(1))
+    frame = study.frame("tokens", token_table, lambda: compute()[0])
+    compound = study.frame("compound", compound_table, lambda: compute()[1])
     figure, (left, right) = new_figure("", "", panels=2)
     named = frame[(frame.kind == "word") & (frame["count"] > 0)]
     names = [f"{text}\n{count:.0f}" for text, count in zip(named.text, named["count"], strict=True)]
     left.bar(names, named.steps, color=COLORS[1])
     left.set(xlabel="word, and how often it comes", ylabel="mean steps after its last token")
-    for key, place, color in (("non_terminal", -0.2, COLORS[1]), ("terminal", 0.2, COLORS[0])):
-        label = {"non_terminal": "inside a word", "terminal": "last token of a word"}[key]
+    for key, label, place, color in (
+        ("non_terminal", "inside a word", -0.2, COLORS[1]),
+        ("terminal", "last token of a word", 0.2, COLORS[0]),
+    ):
         shares = 100 * compound[key].fillna(0)
         right.bar(compound.steps + place, shares, 0.38, color=color, label=label)
     right.set(xlabel="executed steps", ylabel="% of the tokens", xticks=compound.steps)
@@ -265,14 +251,11 @@ def draw_tokens(study):
 # -- Where to stop (section 3.3) -------------------------------------------------------------------
 
 
-def tau_table(frame):
+def draw_tau(study):
     columns = {"tau": "tau:g", "precision": "precision", "loss": "loss:.4f"}
     columns |= {"perplexity": "perplexity:.4f", "steps": "steps:.2f", "Δloss": "change:+.1e"}
-    return tabulate(frame, columns | {"mean absolute Δloss": "moved:.1e"})
-
-
-def draw_tau(study):
-    frame = study.frame("tau", tau_table, lambda: tau_rows(study.subject, study.taus))
+    columns |= {"mean absolute Δloss": "moved:.1e"}
+    frame = study.frame("tau", columns, lambda: measuring.tau_rows(study.subject, study.taus))
     curve = frame[frame.precision == "float32"]
     rounded = frame[frame.precision == "bfloat16"].iloc[0]
     figure, panels = new_figure("tau; 0 at the left edge", "", panels=3)
@@ -311,7 +294,8 @@ def penalty_table(frame):
 def draw_penalty(study):
     def compute():
         config, T = study.subject.config, study.subject.rows.size(1) - 1
-        return penalty_rows(study.measured, T, config.micro_batch_size or config.batch_size)
+        batch_size = config.micro_batch_size or config.batch_size
+        return measuring.penalty_rows(study.measured, T, batch_size)
 
     frame = study.frame("penalty", penalty_table, compute)
     figure, (axes,) = new_figure("mean cross-entropy ce_i of a batch, nats", "rho_i")
@@ -321,9 +305,8 @@ def draw_penalty(study):
     ):
         look = {"color": color, "markersize": 4, "alpha": 0.6, "label": label}
         axes.semilogy(frame.ce, frame[f"rho_{form}"], marker, **look)
-    size = frame.tokens.max()
-    label = f"one token of a batch of {size:.0f}"
-    axes.axhline(1 / size, color="black", linestyle=":", label=label)
+    n = frame.tokens.max()
+    axes.axhline(1 / n, color="black", linestyle=":", label=f"one token of a batch of {n:.0f}")
     axes.legend(fontsize=8)
     save_figure(figure, study.out / "penalty.png")
 

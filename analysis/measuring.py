@@ -14,8 +14,9 @@ are pandas frames, one row for each line of a table; the mean of nothing is NaN.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -56,12 +57,6 @@ class Subject:
             yield rows[:, :-1], rows[:, 1:]
 
 
-def check_taus(taus):
-    for tau in taus:
-        if not 0 <= tau <= 1:
-            raise UserError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
-
-
 def open_subject(path, windows=256, tau=None, device="cpu", needs="has_router"):
     """A run's model with the first `windows` of its validation windows.
 
@@ -72,8 +67,6 @@ def open_subject(path, windows=256, tau=None, device="cpu", needs="has_router"):
     Raises:
         UserError: there is no run, its corpus has changed, or its method lacks what is needed.
     """
-    if windows < 1:
-        raise UserError(f"windows = {windows}: it must be at least 1")
     method = find(read_config(path).method)
     if not getattr(method, needs):
         fitting = {"has_router": "with a learned router", "iterates": "that feed states back"}
@@ -82,7 +75,6 @@ def open_subject(path, windows=256, tau=None, device="cpu", needs="has_router"):
         )
     config, tokenizer, val = validation_windows(path)
     tau = config.tau if tau is None else tau
-    check_taus([tau])
     rows = np.stack([val.window(i) for i in range(min(windows, val.count))])
     rows = torch.from_numpy(rows).to(device)
     return Subject(Path(path), config, load(path).to(device), tokenizer, val, rows, tau)
@@ -91,8 +83,7 @@ def open_subject(path, windows=256, tau=None, device="cpu", needs="has_router"):
 # -- Tokens ----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Measured:
+class Measured(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
     steps: torch.Tensor
@@ -123,8 +114,8 @@ def measure(subject, label="tokens"):
             for norm in (True, False)
         )
         steps = model.executed(log_w, subject.tau)
-        batch = Measured(x, y, steps, s, log_w.exp(), ce, raw_ce)
-        batches.append([getattr(batch, field.name).flatten(0, 1).cpu() for field in fields(batch)])
+        batch = (x, y, steps, s, log_w.exp(), ce, raw_ce)
+        batches.append([values.flatten(0, 1).cpu() for values in batch])
     return Measured(*map(torch.cat, zip(*batches, strict=True)))
 
 
@@ -226,9 +217,6 @@ def difficulty_rows(measured, difficulty):
 
 def shifted(subject, alphas):
     """Loss and steps of each token with the router shifted by 0 and by each alpha, {alpha: ..}."""
-    for alpha in alphas:
-        if not abs(alpha) <= 1e6:
-            raise UserError(f"alpha = {alpha} must be finite, and at most a million")
     return {
         alpha: decoded(subject, subject.tau, alpha, label=f"alpha {alpha:g}")
         for alpha in sorted({0, *alphas})
@@ -255,7 +243,6 @@ def tau_rows(subject, taus):
     """
     if not taus:
         raise UserError("--taus is empty: give at least one")
-    check_taus(taus)
     full, _ = decoded(subject, 0.0, label="tau 0")
     rows = []
     for tau, dtype in [*((t, torch.float32) for t in sorted(taus)), (subject.tau, torch.bfloat16)]:

@@ -16,7 +16,6 @@ import torch
 
 from analysis import figures
 from analysis.measuring import decoded, measure
-from analysis.tables import read_markdown
 from analysis.words import show_token
 from baselines.cost import cost
 from runtime import UserError, read_json, write_text
@@ -24,7 +23,6 @@ from training.runs import read_lines, read_results
 from training.settings import read_run
 
 LONGEST = 4096  # tokens of a depth map
-FIGURES = ("converge", "buckets", "difficulty", "shift", "tokens", "compound", "tau", "penalty")
 
 PAGES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -124,34 +122,29 @@ def draw_heatmap(study):
 
 
 def loss_rows(path):
-    """The final evaluation and what a token costs, [(what, value)]; [] of an unfinished run."""
+    """The final evaluation and what a token costs, {what: value}; {} of an unfinished run."""
     if not (path / "results.json").is_file():
-        return []
-    results = read_results(path)
-    _, config, _ = read_run(path)
-    hard, spent = results["hard"], cost(config.model, results["hard"]["steps"])
-    losses = {"as trained": "trained", "at the fixed point": "fixed", "hard-stopped": "hard"}
-    rows = [
-        (f"loss {what}, nats a token", f"{results[k]['loss']:.4f}") for what, k in losses.items()
-    ]
-    rows += [("unigram entropy, nats a token", f"{results['unigram_entropy']:.4f}")]
-    rows += [(f"executed steps at tau = {config.tau:g}", f"{hard['steps']:.3f}")]
-    return rows + [(name.replace("_", " "), f"{value:,.4g}") for name, value in vars(spent).items()]
+        return {}
+    results, (_, config, _) = read_results(path), read_run(path)
+    steps, rows = results["hard"]["steps"], {}
+    keys = {"as trained": "trained", "at the fixed point": "fixed", "hard-stopped": "hard"}
+    for what, key in keys.items():
+        rows[f"loss {what}, nats a token"] = f"{results[key]['loss']:.4f}"
+    rows["unigram entropy, nats a token"] = f"{results['unigram_entropy']:.4f}"
+    rows[f"executed steps at tau = {config.tau:g}"] = f"{steps:.3f}"
+    spent = vars(cost(config.model, steps)).items()
+    return rows | {name.replace("_", " "): f"{value:,.4g}" for name, value in spent}
 
 
-def saved_figure(out, name):
-    """What figures.py left in `out` of one figure: its table, whether it is drawn, its settings."""
-    file = out / f"{name}.json"
-    settings = read_json(file).items() if file.is_file() else ()
-    return {
-        "lines": read_markdown((out / f"{name}.md").read_text(encoding="utf-8")),
-        "drawn": (out / f"{name}.png").is_file(),
-        "settings": ", ".join(f"{key} {value}" for key, value in settings if value is not None),
-    }
+def settings_of(file):
+    """What figures.py wrote about a figure, in one line."""
+    about = read_json(file).items() if file.is_file() else ()
+    return ", ".join(f"{key} {value}" for key, value in about if value is not None)
 
 
-def report_page(path, out):
-    """What figures.py left in `out`, and what the run knows of itself -> out/index.html."""
+def report_page(study):
+    """The figures of a study, and what the run knows of itself -> <out>/index.html."""
+    path, out = study.path, study.out
     run, config, corpus = read_run(path)
     started = [row for row in read_lines(run / "log.jsonl") if "torch" in row]
     page = PAGES.get_template("report.html").render(
@@ -160,10 +153,8 @@ def report_page(path, out):
         corpus=corpus,
         commit=(started[-1].get("commit") if started else None) or "not recorded",
         losses=loss_rows(path),
-        heatmap=(out / "heatmap.html").is_file(),
-        figures={
-            name: saved_figure(out, name) for name in FIGURES if (out / f"{name}.md").is_file()
-        },
+        tables=study.tables,
+        about={name: settings_of(out / f"{name}.json") for name in study.tables},
         settings=json.dumps(asdict(config), indent=2, default=str),
     )
     write_text(out / "index.html", page)
@@ -177,4 +168,4 @@ def draw_report(study):
     for draw in (*figures.ALL, draw_heatmap):
         print(f"\n--- {draw.__name__[5:]}", flush=True)
         draw(study)
-    print(f"written: {report_page(study.path, study.out)}")
+    print(f"written: {report_page(study)}")

@@ -3,6 +3,7 @@
 frame       a pandas.DataFrame, a row for each line of the table; NaN: nothing to measure
 columns     {title: "key:format"}, what a table shows of a frame
 cells       a frame of texts: a table before it is Markdown or HTML
+table       columns, or a function that makes cells of a frame
 """
 
 import pandas as pd
@@ -36,12 +37,6 @@ def markdown(cells):
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def read_markdown(text):
-    """The lines of what `markdown` wrote, each a list of cells; the titles are the first."""
-    titles, _, *lines = [line[2:-2].split(" | ") for line in text.splitlines()]
-    return [[cell.replace("\\|", "|") for cell in line] for line in [titles, *lines]]
-
-
 def read(file):
     """The frame of a CSV file. Nothing but an empty field is NaN: 'nan' may be a token."""
     text = file.read_text(encoding="utf-8")
@@ -58,10 +53,9 @@ def save(out, name, rows, table):
 
     Args:
         rows: a frame or a list of dicts; None: they are in out/<name>.csv
-        table: a function that makes cells of a frame
 
     Returns:
-        the frame, as the file has it: a figure that is redrawn is the same to the byte.
+        the frame, as the file has it, so that a redrawn figure is the same to the byte; its cells.
 
     Raises:
         UserError: there are no numbers, or the file is damaged.
@@ -76,32 +70,27 @@ def save(out, name, rows, table):
         raise UserError(f"{file} does not exist: draw it once without --redraw")
     try:
         frame = read(file)
-        text = markdown(table(frame))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, UserError) as error:
+        cells = table(frame) if callable(table) else tabulate(frame, table)
+    except (LookupError, TypeError, ValueError, AttributeError, UserError) as error:
         reason = (str if isinstance(error, UserError) else repr)(error)[:200]
         raise UserError(f"{file} is damaged: {reason}; draw it without --redraw") from None
-    write_text(out / f"{name}.md", text)
-    print(text)
-    return frame
+    write_text(out / f"{name}.md", markdown(cells))
+    print(markdown(cells))
+    return frame, cells
 
 
 def new_figure(x, y, panels=1):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     size = (6.4 * panels, 4.8) if panels < 3 else (4.4 * panels, 3.6)
-    figure, axes = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
-    for panel in axes[0]:
+    figure = Figure(figsize=size, layout="constrained")
+    (axes,) = figure.subplots(1, panels, squeeze=False)
+    for panel in axes:
         panel.set(xlabel=x, ylabel=y)
         panel.grid(alpha=0.3)
-    return figure, axes[0]
+    return figure, axes
 
 
 def save_figure(figure, file):
     figure.savefig(file, dpi=300)
-    import matplotlib.pyplot as plt
-
-    plt.close(figure)
     print(f"written: {file.with_suffix('')}.csv, .md, .png")

@@ -5,8 +5,6 @@ import re
 import numpy as np
 import pandas as pd
 
-from runtime import UserError
-
 
 def show_token(token):
     """The bytes of a token as one readable line."""
@@ -54,8 +52,6 @@ def token_rows(measured, tokenizer, T, names, least=50):
         a frame of kind, text, count, steps, pruned, of the tokens with at least `least` occurrences
         and of the names; and a frame of how words of several tokens stop, inside and at their end.
     """
-    if least < 1:
-        raise UserError(f"least = {least}: it must be at least 1")
     x, steps, K = measured.x.numpy(), measured.steps.numpy(), measured.ce.size(-1) - 1
     counts = pd.Series(x).value_counts().sort_index()
     pieces = {token: tokenizer.decode([token]) for token in counts.index}
@@ -75,7 +71,7 @@ def token_rows(measured, tokenizer, T, names, least=50):
     places["terminal"] = [last for _, last in compound]
     frame = pd.DataFrame({"steps": range(K + 1)})
     for name, where in places.items():
-        stops = pd.Series(steps[np.array(where, dtype=int)]).value_counts()
-        frame[name] = stops.reindex(frame.steps, fill_value=0) / len(where) if where else np.nan
+        stops = pd.Series(steps[np.array(where, dtype=int)]).value_counts(normalize=True)
+        frame[name] = stops.reindex(frame.steps, fill_value=0) if where else np.nan
         frame[f"{name}_tokens"] = len(where)
     return pd.concat([tokens, named]), frame

@@ -7,8 +7,20 @@ import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Annotated, TypeVar
 
+import pandas as pd
 import torch
+from pydantic import AfterValidator
+
+
+def not_empty(values):
+    if not values:
+        raise ValueError("needs a value")
+    return values
+
+
+Some = Annotated[tuple[TypeVar("T"), ...], AfterValidator(not_empty)]  # for a flag, Some[int]
 
 
 def medians(runs, repeats, warm_up=1):
@@ -30,8 +42,8 @@ def medians(runs, repeats, warm_up=1):
 def measure(make, cases, repeats, warm_up):
     """Median seconds of each case and its peak memory in MiB (nan where it cannot be told).
 
-    A case is the arguments with which `make` makes a function to run, its device the last but one;
-    `warm_up` is a small case.
+    A case is the arguments with which `make` makes a function to run; the last but one is the
+    device. `warm_up` is a small case.
     """
     runs = {name: make(*case) for name, case in cases.items()}
     seconds = medians(runs, repeats)
@@ -64,6 +76,15 @@ def resident(field):
     """MiB in memory now (VmRSS) or at the peak (VmHWM), from Linux's account of this process."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(field + ":")[1].split()[0]) / 2**10
+
+
+def print_table(rows, columns):
+    """Rows (dicts) as text, of columns {title: "key:format"}; a blank where there is no number."""
+    cells = {}
+    for title, column in columns.items():
+        key, _, form = column.partition(":")
+        cells[title] = ["" if pd.isna(row[key]) else f"{row[key]:{form}}" for row in rows]
+    print(pd.DataFrame(cells).to_string(index=False))
 
 
 def machine(device):

@@ -3,15 +3,16 @@
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import pydantic
 import torch
 import torch.nn.functional as F
 
 from attention import pick_backend
-from bench.timing import machine, measure, write_results
-from model import PonderLM, slots_of_passes
-from runtime import UserError, autocast, pick_device, pick_precision
+from bench.timing import machine, measure, print_table, write_results
+from model import Count, PonderLM, slots_of_passes
+from runtime import autocast, pick_device, pick_precision
 from train import objective
 from training.settings import PRESETS
 
@@ -62,12 +63,8 @@ def step_flops(shape, B, R):
     2 N^2 d H forward and twice that backward; the penalty's K heads are forward only.
     """
     D, d, V, L = shape.hidden_size, shape.head_width, shape.vocab_size, shape.num_hidden_layers
-    H, G, T, K = (
-        shape.num_attention_heads,
-        shape.key_value_heads,
-        shape.block_size,
-        shape.ponder_steps,
-    )
+    H, G = shape.num_attention_heads, shape.key_value_heads
+    T, K = shape.block_size, shape.ponder_steps
     weights = L * (2 * D * (H + G) * d + 3 * D * shape.intermediate_size)
     total = (6 + 2 * K) * D * V * T
     for n in slots_of_passes(K, R):
@@ -89,11 +86,12 @@ def matmul_peak(device, dtype):
     return best
 
 
+@pydantic.validate_call
 def train(
     preset: Literal["tiny", "small", "70m", "410m"] = "small",
-    windows: int | None = None,
-    iters: int = 2,
-    repeats: int = 5,
+    windows: Count | None = None,
+    iters: Annotated[int, pydantic.Field(ge=0)] = 2,
+    repeats: Count = 5,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     compile: bool = False,
     device: str = "auto",
@@ -116,12 +114,7 @@ def train(
     """
     device = pick_device(device)
     dtype = pick_precision(precision, device)
-    B = (32 if device.type == "cuda" else 2) if windows is None else windows
-    if B < 1 or iters < 0 or repeats < 1:
-        raise UserError(
-            f"windows = {B}, iters = {iters}, repeats = {repeats}: iters is 0 or more, the others "
-            "are 1 or more"
-        )
+    B = windows or (32 if device.type == "cuda" else 2)
     shape = PRESETS[preset].model
     two, one = (replace(shape, backprop_passes=n) for n in (2, 1))
     variants = {  # shape, plain, recompute, compiled
@@ -139,28 +132,19 @@ def train(
     peak = matmul_peak(device, dtype)
     time_of, memory = measure(train_case, cases, repeats, warm_up)
     flops, tokens = step_flops(shape, B, iters), B * shape.block_size
-    rows = [
-        {
-            "case": name,
-            "seconds": time_of[name],
-            "tokens_per_second": tokens / time_of[name],
-            "MiB": memory[name],
-            "time_ratio": time_of[name] / time_of["plain"],
-            "mfu": None if "backprop" in name else flops / time_of[name] / peak,
-        }
-        for name in cases
-    ]
+    rows = []
+    for name, seconds in time_of.items():
+        row = {"case": name, "seconds": seconds, "tokens_per_second": tokens / seconds}
+        row |= {"MiB": memory[name], "time_ratio": seconds / time_of["plain"]}
+        rows.append(row | {"mfu": None if "backprop" in name else flops / seconds / peak})
     results = {"machine": machine(device), "dtype": str(dtype), "preset": preset, "windows": B}
     results |= {"iters": iters, "flops": flops, "matmul_peak": peak, "rows": rows}
-    results |= {"shape": asdict(shape)}
+    results["shape"] = asdict(shape)
     file = write_results(out / f"train-{preset}-{device.type}.json", results)
     print(results["machine"], results["dtype"], f"matrix products {peak / 1e12:.2f} TFLOP/s")
     print(f"{preset}, {B} windows of {shape.block_size} tokens, R = {iters}, median of {repeats}")
-    print(f"{'':22}{'seconds':>9}{'tokens/s':>10}{'MiB':>9}{'time/plain':>12}{'MFU':>7}")
-    for r in rows:
-        mfu = "" if r["mfu"] is None else f"{r['mfu']:7.0%}"
-        print(
-            f"{r['case']:22}{r['seconds']:9.3f}{r['tokens_per_second']:10,.0f}{r['MiB']:9.0f}"
-            f"{r['time_ratio']:12.2f}{mfu}"
-        )
+    columns = {"": "case", "seconds": "seconds:.3f", "tokens/s": "tokens_per_second:,.0f"}
+    print_table(
+        rows, columns | {"MiB": "MiB:.0f", "time/plain": "time_ratio:.2f", "MFU": "mfu:.0%"}
+    )
     print(f"written: {file}")

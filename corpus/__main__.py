@@ -16,7 +16,7 @@ import tyro
 from corpus.batches import describe, load_tokens, unigram_entropy
 from corpus.lookup import prepare_lookup
 from corpus.preparation import CACHE, prepare
-from corpus.streaming import stream
+from corpus.streaming import Options, stream
 from runtime import command_line
 
 
@@ -55,10 +55,11 @@ def lookup(folder: Path = CACHE / "lookup", lines: int = 100_000, seed: int = 0)
 
 
 def main():
-    commands = {"stream": stream, "lookup": lookup}
     name, *flags = sys.argv[1:] or [""]
-    if name in commands:
-        tyro.cli(commands[name], prog=f"python -m corpus {name}", args=flags)
+    if name == "stream":
+        stream(tyro.cli(Options, prog="python -m corpus stream", args=flags))
+    elif name == "lookup":
+        tyro.cli(lookup, prog="python -m corpus lookup", args=flags)
     else:
         tyro.cli(show, prog="python -m corpus", description=__doc__)
 

@@ -35,7 +35,7 @@ def bin_files(folder, split):
 
 
 def describe(folder):
-    """One line on where a corpus came from: its losses compare only with those on the same text."""
+    """One line on where a corpus came from. Losses compare only on the same text."""
     meta = read_meta(folder)
     if not meta:
         return str(folder)
@@ -53,10 +53,10 @@ def read_meta(folder):
 
 
 def check_streamed(folder):
-    """Refuse a streamed corpus that is not complete, or lost a shard or a part of one."""
+    """Refuse a streamed corpus that is not complete, or has lost training tokens."""
     meta = read_meta(folder)
     if meta.get("complete") is False:
-        raise UserError(f"{folder} is not complete; run the command again that began it")
+        raise UserError(f"{folder} is not complete; run the command that began it again")
     size = np.dtype(meta.get("dtype", "uint16")).itemsize
     found = sum(file.stat().st_size // size for file in bin_files(folder, "train"))
     if found != meta.get("tokens", found):
@@ -97,33 +97,27 @@ def load_tokens(folder, split, vocab_size, block_size):
         raise UserError(f"{folder / split}.bin is missing; a corpus has train.bin and val.bin")
     meta = read_meta(folder)
     kind = np.dtype(meta.get("dtype", "uint16"))
-    for file in files:
-        size = file.stat().st_size
-        if size % kind.itemsize or not size:
-            raise UserError(
-                f"{file} has {size} bytes, so it does not hold {kind.itemsize * 8}-bit token ids"
-            )
-    tokens = Tokens(files, kind, meta.get(f"{split}_bytes"))
+    try:
+        tokens = Tokens(files, kind, meta.get(f"{split}_bytes"))
+    except ValueError as error:  # an odd number of bytes, or none
+        raise UserError(f"{folder / split}.bin does not hold {kind} token ids: {error}") from None
     if len(tokens) <= block_size:
-        way_out = "give more text" + (", or a smaller --block-size" if block_size > 1 else "")
         raise UserError(
             f"{files[0]} has {len(tokens)} tokens, less than one window of {block_size} and the "
-            f"token after it: {way_out}"
+            "token after it: give more text, or a smaller --block-size"
         )
     for i in range(0, min(len(tokens), 10**9), 10**7):
         largest = int(tokens[i : i + 10**7].max())
         if largest >= vocab_size:
             raise UserError(
                 f"{folder} has token id {largest} in its {split} tokens, beyond the vocabulary of "
-                f"{vocab_size}: it was made with another tokenizer; name it, for instance "
-                "--tokenizer gpt2"
+                f"{vocab_size}; name the tokenizer it was made with, for instance --tokenizer gpt2"
             )
     return tokens
 
 
 class Windows:
-    """Batches as a function of (seed, step, rank). An epoch visits each window once, in an order
-    of its own.
+    """Batches as a function of (seed, step, rank). Each epoch visits each window once, reshuffled.
 
     Windows do not overlap: window w is tokens w*T .. w*T + T, the last one only as a target.
     """

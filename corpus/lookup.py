@@ -9,11 +9,11 @@
     now, the    filler, which needs no lookup
 
 Questions have 1 to 6 lookups, short ones more often. Answers to earlier questions of a line help
-with later ones (a letter may come again), so that only the first question of a line is scored. Who
-cannot follow a chain guesses one of the 4 ends of the table, or of fewer: chains that are seen to
-be too short are out. Each word is one token, and a pair is one, too, so that a lookup takes one
-layer: attend to the pair that begins with the letter that you have. A line has 64 tokens, the end
-of text included: windows of 64 are lines.
+with later ones (a letter may come again), so that only the first question of a line is scored. A
+model that cannot follow a chain guesses one of the 4 ends of the table, or of fewer: it can rule
+out chains that are too short. Each word is one token, and so is a pair: a lookup takes one layer,
+which attends to the pair that begins with the letter at hand. A line has 64 tokens, the end of text
+included: windows of 64 are lines.
 """
 
 import random
@@ -29,7 +29,7 @@ from runtime import UserError
 LINE = 64  # tokens
 LETTERS, ENDS, CHAINS, QUESTIONS = "abcdefghijklm", "STUVXYZ", 4, 12
 LOOKUPS = range(1, 7)
-CHANCES = (6, 4, 2, 1.5, 1.2, 1)  # of as many lookups
+CHANCES = (6, 4, 2, 1.5, 1.2, 1)  # of a question with 1, 2, .. 6 lookups
 
 
 def line(rng):
@@ -40,7 +40,7 @@ def line(rng):
         chain = [*letters[first:stop], end]
         words += [a + b for a, b in pairwise(chain)]
         for n in range(1, len(chain)):
-            at[n].append((chain[-1 - n], end))  # so far from the end
+            at[n].append((chain[-1 - n], end))  # n lookups from the end
     rng.shuffle(words)
     for _ in range(QUESTIONS):
         (n,) = rng.choices(LOOKUPS, CHANCES)
@@ -93,14 +93,14 @@ def lookups_asked(x, tokenizer):
         lookups[tokenizer.encode(f" {n}")[-1]] = n
     lookups = lookups.to(x.device)[x].roll(1, dims=1)  # the number is the token before the letter
     place = torch.arange(x.size(1), device=x.device) % LINE
-    in_question = (place - len(LETTERS)) % 4  # now, number, letter, end
-    question = (place >= len(LETTERS)) & (place < LINE - 3) & (in_question == 2)
-    filler = (place >= len(LETTERS)) & (in_question == 3) | (place == len(LETTERS) - 1)
-    filler |= (place == LINE - 3) | (place == LINE - 2)
+    start, stop = len(LETTERS), LINE - 3  # of the questions, each of now, number, letter, end
+    part = (place - start) % 4
+    question = (place >= start) & (place < stop) & (part == 2)
+    filler = (place >= start - 1) & (part == 3) | (place == stop) | (place == stop + 1)
     if (lookups[:, question] == 0).any():
         raise UserError(
             "this text is not of the lookup task: prepare that with python -m corpus lookup and "
             f"train with --data {CACHE / 'lookup'}"
         )
-    question &= place == len(LETTERS) + 2
+    question &= place == start + 2
     return torch.where(question, lookups, torch.where(filler, 0, -1))

@@ -100,13 +100,10 @@ def shakespeare():
             text = response.read()
     except OSError as error:
         raise UserError(
-            f"cannot download {url} ({error}); without a network train on the default, --data "
-            "pydocs, or on a file of your own, --data FILE"
+            f"cannot download {url} ({error}); without a network use --data pydocs or --data FILE"
         ) from None
     if hashlib.sha256(text).hexdigest() != sha256:
-        raise UserError(
-            f"{url} is not the file it was: its sha256 differs; use --data FILE instead"
-        )
+        raise UserError(f"the sha256 of {url} differs from the known one; use --data FILE instead")
     return [("shakespeare", text)]
 
 
@@ -114,12 +111,10 @@ CORPORA = {"pydocs": pydocs, "pysource": pysource, "shakespeare": shakespeare}
 
 
 def read_texts(path):
-    """A file, or the text files of a folder, none that is hidden or has a NUL byte: (name, bytes),
-    sorted by name."""
-    hidden = lambda f: any(part.startswith(".") for part in f.relative_to(path).parts)  # noqa: E731
-    files = [f for f in sorted(path.rglob("*")) if f.is_file() and not hidden(f)]
-    files = [path] if path.is_file() else files
-    texts = [(str(file.relative_to(path.parent)), file.read_bytes()) for file in files]
+    """A file, or the files of a folder that are not hidden or binary: (name, bytes), by name."""
+    files = [f for f in sorted([path, *path.rglob("*")]) if f.is_file()]
+    files = [f for f in files if not any(x[0] == "." for x in f.relative_to(path).parts)]
+    texts = [(str(f.relative_to(path.parent)), f.read_bytes()) for f in files]
     return [(name, text) for name, text in texts if path.is_file() or b"\0" not in text]
 
 
@@ -135,8 +130,11 @@ def boundary(text, at):
 
 
 def divide(documents):
-    """Documents -> train, validation: one file in 20 by the hash of its name, so that no docstring
-    has its neighbours on the other side; of few documents the last tenth of each."""
+    """Documents -> texts of train and of validation.
+
+    Validation takes one file in 20, by the hash of its name: no docstring has its neighbours on the
+    other side. Of fewer than 100 documents it takes the last tenth of each.
+    """
     train, val = [], []
     for name, text in documents:
         if len(documents) >= 100:
@@ -163,10 +161,7 @@ def pieces_of(text):
 def check_end(tokenizer):
     """Refuse a tokenizer that cannot divide one text from the next."""
     if tokenizer.end_of_text is None:
-        raise UserError(
-            f"the tokenizer {tokenizer.name} has no end of text, which divides one text from the "
-            "next: name it in tokenizer_config.json, as eos_token, or give ready .bin files"
-        )
+        raise UserError("the tokenizer has no end of text: set eos_token in tokenizer_config.json")
 
 
 def write_tokens(texts, tokenizer, file, label):
@@ -263,7 +258,6 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         tokenizer = open_tokenizer(tokenizer)
     documents = documents or CORPORA[data]()
     if tokenizer == "bpe":
-        print(f"training a BPE tokenizer of {vocab_size} tokens", flush=True)
         train, _ = divide(documents)
         tokenizer = Tokenizer.train((text.decode("utf-8", "ignore") for text in train), vocab_size)
     write_corpus(folder, source, documents, tokenizer)

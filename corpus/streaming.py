@@ -15,6 +15,7 @@ and makes the files that it would have made anyway; a larger --tokens adds shard
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,8 @@ from tqdm import tqdm
 
 from corpus.batches import check_streamed, describe, id_type, is_prepared, read_meta
 from corpus.preparation import CACHE, check_end
-from corpus.tokenizers import Tokenizer, check_bpe_size, load_tokenizer, open_tokenizer
-from runtime import UserError, sync, write_json
+from corpus.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
+from runtime import UserError, write_bytes, write_json
 
 NAMES = {  # of Hugging Face's hub: repository, configuration
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
@@ -35,38 +36,50 @@ BATCH = 2**22  # bytes encoded at a time
 BPE_TEXT = 20_000_000  # bytes that a BPE is trained on
 
 
-def open_dataset(name, config, split, field):
+@dataclass
+class Options:
+    """Stream a corpus into shards of token ids, and go on where an earlier call stopped."""
+
+    # fineweb-edu, minipile, pile, any dataset of the hub, or a local folder of .jsonl or .parquet
+    # files, or of .txt files, one document each
+    name: tyro.conf.Positional[str]
+    tokens: float  # number of training tokens, for instance 1e9; inf for all
+    tokenizer: str = "gpt2"  # bytes, gpt2, bpe (trained on the first 20 MB), or a model with one
+    vocab_size: int = 4096  # number of tokens of a bpe tokenizer
+    config: str | None = None  # configuration of the dataset, where it has several
+    split: str = "train"  # split of the dataset
+    field: str = "text"  # the column with the text
+    val_tokens: float = 1e6  # number of validation tokens, from the first documents
+    shard_tokens: float = 1e8  # tokens a file, and the most that an interruption loses
+    folder: Path | None = None  # where to; by default data/NAME-TOKENIZER
+
+
+def open_dataset(options):
     """An iterable of documents that can tell where it is."""
     try:
         from datasets import load_dataset
     except ImportError:
         raise UserError("streaming needs the package datasets: pip install datasets") from None
-    known = NAMES.get(name, (name, None))
-    config = config or known[1]
+    name, config = NAMES.get(options.name, (options.name, None))
+    kwargs = dict(path=name, name=options.config or config)
     files = [file for file in sorted(Path(name).rglob("*")) if file.is_file()]
-    texts = [str(file) for file in files if file.suffix == ".txt"]
-    if texts and len(texts) < len(files):
-        other = next(file for file in files if file.suffix != ".txt")
-        raise UserError(
-            f"{name} has .txt files and {other.name}: give them in folders of their own"
-        )
+    others = [file.name for file in files if file.suffix != ".txt"]
+    if len(others) < len(files):  # a file is a document; datasets would take each line for one
+        if others:
+            raise UserError(f"{name} has .txt files and {others[0]}: give each kind its own folder")
+        texts = {options.split: [str(file) for file in files]}
+        kwargs = dict(path="text", data_files=texts, sample_by="document")
     try:
-        if texts:  # a file is a document; by itself datasets takes each line for one
-            kwargs = dict(data_files={split: texts}, sample_by="document")
-            dataset = load_dataset("text", split=split, streaming=True, **kwargs)
-        else:
-            dataset = load_dataset(known[0], config, split=split, streaming=True)
-        first = next(iter(dataset), None)
+        dataset = load_dataset(**kwargs, split=options.split, streaming=True)
+        first = next(iter(dataset), {})
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"cannot open {known[0]}: {reason}. Without a network give a local folder of .jsonl, "
+            f"cannot open {name}: {reason}. Without a network give a local folder of .jsonl, "
             ".parquet or .txt files"
         ) from None
-    if first is None:
-        raise UserError(f"{known[0]} has no documents in its split {split}")
-    if not isinstance(first.get(field), str):
-        raise UserError(f"{known[0]} has no text in {field!r}; --field is one of {sorted(first)}")
+    if not isinstance(first.get(options.field), str):
+        raise UserError(f"{name} has no text in {options.field!r}; --field is one of {[*first]}")
     return dataset
 
 
@@ -93,153 +106,117 @@ def take(texts, size):
     return batch
 
 
-def describe_source(name, *settings):
+def describe_source(options):
     """What a corpus is made from. Local files by size and time: changed ones are another corpus."""
+    name, kind = options.name, options.tokenizer
     files = [f for f in sorted(Path(name).rglob("*")) if f.is_file()]
     states = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     digest = [hashlib.sha256(repr(states).encode()).hexdigest()[:8]] if files else []
-    return " ".join(str(x) for x in (name, *digest, *settings))
+    if kind == "bpe":
+        kind = f"bpe{options.vocab_size}"
+    elif kind not in ("bytes", "gpt2"):
+        kind = open_tokenizer(kind).digest
+    dataset = (name, *digest, options.config or "", options.split, options.field)
+    return " ".join([*dataset, kind, f"{options.val_tokens:g} {options.shard_tokens:g}"])
 
 
-def make_tokenizer(name, vocab_size, documents):
+def make_tokenizer(options, documents):
     """As `prepare` has it, but a BPE is trained on the beginning of the corpus."""
-    if name != "bpe":
-        return open_tokenizer(name)
-    check_bpe_size(vocab_size)
+    if options.tokenizer != "bpe":
+        return open_tokenizer(options.tokenizer)
     bar = tqdm(documents, "reading text for a BPE", unit=" documents", leave=False)
     texts = [text.decode() for text in take(bar, BPE_TEXT)]
-    print(f"training a BPE tokenizer of {vocab_size} tokens", flush=True)
-    return Tokenizer.train(texts, vocab_size)
+    return Tokenizer.train(texts, options.vocab_size)
 
 
-def write_shard(file, ids):
-    """All of a shard, or none of it."""
-    temporary = file.with_name(file.name + ".tmp")
-    ids.tofile(temporary)
-    sync(temporary)
-    os.replace(temporary, file)
-
-
-def begin(folder, meta, source, tokenizer, vocab_size, documents):
-    """A new corpus in `folder`, whose meta.json is `meta` so far -> what meta.json has now."""
-    if is_prepared(folder) and "shards" not in meta:
-        raise UserError(f"{folder} holds another corpus: delete it, or use --folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer(tokenizer, vocab_size, documents).save(folder / "tokenizer.json")
-    meta = dict(source=source, complete=False, tokens=0, shards=0, documents=0, bytes=0)
-    meta |= dict(sha256="", state=None)
-    write_json(folder / "meta.json", meta)
-    return meta
-
-
-def read_shard(texts, wanted, encode, progress):
-    """Documents until there are `wanted` tokens -> ids of each, tokens and bytes in all."""
+def read_shard(texts, wanted, encode, bar):
+    """Documents until there are `wanted` tokens -> the ids of each, and their bytes in all."""
     pieces, count, size = [], 0, 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         while count < wanted and (batch := take(texts, min(BATCH, wanted - count))):
             for ids in pool.map(encode, batch):
                 pieces.append(ids)
                 count += len(ids)
-                progress(len(ids))
+                bar.update(len(ids))
             size += sum(map(len, batch))
-    return pieces, count, size
+    return pieces, size
 
 
-def add_shards(folder, meta, dataset, field, tokens, val_tokens, shard_tokens):
-    """Write shards until there are `tokens` tokens, and `meta` after each -> has the text ended?"""
+def add_shards(folder, meta, dataset, options):
+    """Write val.bin, then shards until there are enough tokens, and meta.json after each file.
+
+    `meta` is what meta.json holds; it is changed in place.
+    """
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     check_end(tokenizer)
     kind = id_type(tokenizer.vocab_size)
-    meta["dtype"] = kind.name
 
     def encode(text):
         ids = [*tokenizer.begin, *tokenizer.encode(text), tokenizer.end_of_text]
         return np.array(ids, dtype=kind)
 
-    texts, ended = texts_of(dataset, field), False
-    total = int(tokens) if tokens < np.inf else None
-    with tqdm(total=total, initial=meta["tokens"], unit=" tokens", unit_scale=True) as bar:
-        while not ended and (meta["shards"] == 0 or meta["tokens"] < tokens):
-            is_val = meta["shards"] == 0
-            wanted = val_tokens if is_val else min(shard_tokens, tokens - meta["tokens"])
-            progress = (lambda n: None) if is_val else bar.update
-            pieces, count, size = read_shard(texts, wanted, encode, progress)
-            ended = count < wanted
-            if is_val and ended:
-                raise UserError(f"{folder}: the text has {count:,} tokens; lower --val-tokens")
-            if not pieces:
+    texts, all_tokens = texts_of(dataset, options.field), options.val_tokens + options.tokens
+    done = meta["tokens"] + options.val_tokens if meta["shards"] else 0
+    with tqdm(total=all_tokens, initial=done, unit=" tokens", unit_scale=True) as bar:
+        while meta["tokens"] < options.tokens:
+            if meta["shards"] == 0:
+                name, wanted = "val.bin", options.val_tokens
+            else:
+                name = f"train-{meta['shards'] - 1:05}.bin"
+                wanted = min(options.shard_tokens, options.tokens - meta["tokens"])
+            pieces, size = read_shard(texts, wanted, encode, bar)
+            if not pieces:  # the text has ended
                 break
-            shard, number = np.concatenate(pieces), meta["shards"] - 1
-            write_shard(folder / ("val.bin" if is_val else f"train-{number:05}.bin"), shard)
+            shard = np.concatenate(pieces)
+            write_bytes(folder / name, shard.tobytes())
             meta["sha256"] = hashlib.sha256(meta["sha256"].encode() + shard.tobytes()).hexdigest()
             meta["documents"] += len(pieces)
             meta["bytes"] += size
-            if is_val:
+            if name == "val.bin":
                 meta["val_bytes"] = size
             else:
-                meta["tokens"] += count
-            meta |= dict(shards=meta["shards"] + 1, complete=False, state=dataset.state_dict())
+                meta["tokens"] += len(shard)
+            meta |= dict(dtype=kind.name, shards=meta["shards"] + 1, complete=False)
+            meta["state"] = dataset.state_dict()
             write_json(folder / "meta.json", meta)
-    return ended
 
 
-def stream(
-    name: tyro.conf.Positional[str],
-    tokens: float,
-    tokenizer: str = "gpt2",
-    vocab_size: int = 4096,
-    config: str | None = None,
-    split: str = "train",
-    field: str = "text",
-    val_tokens: float = 1e6,
-    shard_tokens: float = 1e8,
-    folder: Path | None = None,
-):
-    """Stream a corpus into shards of token ids, and go on where an earlier call stopped.
+def stream(options):
+    """Write the corpus that `options` describe, or what an earlier call left of it to write.
 
-    Args:
-        name: fineweb-edu, minipile, pile, any dataset of the hub, or a local folder of .jsonl
-            or .parquet files, or of .txt files, one document each
-        tokens: number of training tokens, for instance 1e9; inf for all
-        tokenizer: bytes, gpt2, bpe (trained on the first 20 MB), or a model that has one
-        vocab_size: number of tokens of a bpe tokenizer
-        config: configuration of the dataset, where it has several
-        split: split of the dataset
-        field: the column with the text
-        val_tokens: number of validation tokens, from the first documents
-        shard_tokens: tokens a file, and the most that an interruption loses
-        folder: where to; by default data/NAME-TOKENIZER
+    Raises:
+        UserError: no token asked for, text that is too short or cannot be read, or another corpus
+            in the folder.
     """
-    if not min(tokens, val_tokens, shard_tokens) >= 1:
+    if not min(options.tokens, options.val_tokens, options.shard_tokens) >= 1:
         raise UserError("--tokens, --val-tokens and --shard-tokens must be at least 1")
-    name = name.rstrip("/")
-    folder = Path(folder or CACHE / f"{Path(name).name}-{Path(tokenizer).name}")
-    dataset = open_dataset(name, config, split, field)
-    kind = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
-    if tokenizer not in ("bytes", "bpe", "gpt2"):
-        kind = open_tokenizer(tokenizer).digest
-    source = describe_source(
-        name, config or "", split, field, f"{kind} {val_tokens:g} {shard_tokens:g}"
-    )
-    meta = read_meta(folder)
-    if meta.get("shards", 0) == 0:
-        meta = begin(folder, meta, source, tokenizer, vocab_size, texts_of(dataset, field))
+    options.name = name = options.name.rstrip("/")
+    folder = Path(options.folder or CACHE / f"{Path(name).name}-{Path(options.tokenizer).name}")
+    dataset, source, meta = open_dataset(options), describe_source(options), read_meta(folder)
+    if is_prepared(folder) and "shards" not in meta:
+        raise UserError(f"{folder} holds another corpus: delete it, or use --folder")
+    if not meta.get("shards"):
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer = make_tokenizer(options, texts_of(dataset, options.field))
+        tokenizer.save(folder / "tokenizer.json")
+        meta = dict(source=source, complete=False, tokens=0, shards=0, documents=0, bytes=0)
+        meta |= dict(sha256="", state=None)
+        write_json(folder / "meta.json", meta)
     elif meta["source"] != source:
         raise UserError(f"{folder} was made from {meta['source']!r}, not {source!r}: use --folder")
     if meta["complete"]:
         check_streamed(folder)
     if meta["state"]:
         dataset.load_state_dict(meta["state"])
-    ended = add_shards(folder, meta, dataset, field, tokens, val_tokens, shard_tokens)
+    add_shards(folder, meta, dataset, options)
     if not meta["tokens"]:
         for file in ("val.bin", "tokenizer.json", "meta.json"):
-            (folder / file).unlink()
+            (folder / file).unlink(missing_ok=True)
         raise UserError(
-            f"{name} is used up by the validation, which takes whole documents: give more of them, "
-            "or lower --val-tokens"
+            f"the validation takes all of {name}: give more text, or lower --val-tokens"
         )
     write_json(folder / "meta.json", meta | dict(complete=True))
-    if ended and tokens < np.inf:
-        print(f"note: {name} has {meta['tokens']:,} training tokens, not {tokens:,.0f}")
+    if meta["tokens"] < options.tokens < np.inf:
+        print(f"note: {name} has {meta['tokens']:,} training tokens, not {options.tokens:,.0f}")
     print(f"{describe(folder)}, {meta['tokens']:,} training tokens; next:")
     print(f"python train.py --data {folder}")

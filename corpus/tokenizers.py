@@ -84,6 +84,7 @@ class Tokenizer(Saved):
     def train(cls, texts, vocab_size):
         """Byte-pair encoding of `texts`, with `vocab_size` tokens, the end of text included."""
         check_bpe_size(vocab_size)
+        print(f"training a BPE tokenizer of {vocab_size} tokens", flush=True)
         bpe = rustbpe.Tokenizer()
         bpe.train_from_iterator(iter(texts), vocab_size - 1, pattern=WORDS)
         ranks = sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])
@@ -115,11 +116,9 @@ class Tokenizer(Saved):
 
 
 def check_bpe_size(vocab_size):
+    """Refuse a BPE without a merge: the 256 bytes and the end of text are 257 tokens."""
     if vocab_size <= 257:
-        raise UserError(
-            f"a BPE of {vocab_size} tokens has no merge: 256 bytes and the end of text take 257; "
-            "give more, for instance --vocab-size 1024"
-        )
+        raise UserError(f"a BPE of {vocab_size} tokens is too small: --vocab-size must be over 257")
 
 
 class IdTokenizer(Saved):
@@ -134,9 +133,7 @@ class IdTokenizer(Saved):
         try:
             return [int(i) for i in text.split()]
         except ValueError:
-            raise UserError(
-                f"this model has no vocabulary: give ids, '15 3 7', not {text!r}"
-            ) from None
+            raise UserError(f"without a vocabulary give ids, '15 3 7', not {text!r}") from None
 
     def decode(self, ids):
         return "".join(f" {int(i)}" for i in ids).encode()
@@ -154,10 +151,10 @@ class HuggingFaceTokenizer(Saved):
         """`definition`: what tokenizer.json holds; `end`: the text of the end-of-text token."""
         try:
             import tokenizers
+
+            self.library = tokenizers.Tokenizer.from_str(json.dumps(definition))
         except ImportError:
             raise UserError("this model's tokenizer needs: pip install tokenizers") from None
-        try:
-            self.library = tokenizers.Tokenizer.from_str(json.dumps(definition))
         except Exception as error:  # the library raises no class of its own
             raise UserError(f"tokenizers cannot read its tokenizer.json: {error}") from None
         self.library.no_truncation()
@@ -195,8 +192,8 @@ class HuggingFaceTokenizer(Saved):
 def token_bytes(library, decoder):
     """The bytes of each token of a Hugging Face vocabulary, whose entries are text.
 
-    Of its two ways to write bytes as text one stands for each byte by a character (ByteLevel, as
-    GPT-2), the other writes spaces as U+2581 and a byte that is no text as <0x0A> (SentencePiece).
+    There are two ways to write bytes as text. ByteLevel (GPT-2's) has a character for each byte.
+    SentencePiece writes a space as U+2581, and a byte outside its alphabet as <0x0A>.
     """
     vocabulary = library.get_vocab(with_added_tokens=True)
     added = library.get_added_tokens_decoder()
@@ -234,7 +231,8 @@ def load_tokenizer(file):
     """What a tokenizer's `save` wrote, or the tokenizer.json of a model of Hugging Face.
 
     Raises:
-        UserError: a file that is missing, damaged, or something else.
+        FileNotFoundError: there is none.
+        UserError: a file that is damaged, or something else.
     """
     file = Path(file)
     try:
@@ -254,10 +252,6 @@ def load_tokenizer(file):
         if not {bytes([i]) for i in range(256)} <= set(tokens):
             raise ValueError("a byte has no token")
         return Tokenizer(fields["name"], fields["pattern"], tokens)
-    except OSError as error:
-        raise UserError(
-            f"cannot read {file}: {error.strerror}; the tokenizer of a model lies beside it"
-        ) from None
     except UserError as error:
         raise UserError(f"the tokenizer of {file.parent} cannot be used: {error}") from None
     except (ValueError, KeyError, TypeError) as error:

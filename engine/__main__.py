@@ -8,22 +8,22 @@ prompts, each as soon as all before it are finished.
 """
 
 import time
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 from tqdm import tqdm
 
 from engine.batching import Engine
 from engine.choosing import Sample
-from engine.printing import replacing, show_one, write_sample
-from runtime import UserError, command_line
+from engine.printing import replacing, summary
+from model import Count, settings
+from runtime import command_line
 from sample import Options, Request
 
 
-@dataclass
+@settings
 class ManyOptions(Options):
-    batch_size: int = 8  # how many sequences run at once
+    batch_size: Count = 8  # how many sequences run at once
     prefill: Literal["jacobi", "sequential"] = "jacobi"  # prompts in parallel, or slot by slot
     graphs: bool = False  # on CUDA, replay the step of a slot as one graph
 
@@ -54,41 +54,31 @@ def show_many(events, n, max_new_tokens, end, show):
     return sum(len(sample.tokens) for sample in samples)
 
 
-def main(options):
-    o = options
-    if o.batch_size < 1:
-        raise UserError(f"batch_size = {o.batch_size}: it must be at least 1")
-    request, start = Request(o), time.perf_counter()
-    model, ids, read = request.model, request.ids, request.read
-    n, half = len(ids), max(model.config.block_size // 2, 1)
+def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
+    request, o, start = Request(options), options, time.perf_counter()
+    model, n = request.model, len(request.ids)
     engine = Engine(
-        model, min(o.batch_size, n), tau=o.tau, alpha=o.alpha, prefill=o.prefill,
-        dtype=request.dtype, graphs=o.graphs,
+        model, min(o.batch_size, n), dtype=request.dtype, tau=o.tau, alpha=o.alpha,
+        prefill=o.prefill, graphs=o.graphs,
     )  # fmt: skip
-    events = engine.stream(ids, o.max_new_tokens, seed=o.seed, read=read, **request.settings)
+    events = engine.stream(
+        request.ids, o.max_new_tokens, end=request.end, read=request.read, seed=o.seed,
+        temperature=o.temperature, top_k=o.top_k, top_p=o.top_p,
+    )  # fmt: skip
     request.describe("engine")
 
     def show(i, sample, bar):
-        text = request.texts[i]
-        if file:
-            write_sample(file, text, sample, request.tokenizer, request.end)
-            return
-        if bar is not None:
+        if bar is not None and not file:
             bar.clear()
-        print(f"\n--- sample {i + 1} of {n}")
-        pairs = zip(sample.tokens, sample.steps, strict=True)
-        long = len(ids[i]) > model.config.block_size
-        show_one(pairs, request.printer(), text, ids[i], read[i][: half if long else len(ids[i])])
+        request.show(i, zip(sample.tokens, sample.steps, strict=True), file)
 
-    with replacing(o.out, n) as file:
+    with replacing(o.out, o.prompts, n) as file:
         if n == 1 and not file:
-            print()
-            pairs = ((token, steps) for _, token, steps in events)
-            total = show_one(pairs, request.printer(), request.texts[0], ids[0], read[0])
+            total = request.show(0, ((token, steps) for _, token, steps in events), file)
         else:
             total = show_many(events, n, o.max_new_tokens, request.end, show)
-    request.summarise(total, start)
+    summary(request.read, model.config.ponder_steps, total, start)
 
 
 if __name__ == "__main__":
-    command_line(lambda: main(tyro.cli(ManyOptions, description=__doc__)))
+    command_line(lambda: tyro.cli(main, description=__doc__))

@@ -26,15 +26,18 @@ h_hat      (B, D)                 s_0 h^(0) + .. + s_k h^(k), as far as the toke
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 
 from engine.cache import PromptLayer, SlotCache
 from engine.choosing import Sample, check_request, choose, uniform
 from engine.cuda_graphs import StaticStep
 from engine.prefill import settle
 from engine.slot_step import SlotStep
+from model import Count, settings
 from router import mask_score
 from runtime import UserError, autocast
 
@@ -64,54 +67,46 @@ class Stats:
     seconds: float = 0.0  # that they took, with the choice of tokens
 
 
+@settings
+class EngineOptions:
+    batch_size: Count = 8  # sequences that run at once
+    tau: float = 1e-4  # as PonderLM.ponder_token
+    alpha: float = 0.0
+    prefill: Literal["jacobi", "sequential"] = "jacobi"  # prompts in parallel, or slot by slot
+    # of the former, see prefill.settle. None: 1e-5; in half precision, whose rounding keeps the
+    # latents moving by 3e-3, it is 1e-2
+    tolerance: Annotated[float, Field(ge=0, lt=1)] | None = None
+    max_passes: Count = 100
+    graphs: bool = False  # the slot step with static shapes, one launch on CUDA: cuda_graphs.py
+
+
 class Engine:
     """Decodes with a PonderLM whose latents are a fixed point: PonderLM-3, PonderLM-2 and vanilla.
 
     Args:
         model: in evaluation mode. Part of it is copied: do not change it afterwards.
-        batch_size: sequences that run at once.
-        tau, alpha: as PonderLM.ponder_token.
-        prefill: 'jacobi' reads prompts in parallel; 'sequential' slot by slot, which is exact.
-        tolerance, max_passes: of the former, see prefill.settle. A tolerance of None is 1e-5; in
-            half precision, whose rounding keeps the latents moving by 3e-3, it is 1e-2.
         dtype: of the matrix products and the cache; None: that of the weights.
-        graphs: the slot step with static shapes, a single launch on CUDA; see cuda_graphs.py.
+        batch_size, options: see EngineOptions.
 
     Raises:
-        UserError: a method that only sample.py decodes, or tau or alpha out of range.
-        ValueError: another argument out of range.
+        UserError: a method that only sample.py decodes.
+        pydantic.ValidationError: an option out of its range.
     """
 
     @torch.inference_mode()
-    def __init__(
-        self, model, batch_size=8, *, tau=1e-4, alpha=0.0, prefill="jacobi", tolerance=None,
-        max_passes=100, dtype=None, graphs=False,
-    ):  # fmt: skip
+    def __init__(self, model, batch_size=8, *, dtype=None, **options):
         config, weight = model.config, model.lm_head.weight
         if not model.iterates:
             raise UserError(
                 f"{config.method} keeps a cache of its own kind, which the engine does not know: "
                 "decode it with python sample.py"
             )
-        check_request(model, [], 0, tau=tau, alpha=alpha)
+        self.model, self.options = model, EngineOptions(batch_size=batch_size, **options)
+        check_request(model, [], 0, tau=self.options.tau, alpha=self.options.alpha)
         self.device, self.dtype = weight.device, dtype or weight.dtype
-        self.half = self.dtype in (torch.bfloat16, torch.float16)
-        if tolerance is None:
-            tolerance = 1e-2 if self.half else 1e-5
-        if batch_size < 1:
-            raise ValueError(f"batch_size = {batch_size}: it must be at least 1")
-        if prefill not in ("jacobi", "sequential"):
-            raise ValueError(f"prefill = {prefill!r} is neither 'jacobi' nor 'sequential'")
-        if not 0 <= tolerance < 1 or max_passes < 1:
-            raise ValueError(
-                f"tolerance = {tolerance}, max_passes = {max_passes}: a tolerance lies in [0, 1), "
-                "and there has to be a pass"
-            )
-        self.model, self.batch_size, self.tau, self.alpha = model, batch_size, tau, alpha
-        self.prefill, self.tolerance, self.max_passes = prefill, tolerance, max_passes
         self.cache = SlotCache(config, batch_size, self.dtype, self.device)
         self.step = SlotStep(model, batch_size, self.dtype)
-        if graphs:
+        if self.options.graphs:
             self.step = StaticStep(self.step, self.cache.block)
         self.head = weight.to(self.dtype).T.contiguous()  # (D, V), see slot_step.Layer
         self.x, self.h_hat = weight.new_zeros(2, batch_size, config.hidden_size)
@@ -119,7 +114,8 @@ class Engine:
         self.s, self.key_bias = s.clone(), torch.zeros_like(s)  # all, without a learned router
         if model.has_router:
             self.router = model.router.proj.weight.T.contiguous()  # (D, S)
-            self.shift = model.router.offset + alpha * torch.arange(s.size(-1), device=self.device)
+            slots = torch.arange(s.size(-1), device=self.device)
+            self.shift = model.router.offset + self.options.alpha * slots  # (S,)
         self.running = []  # Sequence number i runs in row i
         self.stats = Stats()
 
@@ -135,10 +131,7 @@ class Engine:
         return samples
 
     @torch.inference_mode()  # also saves a fifth of the time of small operations
-    def stream(
-        self, prompts, max_new_tokens, *, temperature=1.0, top_k=None, top_p=None, seed=None,
-        end=None, until=None, read=None,
-    ):  # fmt: skip
+    def stream(self, prompts, max_new_tokens, *, end=None, until=None, read=None, **choice):
         """Yield (i, token, steps) for each token of prompt i, as they come; see `generate`.
 
         A sequence also ends where `until`, called with (i, token) once for each token, says so.
@@ -147,22 +140,21 @@ class Engine:
         Raises:
             RuntimeError: another stream of this engine has begun, which has only one cache.
         """
-        prompts = list(prompts)
-        check_request(
-            self.model, prompts, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-            end=end,
-        )  # fmt: skip
+        prompts, o = list(prompts), self.options
+        choice = check_request(
+            self.model, prompts, max_new_tokens, end=end, tau=o.tau, alpha=o.alpha, **choice
+        )
         waiting = deque(range(len(prompts) if max_new_tokens else 0))
         running = self.running = []
         while running or waiting:
             if running is not self.running:
                 raise RuntimeError("another stream of this engine has begun: it takes two engines")
-            while waiting and len(running) < self.batch_size:
+            while waiting and len(running) < o.batch_size:
                 i = waiting.popleft()
-                numbers = uniform(None if seed is None else seed + i, max_new_tokens).tolist()
+                seed = None if choice.seed is None else choice.seed + i
+                numbers = deque(uniform(seed, max_new_tokens).tolist())
                 context = [int(token) for token in prompts[i]]
-                steps = [] if read is None else read[i]
-                running.append(Sequence(i, context, deque(numbers), steps))
+                running.append(Sequence(i, context, numbers, [] if read is None else read[i]))
             rows, logits = self.begin()
             start = time.perf_counter()  # reading prompts in parallel does not count
             if not rows:
@@ -170,7 +162,7 @@ class Engine:
             if rows:
                 u = [running[row].uniform.popleft() for row in rows]
                 u = torch.tensor(u, dtype=torch.float64)
-                tokens = choose(logits, u, temperature, top_k, top_p)
+                tokens = choose(logits, u, choice.temperature, choice.top_k, choice.top_p)
                 self.feed(rows, tokens)
                 events = self.append(rows, tokens.tolist(), end, until)
             self.stats.seconds += time.perf_counter() - start
@@ -191,7 +183,7 @@ class Engine:
                 q.position, q.k, q.steps = 0, 0, self.model.config.ponder_steps
                 self.cache.clear(row)
                 rows.append(row)
-        if rows and self.prefill == "jacobi":
+        if rows and self.options.prefill == "jacobi":
             return rows, self.read_prompts(rows)
         if rows:
             self.feed(rows, [self.running[row].context[0] for row in rows])
@@ -232,10 +224,12 @@ class Engine:
         for i, q in enumerate(sequences):
             idx[i, : len(q.context)] = torch.tensor(q.context)
         at, lengths, idx = (x.to(self.device) for x in (torch.tensor(rows), lengths, idx))
-        with autocast(self.device, self.dtype if self.half else torch.float32):
+        half, o = self.dtype in (torch.bfloat16, torch.float16), self.options
+        tolerance = (1e-2 if half else 1e-5) if o.tolerance is None else o.tolerance
+        with autocast(self.device, self.dtype if half else torch.float32):
             found = settle(
-                self.model, idx, self.tau, self.alpha, lengths=lengths, tolerance=self.tolerance,
-                max_passes=self.max_passes,
+                self.model, idx, o.tau, o.alpha, lengths=lengths, tolerance=tolerance,
+                max_passes=o.max_passes,
                 cache=[PromptLayer(self.cache, i, at) for i in range(len(self.cache.layers))],
             )  # fmt: skip
         for row, q, steps in zip(rows, sequences, found.steps.tolist(), strict=True):
@@ -277,7 +271,7 @@ class Engine:
         at = self.at(rows)
         log_s = torch.addmm(self.shift, h[at], self.router).log_softmax(-1)  # as Router.forward
         log_w = mask_score(log_s)
-        steps = self.model.executed(log_w, self.tau)
+        steps = self.model.executed(log_w, self.options.tau)
         self.s[at] = self.model.step_weights(log_s.exp(), steps)
         self.key_bias[at] = self.model.key_bias(log_w)
         for row, K_hat in zip(rows, steps.tolist(), strict=True):

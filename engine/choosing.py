@@ -1,11 +1,30 @@
 """From logits to a token: greedy, or by chance among the most probable ones; what is refused."""
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
+from model import Count, settings
 from runtime import UserError
+
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@settings
+class Choice:
+    """How long a model ponders, and which token it takes: the keywords of every `generate`."""
+
+    tau: Annotated[float, Field(ge=0, le=1)] = 1e-4  # stop when the mask score is below; 0: never
+    # shift the router towards more (> 0) or fewer (< 0) steps
+    alpha: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
+    temperature: Temperature = 1.0  # 0 is greedy
+    top_k: Count | None = None  # choose among the k most probable tokens
+    # choose among the fewest tokens that hold this probability
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    # makes the choices repeatable; sample i, from 0 on, has seed + i
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
 
 @dataclass
@@ -20,8 +39,6 @@ def uniform(seed, n):
     They are drawn in advance. So what is chosen depends on the logits alone, not on which decoder
     computes them, nor on who else is decoded beside it.
     """
-    if seed is not None and not 0 <= seed < 2**63:
-        raise UserError(f"seed = {seed}: it must lie in [0, 2^63)")
     generator = torch.Generator()
     generator.seed() if seed is None else generator.manual_seed(seed)
     return torch.rand(n, generator=generator, dtype=torch.float64)
@@ -35,7 +52,7 @@ def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
     """
     if not logits.max().isfinite():
         raise UserError("the logits are not finite: the weights, or alpha, are too large")
-    if temperature == 0:
+    if temperature < 1e-6:  # so low it is greedy, too, and the quotient would overflow
         return logits.argmax(-1)
     logits, order = logits.float() / temperature, None
     if top_k is not None or top_p is not None:
@@ -51,12 +68,14 @@ def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
     return (index if order is None else order.gather(-1, index))[..., 0]
 
 
-def check_request(
-    model, prompts, max_new_tokens, *, tau=1e-4, alpha=0.0, temperature=1.0, top_k=None, top_p=None,
-    end=None,
-):  # fmt: skip
-    """Refuse what cannot be sampled from, with a UserError: the errors of every `generate`."""
-    V = model.config.vocab_size
+def check_request(model, prompts, max_new_tokens, *, end=None, **choice):
+    """Refuse what this model cannot sample from: the errors of every `generate`. -> the Choice
+
+    Raises:
+        UserError: an empty prompt, an id outside the vocabulary, or a shift without a router.
+        pydantic.ValidationError: a setting that is unknown, or out of its range.
+    """
+    choice, V = Choice(**choice), model.config.vocab_size
     for i, prompt in enumerate(prompts):
         which = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
         if len(prompt) == 0:
@@ -65,19 +84,10 @@ def check_request(
             raise UserError(f"{which} has ids outside the vocabulary, 0 to {V - 1}")
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens = {max_new_tokens}: it must be 0 or more")
-    if not 0 <= tau <= 1:
-        raise UserError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
-    if not abs(alpha) <= 1e6:
-        raise UserError(f"alpha = {alpha} must be finite, and at most a million")
-    if alpha and not model.has_router:
-        raise UserError(
-            f"alpha = {alpha}: only the router of a PonderLM-3 can be shifted; leave it"
-        )
-    if temperature != 0 and not 1e-6 <= temperature < math.inf:
-        raise UserError(f"temperature = {temperature} must be 0 (greedy), or 1e-6 or more")
-    if top_k is not None and top_k < 1:
-        raise UserError(f"top_k = {top_k}: it must be 1 or more")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise UserError(f"top_p = {top_p}: it must lie in (0, 1]")
     if end is not None and not 0 <= end < V:
         raise UserError(f"end = {end} is outside the vocabulary, 0 to {V - 1}")
+    if choice.alpha and not model.has_router:
+        raise UserError(
+            f"alpha = {choice.alpha}: only the router of a PonderLM-3 can be shifted; leave it"
+        )
+    return choice

@@ -1,9 +1,31 @@
-"""Samples in a terminal, each token painted by the steps taken before it, and in a file."""
+"""Prompts of a command line; samples in a terminal, painted by their steps, and in a file."""
 
 import codecs
 import json
 import sys
+import time
 from contextlib import contextmanager
+from pathlib import Path
+
+from runtime import UserError
+
+
+def read_prompts(prompt, prompts):
+    """The texts to go on from: one, or the lines of a file without the empty ones."""
+    try:
+        if prompts is None:
+            text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+            text.encode("utf-8")
+            return [text]
+        if prompt:
+            raise UserError("--prompt and --prompts exclude each other: give one of them")
+        lines = Path(prompts).read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeError as error:
+        raise UserError(f"{prompts or 'the prompt'} is not UTF-8 text: {error}") from None
+    texts = [line.rstrip("\r") for line in lines if line.strip()]
+    if not texts:
+        raise UserError(f"{prompts} has no prompt in it: write one a line")
+    return texts
 
 
 def paint(text, steps, K, color):
@@ -20,6 +42,21 @@ class Printer:
     def __init__(self, tokenizer, K, end):
         self.tokenizer, self.K, self.end, self.color = tokenizer, K, end, sys.stdout.isatty()
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def sample(self, pairs, text, ids, read, m):
+        """A prompt and its pairs (token, steps), as they come. -> the tokens generated
+
+        With the first pair, `read` has the steps of the prompt's m tokens that are read.
+        """
+        n = 0
+        for n, (token, steps) in enumerate(pairs, start=1):
+            if n == 1:
+                self.prompt(text, ids, read[:m])
+            self.token(token, steps)
+        if n == 0:
+            print(text, end="")
+        self.close()
+        return n
 
     def prompt(self, text, ids, read):
         """`read`: steps of the prompt's tokens that were read, of a long one the last.
@@ -43,32 +80,27 @@ class Printer:
         print(self.decoder.decode(b"", final=True))
 
 
-def show_one(pairs, printer, text, ids, read):
-    """Print a sample as its pairs (token, steps) come. -> the tokens generated"""
-    n = 0
-    for n, (token, steps) in enumerate(pairs, start=1):
-        if n == 1:  # now that the prompt has been read, its steps are known
-            printer.prompt(text, ids, read)
-        printer.token(token, steps)
-    if n == 0:
-        print(text, end="")
-    printer.close()
-    return n
-
-
-def write_sample(file, prompt, sample, tokenizer, end):
-    """A sample as one line of JSON."""
-    text = tokenizer.decode([token for token in sample.tokens if token != end])
-    line = {"prompt": prompt, "text": text.decode("utf-8", "replace"), **vars(sample)}
+def write_sample(file, prompt, pairs, tokenizer, end):
+    """A sample, of pairs (token, steps), as one line of JSON. -> the tokens generated"""
+    pairs = list(pairs)
+    tokens, steps = [token for token, _ in pairs], [steps for _, steps in pairs]
+    text = tokenizer.decode([token for token in tokens if token != end])
+    text = text.decode("utf-8", "replace")
+    line = {"prompt": prompt, "text": text, "tokens": tokens, "steps": steps}
     print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
+    return len(tokens)
 
 
 @contextmanager
-def replacing(out, n):
+def replacing(out, prompts, n):
     """A file that takes the place of `out` in the end, if it has a line by then; or None."""
     if out is None:
         yield None
         return
+    if out.exists() and (not out.is_file() or (prompts and out.samefile(prompts))):
+        raise UserError(f"--out {out} is the file of prompts, or not a regular file: take another")
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}; make it first")
     part = out.with_name(out.name + ".part")
     try:
         with part.open("w", encoding="utf-8") as file:
@@ -82,14 +114,18 @@ def replacing(out, n):
             part.unlink()
 
 
-def summary(steps, K, total, seconds):
-    """What a run of the decoder took; `steps` of every token that was read."""
-    mean = sum(steps) / len(steps)
-    if not K:
-        return f"\n{total / seconds:.1f} tokens/s"
-    return (
-        f"\n{mean:.2f} of {K} pondering steps per token, prompts included; "
-        f"{len(steps) + sum(steps):,} slots run and cached where always running {K} takes "
-        f"{len(steps) * (K + 1):,} ({1 - (1 + mean) / (K + 1):.0%} saved); "
-        f"{total / seconds:.1f} tokens/s"
+def summary(read, K, total, start):
+    """Print what a run of the decoder took; `read`: lists of steps, of all tokens read."""
+    if not total:
+        return
+    speed = f"{total / (time.perf_counter() - start):.1f} tokens/s"
+    tokens, steps = sum(map(len, read)), sum(map(sum, read))
+    if K == 0:
+        print(f"\n{speed}")
+        return
+    slots, always = tokens + steps, tokens * (K + 1)
+    print(
+        f"\n{steps / tokens:.2f} of {K} pondering steps per token, prompts included; {slots:,} "
+        f"slots run and cached where always running {K} takes {always:,} "
+        f"({1 - slots / always:.0%} saved); {speed}"
     )

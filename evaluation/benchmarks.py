@@ -14,7 +14,6 @@ import time
 from contextlib import contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import jinja2
 
@@ -74,7 +73,7 @@ def explained(name):
         raise UserError(f"the templates of {name} cannot be filled in: {error}") from None
 
 
-def find_tasks(names, include_path=None):
+def find_tasks(names, include_path):
     """A TaskManager that knows the tasks of the harness and those in `include_path`.
 
     Raises:
@@ -125,7 +124,7 @@ def read_report(out, settings):
     return report
 
 
-def run(lm, directory, tasks, num_fewshot=None, limit=None, include_path=None, out=None):
+def run(lm, directory, tasks, *, num_fewshot, limit, include_path, out):
     """Evaluate tasks one after the other; what `out` has of them already is not done again.
 
     Returns:
@@ -139,16 +138,11 @@ def run(lm, directory, tasks, num_fewshot=None, limit=None, include_path=None, o
     from lm_eval import simple_evaluate
 
     names = list(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip()))
-    if not names or (num_fewshot or 0) < 0 or (limit is not None and limit < 1):
-        raise UserError(
-            f"--tasks {tasks!r}, num_fewshot = {num_fewshot}, limit = {limit}: names with commas "
-            "between them, 0 or more, 1 or more"
-        )
-    if include_path is not None and not Path(include_path).is_dir():
-        raise UserError(f"--include-path {include_path}: no such folder")
+    if not names:
+        raise UserError(f"--tasks {tasks!r}: give names of tasks, with commas between them")
     files = [directory / "config.json", directory / "tokenizer.json", *shards(directory)]
     if include_path is not None:
-        inside = sorted(file for file in Path(include_path).rglob("*") if file.is_file())
+        inside = sorted(file for file in include_path.rglob("*") if file.is_file())
         files += [file for file in inside if out is None or file.resolve() != out.resolve()]
     settings = {"files": digest(files), "lm_eval": version("lm_eval"), "tau": lm.tau}
     report = read_report(out, settings | {"num_fewshot": num_fewshot, "limit": limit})

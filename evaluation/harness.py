@@ -177,16 +177,15 @@ class Answers:
             text = self.text(generated[i])
             return any(end in text for end in until)
 
-        chosen = dict(temperature=temperature if do_sample else 0, top_k=top_k or None, top_p=top_p)
-        chosen |= dict(end=self.eot_token_id)
+        choice = dict(temperature=temperature if do_sample else 0, top_k=top_k or None, top_p=top_p)
+        choice["end"] = self.eot_token_id
         if self.model.iterates:
             engine = Engine(self.model, min(self.batch_size, len(ids)), tau=self.tau)
-            events = engine.stream(ids, max_gen_toks, seed=0, until=over, read=read, **chosen)
-            deque(events, maxlen=0)
+            deque(engine.stream(ids, max_gen_toks, seed=0, until=over, read=read, **choice), 0)
         else:
             for i, prompt in enumerate(ids):
-                settings = dict(chosen, tau=self.tau, seed=i, read=read[i])
-                for token, _ in stream(self.model, prompt, max_gen_toks, **settings):
+                choice |= dict(tau=self.tau, seed=i, read=read[i])
+                for token, _ in stream(self.model, prompt, max_gen_toks, **choice):
                     if over(i, token):
                         break
         self.count.tokens += sum(map(len, read))

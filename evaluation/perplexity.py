@@ -36,7 +36,7 @@ def texts_of(data, tokenizer):
     return [before + tokenizer.encode(text) for text in texts], b"".join(texts)
 
 
-def score_texts(model, directory, data=None, *, tau, stride=None, windows=None, batch_tokens=4096):
+def score_texts(model, directory, *, data, tau, stride, windows, batch_tokens):
     """Score the texts of `data`, or without any the run's validation tokens -> what is reported.
 
     Raises:

@@ -11,14 +11,13 @@ Hugging Face Llama      "model_type": "llama"        K = 0, embedding scale 1
 official PonderLM-2     the same, and                K = num_latent_thoughts, method ponderlm2
                         "recurrent_model": true      (of num_jacobi_iterations 0: looped)
 
-Only JSON and safetensors are read: loading a model never runs code from its files. What is not
-understood is refused by name: a model that is read wrongly speaks, but nonsense. This room imports
-model and baselines, and nothing above them.
+Only JSON and safetensors are read: loading a model never runs code from its files. A setting that
+is not understood is refused by name: a misread model would talk nonsense. This room imports model
+and baselines, and nothing above them.
 """
 
 import json
 import math
-import os
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -31,7 +30,7 @@ from safetensors.torch import save_file
 import runtime
 from baselines import build, find
 from model import PonderConfig
-from runtime import UserError, one_line, read_json
+from runtime import UserError, one_line, read_json, write_json
 
 FORMAT = "ponderlm-3"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -50,15 +49,14 @@ def find_model(run=None, out="out"):
     Raises:
         UserError: there is none that has a model.
     """
-    if run is not None:
-        place = locate(run)
-        if not is_model(place):
-            raise UserError(
-                f"{run} holds no {SINGLE}; give the directory of a model, or train one: "
-                "python train.py"
-            )
-        return place
-    return newest_run(out, SINGLE)
+    if run is None:
+        return newest_run(out, SINGLE)
+    place = locate(run)
+    if not is_model(place):
+        raise UserError(
+            f"{run} holds no {SINGLE}; give the directory of a model, or train one: python train.py"
+        )
+    return place
 
 
 def newest_run(out, file):
@@ -81,7 +79,7 @@ def locate(name):
 
 # -- config.json -----------------------------------------------------------------------------------
 
-# Fields that files from before their time do without.
+# Fields that older files lack.
 LATER = {"rope_scaling", "feedback_scale"}
 # Fields that PonderConfig once had. Now they are methods, or settings of one method.
 OLD = {"router", "ablation", "printed_mask_index", "penalty"}
@@ -97,15 +95,15 @@ def read_config(directory):
     """
     directory = Path(directory)
     file = directory / "config.json"
-    pickles = sorted(f.name for f in directory.glob("pytorch_model*.bin"))
-    if not is_model(directory) and pickles:
-        raise UserError(
-            f"{directory} has its weights in {pickles[0]}, a pickle file, which can run code and "
-            f"is not read: save them as {SINGLE} (transformers' save_pretrained does)"
-        )
-    if not file.is_file() or not is_model(directory):
-        missing = SINGLE if file.is_file() else "config.json"
-        raise UserError(f"{directory} holds no trained model: it has no {missing}")
+    if not is_model(directory):
+        if any(directory.glob("pytorch_model*.bin")):
+            raise UserError(
+                f"{directory} has its weights in a pickle file, which can run code and is not "
+                f"read: save them as {SINGLE} (transformers' save_pretrained does)"
+            )
+        raise UserError(f"{directory} holds no trained model: it has no {SINGLE}")
+    if not file.is_file():
+        raise UserError(f"{directory} holds no trained model: it has no config.json")
     content = read_json(file)
     form = content.pop("format", None)
     if form not in (FORMAT, None):
@@ -114,8 +112,8 @@ def read_config(directory):
         if form is None:
             content = asdict(PonderConfig()) | from_llama(content)
         return parse_config(content)
-    except (TypeError, AttributeError) as error:
-        raise UserError(f"{file} has a field of a wrong type: {error}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: a field is missing or of a wrong type: {error!r}") from None
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 
@@ -135,7 +133,7 @@ def parse_config(content):
 
 
 def from_json(kind, content, later=()):
-    """A settings dataclass from what JSON kept of it. No field may be missing but those of `later`.
+    """A settings dataclass from its fields in JSON, of which only those of `later` may be missing.
 
     Raises:
         UserError: unknown or missing fields, or wrong values.
@@ -150,42 +148,44 @@ def from_json(kind, content, later=()):
 
 
 def rename(content):
-    """Fields of a file from when the method was spread over several of them -> as they are now."""
-    old = {name: content.get(name) for name in OLD}
-    new = {name: value for name, value in content.items() if name not in OLD}
-    method, K = content.get("method"), content.get("ponder_steps")
+    """Fields of an old file, which spread the method over several of them -> as they are now."""
     variants = {
-        f"ablation-{old['ablation']}": old["ablation"] is not None,
-        "ablation-index": bool(old["printed_mask_index"]),
-        "ablation-penalty": old["penalty"] == "batch",
+        f"ablation-{content.get('ablation')}": content.get("ablation") is not None,
+        "ablation-index": bool(content.get("printed_mask_index")),
+        "ablation-penalty": content.get("penalty") == "batch",
     }
     chosen = [name for name, is_so in variants.items() if is_so]
     if len(chosen) > 1:
         raise UserError(f"it is {' and '.join(chosen)} at once: only one can be represented")
+    method = content.get("method")
     if method in ("ponderlm3", "ponderlm2"):
-        method = "ponderlm2" if old["router"] == "always" else method
-        method = "vanilla" if K == 0 else chosen[0] if chosen else method
-    kind = find(method)
-    own, default = {f.name: f for f in fields(kind.Config)}, PonderConfig()
-    for name in OF_OTHERS - own.keys():
-        new.pop(name, None)
+        method = "ponderlm2" if content.get("router") == "always" else method
+        method = "vanilla" if content.get("ponder_steps") == 0 else (chosen or [method])[0]
+    kind, default = find(method), PonderConfig()
+    dropped = OLD | (OF_OTHERS - {f.name for f in fields(kind.Config)})
+    new = {name: value for name, value in content.items() if name not in dropped}
     return new | {"method": method} | {name: getattr(default, name) for name in kind.unused}
 
 
 # -- Other people's config.json --------------------------------------------------------------------
 
-# Of config.json: what a Llama must have here, if it says anything about it.
+# Of config.json: what a Llama may have here.
 ONLY = {
+    "model_type": ("llama",),
     "architectures": (None, ["LlamaForCausalLM"]),
-    "hidden_act": ("swish", "silu"),  # two names of one function
+    "hidden_act": (None, "swish", "silu"),  # two names of one function
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
     "sliding_window": (None,),
     "quantization_config": (None,),
     "partial_rotary_factor": (None, 1),
     "interpolation": (None, False),  # of PonderLM-2: weights the states by their predictions
+    "tie_word_embeddings": (None, False, True),
+    "scale_embeds": (None, False, True),
+    "recurrent_model": (None, False, True),
 }
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+SIZES += ("num_attention_heads",)
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -194,18 +194,11 @@ def from_llama(config):
 
     Raises:
         UserError: something that PonderConfig cannot represent, by the name of its field.
+        KeyError, TypeError, AttributeError: a field that is missing or of a wrong type.
     """
-    if config.get("model_type") != "llama":
-        raise UserError(f"model_type = {config.get('model_type')!r}: only 'llama' can be read")
     for name, known in ONLY.items():
-        if config.get(name, known[0]) not in known:
-            raise UserError(f"{name} = {config[name]!r}: only {known[-1]!r} can be represented")
-    for name in ("tie_word_embeddings", "scale_embeds", "recurrent_model"):
-        if config.get(name) not in (None, False, True):
-            raise UserError(f"{name} = {config[name]!r} is neither true nor false")
-    missing = [name for name in (*SIZES, "num_attention_heads") if config.get(name) is None]
-    if missing:
-        raise UserError(f"it has no {missing[0]}")
+        if (value := config.get(name)) not in known:
+            raise UserError(f"{name} = {value!r}: it has to be {' or '.join(map(repr, known))}")
     theta, scaling = rope_of(config)
     given = dict(
         num_key_value_heads=config.get("num_key_value_heads"),
@@ -214,19 +207,19 @@ def from_llama(config):
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         embed_scale=math.sqrt(2.5 * config["hidden_size"]) if config.get("scale_embeds") else 1.0,
-        rope_theta=float(theta),
+        rope_theta=theta,
         rope_scaling=scaling,
         method="vanilla",
         ponder_steps=0,
     )
-    given |= {name: config[name] for name in (*SIZES, "num_attention_heads")}
+    given |= {name: config[name] for name in SIZES}
     return given | (from_ponderlm2(config) if config.get("recurrent_model") else {})
 
 
 def rope_of(config):
     """theta and llama3's scaling (or None), from either of the two ways to write them down.
 
-    What counts where they differ is as in transformers 5.
+    Where the two differ, the choice is that of transformers 5.
     """
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(place) or {}
@@ -238,55 +231,46 @@ def rope_of(config):
         return theta, None
     if kind != "llama3":
         raise UserError(f"{place} is of type {kind!r}: only 'default' and 'llama3' are known")
-    missing = [name for name in LLAMA3 if rope.get(name) is None]
-    if missing:
-        raise UserError(f"{place} has no {missing[0]}, which llama3 needs")
-    return theta, tuple(float(rope[name]) for name in LLAMA3)
+    return theta, [rope[name] for name in LLAMA3]
 
 
 def from_ponderlm2(config):
     """The fields that the official code of PonderLM-2 adds to a Llama's."""
-    K, J = config.get("num_latent_thoughts"), config.get("num_jacobi_iterations")
-    if K is None or J is None:
-        raise UserError("recurrent_model needs num_latent_thoughts and num_jacobi_iterations")
+    K, J = config["num_latent_thoughts"], config["num_jacobi_iterations"]
     if J == 0:  # their way to say that the stack of layers runs K more times, without latents
         return dict(method="looped", ponder_steps=K)
-    drawn = config.get("random_jacobi_iterations")
-    iters = (2, 3) if drawn else (J, J)
+    iters = (2, 3) if config.get("random_jacobi_iterations") else (J, J)
     return dict(method="ponderlm2", ponder_steps=K, iters=iters)
 
 
 def to_llama(config, tensors):
-    """Fields of PonderConfig and tensors of a model with K = 0 -> config.json and tensors of a
-    Llama.
+    """Fields and tensors of a model with K = 0 -> config.json and tensors of a Llama.
 
-    A Llama has no embedding scale: it goes into the table. A head that shared the table with
-    another scale than 1 gets a table of its own.
+    A Llama has no embedding scale: it goes into the table. A head that shared the table then keeps
+    the unscaled one.
     """
-    scale = config["embed_scale"]
+    scale, table = config["embed_scale"], "model.embed_tokens.weight"
+    tensors = tensors | {table: tensors[table] * scale}
     tied = config["tie_word_embeddings"] and scale == 1
-    table = tensors["model.embed_tokens.weight"]
-    tensors = tensors | {"model.embed_tokens.weight": table if scale == 1 else table * scale}
     if tied:
         tensors.pop("lm_head.weight", None)
-    same = (*SIZES, "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    same = (*SIZES, "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
     rope = {"rope_type": "default"}
     if config["rope_scaling"]:
         rope = {"rope_type": "llama3", **dict(zip(LLAMA3, config["rope_scaling"], strict=True))}
         rope[LLAMA3[-1]] = int(rope[LLAMA3[-1]])
-    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    llama |= {name: config[name] for name in same}
-    llama |= dict(
+    llama = {name: config[name] for name in same} | dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
         max_position_embeddings=config["block_size"],
         tie_word_embeddings=tied,
-        rope_theta=config["rope_theta"],  # as transformers 4 has it
-        rope_scaling=rope if config["rope_scaling"] else None,
+        rope_scaling=rope if config["rope_scaling"] else None,  # transformers 4, with rope_theta
         rope_parameters={"rope_theta": config["rope_theta"], **rope},  # transformers 5
         hidden_act="silu",
         attention_bias=False,
         mlp_bias=False,
         torch_dtype="float32",
-        bos_token_id=None,  # which are the tokenizer's, see interop/__main__.py
+        bos_token_id=None,  # the tokenizer's: interop/__main__.py sets both
         eos_token_id=None,
     )
     return llama, tensors
@@ -310,7 +294,7 @@ def shards(directory):
     found = {}
     for tensor, name in places.items():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith("safetensors"):
-            raise UserError(f"{directory / INDEX}: {name!r} is no safetensors file beside it")
+            raise UserError(f"{directory / INDEX}: {name!r} is not a safetensors file beside it")
         found.setdefault(directory / name, []).append(tensor)
     for file in found:
         if not file.is_file():
@@ -352,19 +336,16 @@ def read_tensors(directory):
 
 def differences(found, expected):
     """What keeps tensors from being those of a model, both by name; '' if nothing does."""
-    shapes = [
-        f"{name} is {tuple(found[name].shape)}, not {tuple(expected[name].shape)}"
-        for name in found.keys() & expected.keys()
-        if found[name].shape != expected[name].shape
-    ]
-    lists = {
-        "missing": sorted(expected.keys() - found.keys()),
-        "unknown": sorted(found.keys() - expected.keys()),
-        "of another shape": sorted(shapes),
+    shared = found.keys() & expected.keys()
+    shapes = {name: (tuple(found[name].shape), tuple(expected[name].shape)) for name in shared}
+    kinds = {
+        "missing": expected.keys() - found.keys(),
+        "unknown": found.keys() - expected.keys(),
+        "of another shape": {f"{x} is {a}, not {b}" for x, (a, b) in shapes.items() if a != b},
     }
     return "; ".join(
-        f"{len(names)} {what}: {', '.join(names[:3])}" + (", .." if len(names) > 3 else "")
-        for what, names in lists.items()
+        f"{len(names)} {what}: {', '.join(sorted(names)[:3])}" + ", .." * (len(names) > 3)
+        for what, names in kinds.items()
         if names
     )
 
@@ -374,12 +355,11 @@ def write_directory(directory, config, tensors):
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, directory / f"{SINGLE}.tmp", metadata={"format": "pt"})
-    text = json.dumps(config, indent=2)
-    (directory / "config.json.tmp").write_text(text + "\n", encoding="utf-8")
-    shutil.copymode(directory / "config.json.tmp", directory / f"{SINGLE}.tmp")  # it was private
-    for name in (SINGLE, "config.json"):
-        os.replace(directory / f"{name}.tmp", directory / name)
+    temporary = directory / f"{SINGLE}.tmp"
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    write_json(directory / "config.json", config)
+    shutil.copymode(directory / "config.json", temporary)  # save_file lets only its owner read it
+    temporary.replace(directory / SINGLE)
 
 
 # -- Models ----------------------------------------------------------------------------------------
@@ -392,11 +372,11 @@ def load(directory):
         UserError: as read_config and read_tensors; or tensors that do not fit the config.
     """
     config, tensors = read_config(directory), dict(read_tensors(directory))
-    table, head = (tensors.get(f"{x}.weight") for x in ("model.embed_tokens", "lm_head"))
+    table = tensors.get("model.embed_tokens.weight")
     if config.tie_word_embeddings and table is not None:
-        if head is not None and not torch.equal(head, table):
+        head = tensors.setdefault("lm_head.weight", table)
+        if not torch.equal(head, table):
             raise UserError(f"{directory}: tie_word_embeddings, but lm_head.weight differs")
-        tensors["lm_head.weight"] = table
     with torch.device("meta"):  # the tensors that were read become its parameters
         model = build(config)
     if wrong := differences(tensors, model.state_dict()):

@@ -4,7 +4,6 @@ python -m interop DIR                 what it holds
 python -m interop DIR --to OTHER      write it anew; a model without pondering as a Llama
 """
 
-import json
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import tyro
 
 from corpus.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from interop import load, locate, save
-from runtime import UserError, command_line, read_json
+from runtime import UserError, command_line, read_json, write_json
 
 
 def main(directory: tyro.conf.Positional[str], to: Path | None = None):
@@ -33,9 +32,9 @@ def main(directory: tyro.conf.Positional[str], to: Path | None = None):
     for f in fields(config):  # what is not as everywhere
         if (value := getattr(config, f.name)) != f.default:
             print(f"    {f.name} = {value}")
-    file = place / "tokenizer.json"
-    tokenizer = load_tokenizer(file) if file.is_file() else None
-    if tokenizer:
+    file, tokenizer = place / "tokenizer.json", None
+    if file.is_file():
+        tokenizer = load_tokenizer(file)
         print(f"tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} tokens")
     if to is None:
         return
@@ -43,8 +42,7 @@ def main(directory: tyro.conf.Positional[str], to: Path | None = None):
     if tokenizer and config.method == "vanilla":
         ids = {"eos_token_id": tokenizer.end_of_text}
         ids["bos_token_id"] = tokenizer.begin[0] if tokenizer.begin else None
-        text = json.dumps(read_json(to / "config.json") | ids, indent=2)
-        (to / "config.json").write_text(text + "\n", encoding="utf-8")
+        write_json(to / "config.json", read_json(to / "config.json") | ids)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.save_pretrained(to)
     elif tokenizer:

@@ -8,7 +8,7 @@ import pytest
 from corpus import streaming
 from corpus.batches import load_tokens, read_meta
 from corpus.preparation import prepare
-from corpus.streaming import stream
+from corpus.streaming import Options
 from runtime import UserError
 
 
@@ -32,6 +32,10 @@ def documents(tmp_path, monkeypatch):
 
 
 FLAGS = dict(tokenizer="bytes", val_tokens=5000, shard_tokens=10_000)
+
+
+def stream(*args, **kwargs):
+    streaming.stream(Options(*args, **kwargs))
 
 
 def test_stream_is_the_corpus(documents, capsys):
@@ -62,7 +66,7 @@ def test_interrupted_stream(documents, monkeypatch, at):
     """Catches an interruption that loses or repeats documents: the files are the same, bit for
     bit, as without it; before it is complete, nothing trains on it."""
     stream("texts", 4e4, **FLAGS)
-    write, calls = streaming.write_shard, []
+    write, calls = streaming.write_bytes, []
 
     def interrupted(*args):
         calls.append(args)
@@ -71,11 +75,11 @@ def test_interrupted_stream(documents, monkeypatch, at):
         write(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(streaming, "write_shard", interrupted)
+        patch.setattr(streaming, "write_bytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
             stream("texts", 4e4, folder="again", **FLAGS)
     if at > 1:
-        with pytest.raises(UserError, match="again is not complete; run the command again"):
+        with pytest.raises(UserError, match="again is not complete; run the command that began it"):
             prepare("again")
     stream("texts", 4e4, folder="again", **FLAGS)
     whole, again = Path("data/texts-bytes"), Path("again")
@@ -172,13 +176,13 @@ def test_refused(documents, monkeypatch, tmp_path):
         stream("texts", 100, field="body", **FLAGS)
     with pytest.raises(UserError, match="must be at least 1"):
         stream("texts", 0, **FLAGS)
-    with pytest.raises(UserError, match=r"has [\d,]+ tokens; lower --val-tokens"):
+    with pytest.raises(UserError, match="takes all of texts: give more text, or lower"):
         stream("texts", 100, **{**FLAGS, "val_tokens": 1e9}, folder="x")
     stream("texts", 100, **FLAGS, folder="x")  # the way out works
     stream("texts", 100, **FLAGS)
     with pytest.raises(UserError, match=r"was made from .*: use --folder"):
         stream("texts", 100, **{**FLAGS, "val_tokens": 6000})
-    with pytest.raises(UserError, match="is used up by the validation"):
+    with pytest.raises(UserError, match="validation takes all"):
         everything = len("".join(documents).encode()) + len(documents)
         stream("texts", 100, **{**FLAGS, "val_tokens": everything}, folder="y")
     assert not any((tmp_path / "y").iterdir())

@@ -10,7 +10,7 @@ from conftest import small_model
 from corpus.tokenizers import Tokenizer
 from engine.__main__ import ManyOptions, main, show_many
 from interop import load, save
-from runtime import UserError
+from runtime import UserError, command_line
 from sample import generate
 
 
@@ -109,8 +109,8 @@ def test_refused_commands(content, options, message, run, tmp_path):
     file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_text(content)
     out.write_text("kept")
-    with pytest.raises(UserError, match=message):
-        decode(run, prompts=str(file), out=out, **options)
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        command_line(lambda: decode(run, prompts=str(file), out=out, **options))
     assert out.read_text() == "kept"
 
 

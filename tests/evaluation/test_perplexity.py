@@ -9,11 +9,11 @@ import torch
 from conftest import small_model
 
 from corpus.tokenizers import Tokenizer
-from evaluation.__main__ import main
+from evaluation.__main__ import Options, main
 from evaluation.perplexity import summarise
 from evaluation.scoring import Window, score
 from interop import save
-from runtime import UserError
+from runtime import command_line
 
 RAW = "naïve café\r\n".encode() * 10 + b"\xff"
 
@@ -33,7 +33,7 @@ def test_report(folder, capsys):
     """Catches bytes that are counted on something else than the file, and numbers that are saved
     otherwise than printed."""
     out = folder / "scores.json"
-    main("model", "text", device="cpu", out=out)
+    main(Options("model", "text", device="cpu", out=out))
     result = json.loads(out.read_text())
     assert result["bytes"] == len(RAW) == result["tokens"]
     soft = result["soft"]
@@ -42,7 +42,7 @@ def test_report(folder, capsys):
     assert soft["interval"][0] < soft["loss"] < soft["interval"][1]
     shown = capsys.readouterr().out
     assert f"{soft['loss']:.4f}" in shown and f"{soft['bits_per_byte']:.4f}" in shown
-    main("model", "text", windows=2, device="cpu", out=out)
+    main(Options("model", "text", windows=2, device="cpu", out=out))
     assert "bits_per_byte" not in json.loads(out.read_text())["soft"]  # of a part: which bytes?
 
 
@@ -84,5 +84,5 @@ def test_costs_without_a_soft_form(method, method_model):
 )
 def test_wrong_options(folder, kwargs, message):
     """Catches a stack trace, or a score of something else than was asked for."""
-    with pytest.raises(UserError, match=message):
-        main("model", device="cpu", **kwargs)
+    with pytest.raises(SystemExit, match=message):
+        command_line(lambda: main(Options("model", device="cpu", **kwargs)))

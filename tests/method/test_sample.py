@@ -92,18 +92,19 @@ def test_frequencies(args):
         ([], {}, "no token"),
         ([99], {}, "outside the vocabulary, 0 to 30"),
         ([-1], {}, "outside the vocabulary"),
-        ([1], {"tau": 2}, "tau = 2"),
+        ([1], {"tau": 2}, "tau = 2: it should be less than or equal to 1"),
         ([1], {"temperature": -1}, "temperature = -1"),
-        ([1], {"temperature": float("nan")}, "temperature = nan"),
+        ([1], {"temperature": float("nan")}, "temperature = nan: it should be a finite number"),
         ([1], {"alpha": float("inf")}, "alpha = inf"),
         ([1], {"top_k": 0}, "top_k = 0"),
         ([1], {"top_p": 0}, "top_p = 0"),
+        ([1], {"temprature": 1}, "temprature = 1: .*[Uu]nexpected"),
     ],
 )
 def test_refusals(prompt, kwargs, message):
     """Catches settings out of range that would sample something anyway."""
-    with pytest.raises(UserError, match=message):
-        generate(small_model(), [prompt], 2, **kwargs)
+    with pytest.raises(SystemExit, match=message):
+        command_line(lambda: generate(small_model(), [prompt], 2, **kwargs))
 
 
 def test_paint():
@@ -196,8 +197,10 @@ def test_refused_commands(content, options, message, run, tmp_path):
     file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     out.write_text("kept")
-    with pytest.raises(UserError, match=message):
-        main(Options(run=run, prompts=str(file), out=out, device="cpu", **options))
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        command_line(
+            lambda: main(Options(run=run, prompts=str(file), out=out, device="cpu", **options))
+        )
     assert out.read_text() == "kept"
 
 

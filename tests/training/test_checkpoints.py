@@ -317,9 +317,8 @@ def test_one_process_a_run(config, monkeypatch):
         train(parse(["--resume", "--steps", "30"]))
     train(parse(["--resume", "--steps", "30"]))
     monkeypatch.setattr("time.strftime", lambda _: "now")
-    new_run("out", None, "tiny")
-    with pytest.raises(FileExistsError):
-        new_run("out", None, "tiny")
+    runs = [new_run("out", None, "tiny") for _ in range(3)]  # in the same second
+    assert [run.name for run in runs] == ["tiny-now", "tiny-now-2", "tiny-now-3"]
     for name in ("a/b", "..", "."):
         with pytest.raises(UserError, match="not a plain name"):
             new_run("out", name, "tiny")
