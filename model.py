@@ -12,7 +12,7 @@ latents     h_t^(0..K-1)       (B, T, K, D)    those that are fed back, as input
 s, log_w    s_{t,k}, log w     (B, T, S)       see router.py
 bias        log w              (B, T, S)       on the keys of the slots
 steps       K-hat_t            (B, T)          pondering steps that are executed
-R, iters    R                  scalar          refinement passes of the Jacobi iteration
+R           R                  scalar          refinement passes; training draws it (iters)
 tau         tau                scalar          where decoding stops; None: soft masks, no stopping
 
 The file has three parts: the settings, LLaMA as Hugging Face's transformers has it (with a bias on
@@ -94,7 +94,7 @@ class PonderConfig(LlamaConfig):
     ponder_steps: Annotated[int, Field(ge=0)] = 3  # K, steps beyond the first of any method
     router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6
     iters: tuple[Annotated[int, Field(ge=0)], int] = (2, 3)  # training draws R from this range
-    # what multiplies a state that is fed back; None: 1, or what is measured on a Llama
+    # what multiplies a state that is fed back; None: 1. Of a former Llama it is measured
     feedback_scale: Positive | None = None
     backprop_passes: Count | None = None  # gradients through the last n passes; None: all
     penalty_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5  # lambda
@@ -260,7 +260,7 @@ class PonderLM(nn.Module):
     color, marker = "#D55E00", "o"
     Config = PonderConfig
     defaults = {}  # settings that the name of the method implies
-    unused = ()  # settings of PonderConfig that it does not follow
+    unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks
     has_router = True  # a learned s, soft masks and early exit
     iterates = True  # its states are a fixed point of the Jacobi iteration
     penalty_form = "token"  # see bottom_mass_penalty
@@ -353,14 +353,15 @@ class PonderLM(nn.Module):
 
         Args:
             idx: (B, T) token ids.
-            R: refinements. K (T-1) are exact: each pass settles one more latent of the chain.
+            R: refinements. K (T-1) are exact, since each pass settles one more latent of the chain;
+                what goes beyond is not run.
             tau: None for the soft mask; else the keys of slots k > K-hat are hidden from everyone.
             alpha: shifts the step distribution, see router.py.
 
         Returns:
             h (B, T, S, D), s (B, T, S), log_w (B, T, S) of the final pass.
         """
-        (_, T), K = idx.shape, self.config.ponder_steps
+        (B, T), K = idx.shape, self.config.ponder_steps
         if R < 0:
             raise ValueError(f"R = {R}: the number of refinements must be >= 0")
         passes = K + min(R, K * (T - 1)) + 1
@@ -369,7 +370,7 @@ class PonderLM(nn.Module):
             constant = passes - self.config.backprop_passes
         grad = torch.is_grad_enabled()
         e = self.embed(idx)
-        latents, bias = e[:, :, None][:, :, :0], None  # (B, T, 0, D): nothing to feed back yet
+        latents, bias = e.new_empty(B, T, 0, e.size(-1)), None  # nothing to feed back yet
         for p in range(1, passes + 1):
             with torch.set_grad_enabled(grad and p > constant):
                 h, s, log_w = self.jacobi_pass(e, latents, bias, alpha)
@@ -383,9 +384,9 @@ class PonderLM(nn.Module):
         It stops when a pass has changed the latents by less than `tolerance` (relative norm), and
         after K T + 1 passes at the latest, where it is exact.
         """
-        (_, T), K = idx.shape, self.config.ponder_steps
+        (B, T), K = idx.shape, self.config.ponder_steps
         e = self.embed(idx)
-        latents, bias = e[:, :, None][:, :, :0], None
+        latents, bias = e.new_empty(B, T, 0, e.size(-1)), None
         for p in range(1, K * T + 2):
             h, s, log_w = self.jacobi_pass(e, latents, bias, alpha)
             before, latents = latents, self.feed_back(h[:, :, :K])
@@ -476,7 +477,7 @@ class PonderLM(nn.Module):
     # Decoding (section 3.3)
 
     def new_cache(self):
-        """What `ponder_token` keeps of the tokens before: one LayerCache a layer."""
+        """What `ponder_token` keeps of the tokens before: here one LayerCache a layer."""
         return [LayerCache() for _ in self.model.layers]
 
     def place(self, token, position):
@@ -496,6 +497,7 @@ class PonderLM(nn.Module):
             logits (V,) of the next token, and K-hat, the pondering steps executed.
         """
         x, positions = self.place(token, position)  # all slots of a token share its position
+        # Slot 0 has no bias, but its cached keys need the channel that those of the others have.
         unmasked = torch.zeros(1, 1, device=x.device) if self.has_router else None
         h = self.model(x, positions, unmasked, cache=cache)
         s, log_w = self.router(h, alpha)  # (1, 1, S)

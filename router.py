@@ -53,6 +53,7 @@ class Router(nn.Module):
     def __init__(self, D, K, offset=None):
         super().__init__()
         self.proj = nn.Linear(D, K + 1, bias=False)
+        # On the CPU also where the weights are only shapes (the meta device): it is no weight.
         offset = torch.tensor(offset or [0.0] * (K + 1), dtype=torch.float32, device="cpu")
         self.register_buffer("offset", offset, persistent=False)  # saved with the config
 
@@ -124,11 +125,11 @@ def bottom_mass_penalty(log_w, ce, form="token"):
         The penalty, a scalar, and rho (K+1,).
     """
     ce = ce.detach().flatten(0, -2)  # (B*T, K+1)
-    if form == "token":
+    if form == "token":  # the mean of the sigmoids: the soft share of resolved tokens
         rho = torch.sigmoid(-10 * (ce - 0.5)).mean(0)
     elif form == "batch":
         # Reading note 2: as printed, the sigmoid of the mean cross-entropy. At 2.6 nats rho is 1e-9
-        # and no element is ever chosen. The mean of the sigmoids is the share of resolved tokens.
+        # and no element is ever chosen.
         rho = torch.sigmoid(-10 * (ce.mean(0) - 0.5))
     else:
         raise ValueError(f"penalty form {form!r} is neither 'token' nor 'batch'")

@@ -172,8 +172,10 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
 def cli():
     for word in sys.argv[1:]:
         flag = word.replace("_", "-").partition("=")[0]
-        if flag in ("--batch-size", "--prefill", "--graphs", "--decoder"):
+        if flag in ("--batch-size", "--prefill", "--graphs"):
             raise UserError(f"{flag} is for many sequences at once: python -m engine")
+        if flag == "--decoder":
+            raise UserError("--decoder is gone: this is the simple one, python -m engine the other")
     tyro.cli(main, description=__doc__)
 
 

@@ -51,18 +51,21 @@ from training.warm_start import adapt, offset_at, start_from
 
 
 def objective(model, x, y, R):
-    """L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)), the loss of one micro-batch.
+    """The loss of one micro-batch: L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)).
+
+    Without a router L = CE, plus a loss of the method's own (MoR's routers) if it has one.
 
     Args:
         model: any method, or one in DistributedDataParallel.
         x, y: (B, T) tokens, and those that follow them. R: Jacobi refinements.
 
     Returns:
-        The loss, the penalty (0 without one), and the model's PonderOutput, whose loss is CE.
+        The loss, the penalty or the method's own loss (0 without one), and the PonderOutput, whose
+        loss is CE.
     """
     out = model(x, y, iters=R)
     model = getattr(model, "module", model)
-    if out.auxiliary is not None:  # a method with a loss of its own (MoR's routers)
+    if out.auxiliary is not None:
         return out.loss + out.auxiliary, out.auxiliary, out
     if not (model.has_router and model.config.penalty_weight):
         return out.loss, torch.zeros_like(out.loss), out
@@ -157,7 +160,7 @@ def loop(training, windows, val, stop):
             runs.save_checkpoint(run, model, optimizer, done, training.seconds)
         if stopped:
             raise runs.Stopped
-        stop.at_once(due)
+        stop.at_once(due)  # all is saved: a signal raises Stopped, now and until the next step
         if due and done not in evaluated:
             count = min(64, val.count)
             loss = evaluate(model, val, count, training.device, iters=high)["loss"]

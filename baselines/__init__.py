@@ -1,11 +1,17 @@
 """Other methods on PonderLM-3's own backbone, one file each, found by the name of their file.
 
-A method is a subclass of model.PonderLM. It declares `method` (its name for --method), `title` and
-`color` (for tables and figures), and where they differ its settings (`Config`) and what it costs
-(`training_forwards`). `--method NAME` looks in the file of that name. What follows a hyphen tells
-the methods of one file apart: `mor-token` is in mor.py. To add a method, add a file; nothing else.
+A method is a subclass of model.PonderLM, in a file of its name; `mor-token` is in mor.py: what
+follows a hyphen tells the methods of one file apart. To add a method, add a file; nothing else.
 
-These files import model and router, and nothing above them.
+It declares the first row always, the others where it differs from PonderLM:
+
+method, title, color, marker              --method, and its looks in tables and figures
+Config, defaults, unused                  settings of its own, implied ones, ignored ones
+has_router, iterates                      is s learned? are its states a Jacobi fixed point?
+states, ponder_token, new_cache           all tokens at once; one token behind a cache
+training_forwards, vocabulary_products    what it costs
+
+These files import model and below. cost.py adds up what a token costs; __main__.py prints it.
 """
 
 import pkgutil
@@ -56,6 +62,13 @@ def configure(config, method, **changes):
     return kind.Config(**{**kept, "method": method, **kind.defaults, **changes})
 
 
+def unused_settings(kind):
+    """The settings of PonderConfig that a method does not follow, as it lacks what they set."""
+    unused = set(kind.unused)
+    unused |= set() if kind.has_router else {"router_offset", "penalty_weight"}
+    return unused if kind.iterates else unused | {"backprop_passes", "feedback_scale"}
+
+
 def check_settings(config):
     """Refuse what the method of a config would not follow.
 
@@ -66,7 +79,7 @@ def check_settings(config):
     if not isinstance(config, kind.Config):
         raise ValueError(f"{config.method} has a {kind.Config.__name__}; make it by configure()")
     for field in fields(config):
-        if field.name in kind.unused and getattr(config, field.name) != field.default:
+        if field.name in unused_settings(kind) and getattr(config, field.name) != field.default:
             value = getattr(config, field.name)
             raise UserError(f"{field.name} = {value}: {config.method} does not follow it; leave it")
 

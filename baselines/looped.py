@@ -18,7 +18,6 @@ from model import PonderLM
 class LoopedLM(PonderLM):
     method, title = "looped", "LoopedLM"
     color, marker = "#009E73", "D"
-    unused = ("router_offset", "penalty_weight", "backprop_passes", "feedback_scale")
     has_router = iterates = False
 
     def states(self, idx, iters=None, tau=None, alpha=0.0):

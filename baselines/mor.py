@@ -47,7 +47,6 @@ class ExpertChoiceConfig(PonderConfig):
 class MoR(PonderLM):
     """What both forms share: recursion on some tokens, the loss, and how steps are counted."""
 
-    unused = ("router_offset", "penalty_weight", "backprop_passes", "feedback_scale")
     has_router = iterates = False
 
     def recur(self, x, active):

@@ -26,7 +26,6 @@ class Pause(PonderLM):
     method, title = "pause", "Pause"
     color, marker = "#CC79A7", "v"
     Config = PauseConfig
-    unused = ("router_offset", "penalty_weight", "backprop_passes", "feedback_scale")
     has_router = iterates = False
 
     def __init__(self, config):

@@ -21,7 +21,6 @@ class PonderLM1(PonderLM):
     method, title = "ponderlm1", "PonderLM-1"
     color, marker = "#E69F00", "p"
     Config = PonderLM1Config
-    unused = ("router_offset", "penalty_weight", "backprop_passes", "feedback_scale")
     has_router = iterates = False
 
     def next_input(self, e, e0, h):

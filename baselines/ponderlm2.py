@@ -10,5 +10,4 @@ class PonderLM2(PonderLM):
     method, title = "ponderlm2", "PonderLM-2"
     color, marker = "#0072B2", "s"
     defaults = {"iters": (2, 3)}
-    unused = ("router_offset", "penalty_weight")
     has_router = False

@@ -7,7 +7,7 @@ class Vanilla(PonderLM):
     method, title = "vanilla", "vanilla"
     color, marker = "#000000", "^"
     defaults = {"ponder_steps": 0, "router_offset": None}
-    unused = ("router_offset", "penalty_weight", "backprop_passes", "feedback_scale")
+    unused = ("backprop_passes", "feedback_scale")
     has_router = False
 
     @staticmethod

@@ -12,8 +12,8 @@ official PonderLM-2     the same, and                K = num_latent_thoughts, me
                         "recurrent_model": true      (of num_jacobi_iterations 0: looped)
 
 Only JSON and safetensors are read: loading a model never runs code from its files. A setting that
-is not understood is refused by name: a misread model would talk nonsense. This room imports model
-and baselines, and nothing above them.
+is not understood is refused by name: a misread model would talk nonsense. Beside its
+command, __main__.py, this room imports baselines and below.
 """
 
 import json
@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import runtime
-from baselines import build, find
+from baselines import build, find, unused_settings
 from model import PonderConfig
 from runtime import UserError, one_line, read_json, write_json
 
@@ -164,7 +164,9 @@ def rename(content):
     kind, default = find(method), PonderConfig()
     dropped = OLD | (OF_OTHERS - {f.name for f in fields(kind.Config)})
     new = {name: value for name, value in content.items() if name not in dropped}
-    return new | {"method": method} | {name: getattr(default, name) for name in kind.unused}
+    return (
+        new | {"method": method} | {name: getattr(default, name) for name in unused_settings(kind)}
+    )
 
 
 # -- Other people's config.json --------------------------------------------------------------------

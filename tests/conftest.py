@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from baselines import build, configure, find
+from baselines import build, configure, find, unused_settings
 from model import PonderConfig
 from training.settings import TrainConfig
 
@@ -35,7 +35,7 @@ def small_model(seed=0, **kwargs):
         block_size=32,
     )
     config = configure(shape, method, **kwargs)
-    if config.router_offset is None and "router_offset" not in find(method).unused:
+    if config.router_offset is None and "router_offset" not in unused_settings(find(method)):
         config.router_offset = (0.0,) * (config.ponder_steps + 1)
     model = build(config)
     if model.has_router:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from baselines import build, configure, find
+from baselines import build, configure, find, unused_settings
 from corpus.batches import is_prepared
 from corpus.preparation import open_tokenizer
 from corpus.tokenizers import load_tokenizer
@@ -31,13 +31,12 @@ SHALLOW = -5.0  # the router's offset at the beginning, times k
 
 def can_warm_up(method):
     """Whether a method has a router whose offset can be led."""
-    kind = find(method)
-    return kind.has_router and "router_offset" not in kind.unused
+    return "router_offset" not in unused_settings(find(method))
 
 
 def feeds_back(method):
     """Whether a method's states are its own next inputs, at a length that can be chosen."""
-    return "feedback_scale" not in find(method).unused
+    return "feedback_scale" not in unused_settings(find(method))
 
 
 def start_defaults(defaults, name, method=None, steps=None):
