@@ -45,10 +45,10 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class LlamaConfig:
     """The shape of the backbone. The fields are named as in Hugging Face's Llama."""
 
-    vocab_size: Count = 257
+    vocab_size: Count = 257  # V
     hidden_size: Count = 128  # D
-    intermediate_size: Count = 344
-    num_hidden_layers: Count = 4
+    intermediate_size: Count = 344  # of SwiGLU
+    num_hidden_layers: Count = 4  # blocks
     num_attention_heads: Count = 4  # H
     num_key_value_heads: Count | None = None  # None: as many as query heads
     head_dim: Count | None = None  # None: hidden_size / num_attention_heads
@@ -57,7 +57,7 @@ class LlamaConfig:
     rope_theta: Positive = 10_000.0
     # llama3's: factor, low and high frequency factor, window that it was first trained with
     rope_scaling: tuple[Positive, Positive, Positive, Positive] | None = None
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool = False  # the head is the embedding table
     embed_scale: Positive | None = None  # None: sqrt(2.5 D)
 
     def __post_init__(self):
@@ -89,7 +89,7 @@ class LlamaConfig:
 class PonderConfig(LlamaConfig):
     """A backbone and how it ponders. A method in baselines/ may add settings of its own."""
 
-    # or one of baselines/: ponderlm2, vanilla, looped, pause, ..; try --method NAME --help
+    # or of baselines/: ponderlm2, vanilla, looped, .., ablation-mask, ..; try --method NAME --help
     method: str = "ponderlm3"
     ponder_steps: Annotated[int, Field(ge=0)] = 3  # K, steps beyond the first of any method
     router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6

@@ -78,7 +78,10 @@ def read_runs(directories):
             raise UserError(f"{path}/results.json: more steps than its {run.shape.ponder_steps}")
         runs.append(run)
     if not runs:
-        raise UserError("no finished run among those given; train one: python train.py")
+        raise UserError(
+            "no finished run among those given: name some, for instance --runs out/*, or train "
+            "one: python train.py"
+        )
     return runs
 
 

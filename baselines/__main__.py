@@ -37,4 +37,4 @@ def main(run: str | None = None):
 
 
 if __name__ == "__main__":
-    command_line(lambda: tyro.cli(main))
+    command_line(lambda: tyro.cli(main, prog="python -m baselines"))

@@ -87,7 +87,10 @@ def lookups_asked(x, tokenizer):
         UserError: x is not made of lines of this task.
     """
     if x.size(1) % LINE:
-        raise UserError(f"windows of {x.size(1)} tokens are not lines: they have to be of {LINE}")
+        raise UserError(
+            f"windows of {x.size(1)} tokens are not lines of the lookup task, of {LINE}: train "
+            "with --data data/lookup, in the window of the tiny preset"
+        )
     lookups = torch.zeros(tokenizer.vocab_size, dtype=torch.long)
     for n in LOOKUPS:
         lookups[tokenizer.encode(f" {n}")[-1]] = n

@@ -241,7 +241,8 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         texts = [(name, hashlib.sha256(text).hexdigest()) for name, text in documents]
         source = f"{path.name} {hashlib.sha256(repr(texts).encode()).hexdigest()}"
     else:
-        raise UserError(f"--data {data}: no such file or folder, nor one of {', '.join(CORPORA)}")
+        lookup = "; the lookup task is made by python -m corpus lookup" * (path.name == "lookup")
+        raise UserError(f"{data}: no such file or folder, nor one of {', '.join(CORPORA)}{lookup}")
     kind = tokenizer = tokenizer or "bytes"
     if tokenizer == "bpe":
         check_bpe_size(vocab_size)

@@ -231,10 +231,11 @@ def load_tokenizer(file):
     """What a tokenizer's `save` wrote, or the tokenizer.json of a model of Hugging Face.
 
     Raises:
-        FileNotFoundError: there is none.
-        UserError: a file that is damaged, or something else.
+        UserError: there is none, or a file that is damaged, or something else.
     """
     file = Path(file)
+    if not file.is_file():
+        raise UserError(f"{file} is missing: a model has its tokenizer beside it; copy it there")
     try:
         fields = read_json(file)
         if "model" in fields and "name" not in fields:

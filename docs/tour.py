@@ -215,4 +215,4 @@ def main(steps: tyro.conf.Positional[tuple[int, ...]] = ()):
 
 
 if __name__ == "__main__":
-    command_line(lambda: tyro.cli(main))
+    command_line(lambda: tyro.cli(main, prog="python -m docs.tour"))

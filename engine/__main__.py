@@ -81,4 +81,4 @@ def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
 
 
 if __name__ == "__main__":
-    command_line(lambda: tyro.cli(main, description=__doc__))
+    command_line(lambda: tyro.cli(main, prog="python -m engine", description=__doc__))

@@ -83,4 +83,4 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
 
 
 if __name__ == "__main__":
-    command_line(lambda: tyro.cli(main, description=__doc__))
+    command_line(lambda: tyro.cli(main, prog="python -m evaluation", description=__doc__))

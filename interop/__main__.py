@@ -52,4 +52,4 @@ def main(directory: tyro.conf.Positional[str], to: Path | None = None):
 
 
 if __name__ == "__main__":
-    command_line(lambda: tyro.cli(main))
+    command_line(lambda: tyro.cli(main, prog="python -m interop"))

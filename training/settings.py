@@ -54,7 +54,7 @@ class TrainConfig:
     weight_decay: Share = 0.1  # on matrices only
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW
     clip: Annotated[float, Field(ge=0)] = 1.0  # gradient norm; 0: off
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of weights, batches and R
 
     log_every: Count = 20  # steps between log lines
     eval_every: Count = 250  # steps between checkpoints, each of which is evaluated

@@ -249,7 +249,7 @@ def damage(change):
 @pytest.mark.parametrize(
     "edit,message",
     [
-        (lambda d: (d / "tokenizer.json").unlink(), "No such file"),
+        (lambda d: (d / "tokenizer.json").unlink(), "is missing: a model has its tokenizer"),
         (lambda d: (d / "tokenizer.json").write_text("{"), "not a JSON object"),
         (lambda d: (d / "tokenizer.json").write_text("[]"), "not a JSON object"),
         (lambda d: (d / "tokenizer.json").write_text("{}"), "not a tokenizer that is known"),
