@@ -1,4 +1,4 @@
-"""Causal attention with a soft mask on keys: three implementations of one function.
+"""Causal attention with a soft mask on keys: one function, in several implementations.
 
     Attn(Q, K, V) = softmax(Q K^T / sqrt(d) + M + log w) V        (section 3.2.2)
 
@@ -16,20 +16,35 @@ The fast forms use the paper's trick (appendix A): a bias that depends on the ke
 channel of the dot product. Append sqrt(d) to each query and log w to each key and keep the scale
 1/sqrt(d): then a flash kernel that knows nothing of biases adds log w to every score.
 
-    python attention.py      the soft mask as a matrix; the three forms compared
+    backend        kernel
+    eager          none: the definition, with the N x N scores in memory
+    sdpa           the one that torch takes
+    cudnn, flash   the one of that name in torch
+    fa2            the package flash-attn
+    fa4            the package flash-attn-4, called by torch
+    flex           compiled by torch's FlexAttention, where the bias needs no channel
+
+    python attention.py      the soft mask as a matrix; the forms that run here compared
 """
 
 import math
+import pkgutil
+from contextlib import nullcontext
 from functools import lru_cache
-from importlib.util import find_spec
+from statistics import median
 
 import torch
 import torch.nn.functional as F
+from torch.nn import attention as kernels
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from runtime import UserError
 
-MASKED = -1e4  # exp(-1e4) is 0; times sqrt(d) it stays finite in float32 and bfloat16
-BACKENDS = ("auto", "eager", "sdpa", "fa2")
+MASKED = -1e4  # exp(-1e4) is 0, and what a key carries of it is finite in float16, too
+BACKENDS = ("auto", "eager", "sdpa", "cudnn", "flash", "fa2", "fa4", "flex")
+HALF = (torch.float16, torch.bfloat16)
+COMPILED = 64  # forms of one function that torch.compile may make, one for each shape; usually 8
 
 
 def eager(q, k, v, key_bias):
@@ -43,27 +58,56 @@ def eager(q, k, v, key_bias):
     return scores.masked_fill(~causal, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
+def padded_width(d):
+    """d': the head width with room for the bias, a multiple of 8, which the kernels want."""
+    return d + 1 + -(d + 1) % 8
+
+
+def bias_unit(d):
+    """The power of two next to sqrt(d): what a query's channels hold is exact in any precision."""
+    return 2.0 ** round(math.log2(d) / 2)
+
+
+def query_channels(d, dtype, device=None):
+    """What every query carries behind its d numbers, (d'-d,)."""
+    channels = torch.zeros(padded_width(d) - d, dtype=dtype, device=device)
+    channels[:2] = bias_unit(d)
+    return channels
+
+
+def key_channels(key_bias, d, dtype):
+    """What a key with that bias carries behind its d numbers, (...) -> (..., d'-d).
+
+    By the query's channels it makes sqrt(d) log w. In half precision the second channel holds what
+    the rounding of the first one loses, so that 16 bits of log w arrive in bfloat16.
+    """
+    x = key_bias.to(torch.promote_types(torch.float32, dtype)) * (math.sqrt(d) / bias_unit(d))
+    if x.dtype == dtype:
+        return F.pad(x[..., None], (0, padded_width(d) - d - 1))
+    high = x.to(dtype)
+    low = (x - high).detach().to(dtype)  # all of the gradient flows through `high`
+    return F.pad(torch.stack([high, low], dim=-1), (0, padded_width(d) - d - 2))
+
+
 def augment(q, k, v, key_bias):
     """Move the bias into the dot product: q' . k' = q . k + sqrt(d) log w.
 
-    d' is d + 1 rounded up to a multiple of 8, which the kernels want. Only keys carry their bias,
-    so a cached key brings it along. (B, *, N, d) -> (B, *, N, d'); None changes nothing.
+    Only keys carry their bias, so a cached key brings it along, and one with the channels of MASKED
+    is hidden. (B, *, N, d) -> (B, *, N, d'); None changes nothing.
     """
     if key_bias is None:
         return q, k, v
     # Reading note 4: the printed (QK^T + q_extra k_extra^T) / sqrt(d + 1) rescales QK^T as well.
-    # With sqrt(d) in the query's extra channel and the scale kept at 1/sqrt(d) it is exact.
+    # With sqrt(d) log w from the extra channels and the scale kept at 1/sqrt(d) it is exact.
     d = q.size(-1)
-    pad = -(d + 1) % 8
-    bias = key_bias[:, None, :, None].to(k.dtype)  # (B, 1, N, 1), the same for all G key heads
-    q = _append(q, q.new_full((1, 1, 1, 1), math.sqrt(d)), pad)
-    return q, _append(k, bias, pad), F.pad(v, (0, pad + 1))
+    of_keys = key_channels(key_bias, d, k.dtype)[:, None]  # (B, 1, N, d'-d), for all G key heads
+    q = _append(q, query_channels(d, q.dtype, q.device))
+    return q, _append(k, of_keys), F.pad(v, (0, padded_width(d) - d))
 
 
-def _append(x, channel, pad):
-    """(B, *, N, d) -> (B, *, N, d + 1 + pad): one more feature, then zeros, in a single copy."""
-    zeros = x.new_zeros(()).expand(*x.shape[:-1], pad)
-    return torch.cat([x, channel.expand(*x.shape[:-1], 1), zeros], dim=-1)
+def _append(x, channels):
+    """(B, *, N, d) -> (B, *, N, d'), in a single copy."""
+    return torch.cat([x, channels.expand(*x.shape[:-1], -1)], dim=-1)
 
 
 def sdpa(q, k, v, key_bias):
@@ -74,7 +118,7 @@ def sdpa(q, k, v, key_bias):
 def attend_causally(q, k, v, d):
     """Attention of q (B, H, N, d') and k, v (B, G, N, d') that `augment` made of width d."""
     grouped = q.size(1) != k.size(1)
-    if grouped and q.is_cuda and q.dtype not in (torch.float16, torch.bfloat16):
+    if grouped and q.is_cuda and q.dtype not in HALF:
         # Only the half-precision CUDA kernel shares keys; float32 would fall to N x N scores.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         grouped = False
@@ -94,37 +138,13 @@ def fa2(q, k, v, key_bias):
     return out.transpose(1, 2)[..., :d]
 
 
-@lru_cache
-def pick_backend(name, device, dtype=torch.bfloat16):
-    """Resolve 'auto' for tensors of `dtype` on `device`, and refuse what cannot run there.
-
-    Raises:
-        ValueError: an unknown name.
-        UserError: 'fa2' where the flash-attn kernels cannot run.
-    """
-    if name not in BACKENDS:
-        raise ValueError(f"attention backend {name!r} is not one of {', '.join(BACKENDS)}")
-    if name not in ("auto", "fa2"):
-        return name
-    needs = []
-    if torch.device(device).type != "cuda":
-        needs.append(f"a CUDA device (this is {torch.device(device).type})")
-    if dtype not in (torch.float16, torch.bfloat16):
-        needs.append(f"half precision (this is {dtype})")
-    if find_spec("flash_attn") is None:
-        needs.append("the package flash-attn (not installed)")
-    if name == "fa2" and needs:
-        raise UserError(f"attention backend 'fa2' needs {' and '.join(needs)}; use 'sdpa'")
-    return "sdpa" if needs else "fa2"
-
-
 def soft_mask_attention(q, k, v, key_bias=None, backend="sdpa"):
     """Causal attention in which key j is visible with weight w_j to every query (section 3.2.2).
 
     Args:
         q: (B, H, N, d). k, v: (B, G, N, d), with H a multiple of G.
         key_bias: (B, N), log w, at most 0; None is w = 1 everywhere, plain causal attention.
-        backend: 'eager', 'sdpa', 'fa2', or 'auto' (fa2 where it can run, else sdpa).
+        backend: one of BACKENDS; 'auto' is fa2 where it can run, else sdpa.
 
     Returns:
         (B, H, N, d), differentiable in q, k, v and key_bias.
@@ -142,7 +162,7 @@ def soft_mask_attention(q, k, v, key_bias=None, backend="sdpa"):
         raise ValueError(f"key_bias has shape {tuple(key_bias.shape)}, but q needs {(B, N)}")
     if backend not in ("eager", "sdpa"):
         backend = pick_backend(backend, q.device, q.dtype)
-    return {"eager": eager, "sdpa": sdpa, "fa2": fa2}[backend](q, k, v, key_bias)
+    return FORMS[backend](q, k, v, key_bias)
 
 
 def attend_to_cache(q, k, v, d):
@@ -160,8 +180,181 @@ def attend_to_cache(q, k, v, d):
     mask = None  # one query sees everything
     if Q > 1:
         mask = torch.ones(Q, M, dtype=torch.bool, device=q.device).tril(M - Q).repeat(H // G, 1)
-    out = F.scaled_dot_product_attention(q, k, v, mask, scale=1 / math.sqrt(d))
+    with decoding_kernels(q.device):
+        out = F.scaled_dot_product_attention(q, k, v, mask, scale=1 / math.sqrt(d))
     return out[..., :d].reshape(B, H, Q, d)
+
+
+def decoding_kernels(device):
+    """The context in which decoding attends: on CUDA any kernel but cuDNN's, which plans each new
+    shape for 0.4 s. Training has a handful of shapes, decoding a new one for almost every slot."""
+    if device.type != "cuda":
+        return nullcontext()
+    kinds = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+    return sdpa_kernel(list(kinds))
+
+
+# -- More kernels for a GPU, and which is the fastest ----------------------------------------------
+
+
+def cudnn(q, k, v, key_bias):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return sdpa(q, k, v, key_bias)
+
+
+def flash(q, k, v, key_bias, version=None):
+    """Through torch's flash kernel: its own, or the 'FA4' of a package."""
+    use_flash(version)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return sdpa(q, k, v, key_bias)
+
+
+def use_flash(version):
+    """Make 'FA4' torch's flash kernel, or, None, its own again. The backward pass takes it, too."""
+    if has_versions() and kernels.current_flash_attention_impl() != version:
+        if version:
+            kernels.activate_flash_attention_impl(version)
+        else:
+            kernels.restore_flash_attention_impl()
+
+
+def fa4(q, k, v, key_bias):
+    return flash(q, k, v, key_bias, "FA4")
+
+
+def flex(q, k, v, key_bias):
+    """Through FlexAttention: compiled for the GPU, without N x N scores and without a channel."""
+    run = compiled_flex() if q.is_cuda else biased_flex
+    return run(q, k, v, key_bias, causal_blocks(q.size(2), q.device))
+
+
+def biased_flex(q, k, v, key_bias, blocks):
+    def add_bias(score, b, h, i, j):
+        return score + key_bias[b, j]
+
+    bias = None if key_bias is None else add_bias
+    return flex_attention(q, k, v, bias, blocks, enable_gqa=q.size(1) != k.size(1))
+
+
+@lru_cache
+def compiled_flex():
+    torch._dynamo.config.recompile_limit = COMPILED
+    return torch.compile(biased_flex, dynamic=False)
+
+
+@torch.compiler.disable  # made once, not in every compiled block
+@lru_cache
+def causal_blocks(N, device):
+    """Which blocks of an N x N score matrix have anything to see."""
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device=device)
+
+
+FORMS = dict(eager=eager, sdpa=sdpa, cudnn=cudnn, flash=flash, fa2=fa2, fa4=fa4, flex=flex)
+
+
+def has_versions():
+    """Whether this torch can change the version of its flash kernel, and back."""
+    return hasattr(kernels, "restore_flash_attention_impl")
+
+
+@lru_cache
+def installed(name):
+    """Whether 'module:name' can be imported. (To find the module is not enough: a part of
+    flash-attn-4 stands where flash-attn would.)"""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def missing(name, device, dtype):
+    """What a backend lacks for tensors of `dtype` on `device`, in words."""
+    if name in ("eager", "sdpa"):
+        return []
+    found = {f"a CUDA device (this is {device.type})": device.type == "cuda"}
+    if name != "flex":
+        found[f"half precision (this is {dtype})"] = dtype in HALF
+    if name == "fa2":
+        package = installed("flash_attn:flash_attn_func")
+        found["the package flash-attn (not installed)"] = package
+    if name == "fa4":
+        package = installed("flash_attn.cute.interface:_flash_attn_fwd")
+        found["the package flash-attn-4 (not installed)"] = package
+        found[f"torch 2.13 (this is {torch.__version__})"] = has_versions()
+    return [what for what, is_there in found.items() if not is_there]
+
+
+@torch.compiler.assume_constant_result  # in a compiled block
+def pick_backend(name, device, dtype=torch.bfloat16):
+    """Resolve 'auto' for tensors of `dtype` on `device`, and refuse what cannot run there.
+
+    Raises:
+        ValueError: an unknown name.
+        UserError: a backend that cannot run there.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"attention backend {name!r} is not one of {', '.join(BACKENDS)}")
+    device = torch.device(device)
+    if name == "auto":
+        return "sdpa" if missing("fa2", device, dtype) else "fa2"
+    if needs := missing(name, device, dtype):
+        raise UserError(
+            f"attention backend {name!r} needs {' and '.join(needs)}; use 'sdpa', or 'auto'"
+        )
+    return name
+
+
+def fastest_backend(shape, G, device, dtype, biased=True):
+    """The backend with the fastest forward and backward pass, measured on CUDA; elsewhere 'sdpa'.
+
+    Args:
+        shape: (B, H, N, d) of the queries. G: key heads. biased: whether keys have a bias.
+
+    Raises:
+        UserError: none of them runs.
+    """
+    if device.type != "cuda":
+        return "sdpa"
+    names = [name for name in BACKENDS[2:] if not missing(name, device, dtype)]
+    if shape[-1] % 64 or not biased:
+        # To compile takes a minute: only where one more channel makes the others' heads wider.
+        names.remove("flex")
+    times, failed = {}, {}
+    for name in names:
+        try:
+            times[name] = median(milliseconds(name, shape, G, biased, device=device, dtype=dtype))
+        except Exception as error:  # a kernel of others fails in any way
+            failed[name] = (str(error).strip() or repr(error)).splitlines()[0]
+    use_flash(None)
+    torch.cuda.empty_cache()
+    measured = ", ".join(f"{name} {times[name]:.2f}" for name in sorted(times, key=times.get))
+    reasons = "".join(f"; not {name}: {reason:.80}" for name, reason in failed.items())
+    line = f"attention of {tuple(shape)}, ms forward and backward: {measured or 'none'}{reasons}"
+    if not times:
+        raise UserError(f"{line}; use a smaller --micro-batch-size")
+    print(line, flush=True)
+    return min(times, key=times.get)
+
+
+def milliseconds(name, shape, G, biased, **of_tensors):
+    """Durations of some forward and backward passes, by the clock of the GPU."""
+    B, H, N, d = shape
+    leaves = [torch.randn(B, heads, N, d, **of_tensors).requires_grad_() for heads in (H, G, G)]
+    if biased:
+        leaves.append((-5 * torch.rand(B, N, device=leaves[0].device)).requires_grad_())
+    gradient, pairs = torch.randn_like(leaves[0]), []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.autograd.grad(soft_mask_attention(*leaves, backend=name), leaves, gradient)
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairs[3:]]  # the first ones plan and compile
+
+
+# -- What `python attention.py` shows --------------------------------------------------------------
 
 
 def print_mask_figure():
@@ -191,10 +384,13 @@ def print_comparison(N=1024):
     print(f"\nMaximum difference from eager (N={N}, H=4, G=2, d=56), and memory kept for backward")
     print(f"{'':8}{'out':>10}{'dq':>10}{'dk':>10}{'dv':>10}{'dbias':>10}{'MiB':>8}")
     reference = None
-    for backend in ("eager", "sdpa", "fa2"):
-        device, dtype = ("cuda", torch.bfloat16) if backend == "fa2" else ("cpu", torch.float32)
-        if backend == "fa2" and not (torch.cuda.is_available() and find_spec("flash_attn")):
-            print("fa2     needs CUDA and the package flash-attn: not run")
+    gpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for backend in BACKENDS[1:]:
+        device, dtype = gpu, torch.bfloat16
+        if backend in ("eager", "sdpa"):
+            device, dtype = torch.device("cpu"), torch.float32
+        if needs := missing(backend, device, dtype):
+            print(f"{backend:8}needs {' and '.join(needs)}: not run")
             continue
         leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
         saved = {}

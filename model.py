@@ -121,6 +121,14 @@ class PonderConfig(LlamaConfig):
 # -- LLaMA -----------------------------------------------------------------------------------------
 
 
+def for_products(x):
+    """x at the precision of the matrix products. Autocast would cast it once for each of them."""
+    kind = x.device.type
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
 def rotary_angles(positions, config):
     """Position ids (N,) or (B, N) -> cos, sin (1, N, d/2) or (B, 1, N, d/2) of RoPE, in float32."""
     d = config.head_width
@@ -153,17 +161,21 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         D, d = config.hidden_size, config.head_width
-        self.d, H, G = d, config.num_attention_heads, config.key_value_heads
-        self.q_proj = nn.Linear(D, H * d, bias=False)
-        self.k_proj = nn.Linear(D, G * d, bias=False)
-        self.v_proj = nn.Linear(D, G * d, bias=False)
-        self.o_proj = nn.Linear(H * d, D, bias=False)
+        self.d, self.H, self.G = d, config.num_attention_heads, config.key_value_heads
+        self.q_proj = nn.Linear(D, self.H * d, bias=False)
+        self.k_proj = nn.Linear(D, self.G * d, bias=False)
+        self.v_proj = nn.Linear(D, self.G * d, bias=False)
+        self.o_proj = nn.Linear(self.H * d, D, bias=False)
 
     def forward(self, x, angles, key_bias, backend, cache):
-        B, N, _ = x.shape
-        projections = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
-        q, k, v = (p.view(B, N, -1, self.d).transpose(1, 2) for p in projections)  # (B, H|G, N, d)
-        q, k = apply_rotary(q, angles), apply_rotary(k, angles)
+        (B, N, _), projections = x.shape, (self.q_proj, self.k_proj, self.v_proj)
+        if N > 1:  # one product, of three matrices put together
+            qkv = F.linear(x, torch.cat([linear.weight for linear in projections]))
+        else:  # which would take longer than the products
+            qkv = torch.cat([linear(x) for linear in projections], dim=-1)
+        qkv = qkv.view(B, N, -1, self.d).transpose(1, 2)  # (B, H+2G, N, d)
+        qk, v = qkv.split((self.H + self.G, self.G), dim=1)
+        q, k = apply_rotary(qk, angles).split((self.H, self.G), dim=1)
         if cache is None:
             out = soft_mask_attention(q, k, v, key_bias, backend)
         else:
@@ -180,6 +192,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(F_, D, bias=False)
 
     def forward(self, x):
+        x = for_products(x)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -213,7 +226,7 @@ class Llama(nn.Module):
 
     def stack(self, x, positions, key_bias, backend="auto", cache=None):
         """The same without the final norm: what LoopedLM and MoR apply again and again."""
-        angles = rotary_angles(positions, self.config)
+        angles = [for_products(y) for y in rotary_angles(positions, self.config)]
         for i, layer in enumerate(self.layers):
             x = layer(x, angles, key_bias, backend, cache and cache[i])
         return x
@@ -240,7 +253,8 @@ class LayerCache:
 
 @dataclass
 class PonderOutput:
-    logits: torch.Tensor  # (B, T, V)
+    head: nn.Linear
+    h_hat: torch.Tensor  # (B, T, D) what it reads: the integrated states
     steps: torch.Tensor  # (B, T) executed pondering steps, K-hat
     h: torch.Tensor  # (B, T, S, D) states
     s: torch.Tensor  # (B, T, S) step distribution
@@ -249,10 +263,27 @@ class PonderOutput:
     loss: torch.Tensor | None = None  # its mean
     auxiliary: torch.Tensor | None = None  # a loss of the method's own, weighted (MoR's routers)
 
+    @property
+    def logits(self):
+        """(B, T, V), made when they are asked for: of a large vocabulary they are gigabytes."""
+        with torch.set_grad_enabled(self.h_hat.requires_grad):
+            return self.head(self.h_hat)
+
+
+def again(function, *args):
+    """function(*args), whose activations are not kept but computed again in the backward pass.
+
+    Nothing here draws random numbers, so that no random state has to be kept, either.
+    """
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
 
 def slots_of_passes(K, R):
     """Slots per token in each Jacobi pass: the ladder 1 .. K, R refinements, the final pass."""
     return [*range(1, K + 1), *[K + 1] * (R + 1)]
+
+
+LOGITS = 2**26  # numbers, in float32 a quarter of a GiB
 
 
 class PonderLM(nn.Module):
@@ -263,6 +294,7 @@ class PonderLM(nn.Module):
     unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks
     has_router = True  # a learned s, soft masks and early exit
     iterates = True  # its states are a fixed point of the Jacobi iteration
+    interleaves = True  # its longest pass runs all S slots of every token, not one
     penalty_form = "token"  # see bottom_mass_penalty
 
     def __init__(self, config):
@@ -297,7 +329,8 @@ class PonderLM(nn.Module):
     def set_offset(self, offset):
         """Move the router's offset, K+1 numbers or None for the default, in the config as well."""
         self.config = replace(self.config, router_offset=offset)
-        self.router.offset.copy_(torch.tensor(self.config.offset))
+        for cell, number in zip(self.router.offset, self.config.offset, strict=True):
+            cell.fill_(number)  # a copy to a GPU would wait for it
 
     # The parts of a pass
 
@@ -319,7 +352,7 @@ class PonderLM(nn.Module):
         """The backbone, (B, N, D) -> (B, N, D); its activations are kept, or not."""
         run = self.model if norm else self.model.stack
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(run, x, positions, key_bias, self.backend, use_reentrant=False)
+            return again(run, x, positions, key_bias, self.backend)
         return run(x, positions, key_bias, self.backend)
 
     # The Jacobi iteration (section 3.4.1)
@@ -445,24 +478,33 @@ class PonderLM(nn.Module):
         return self.predict(h, s, log_w, steps, targets)
 
     def predict(self, h, s, log_w, steps, targets=None):
-        """States, integrated up to `steps` (None: all), to logits and losses -> PonderOutput."""
-        logits = self.lm_head(self.integrate(h, s, steps))
-        out = PonderOutput(logits, steps, h, s, log_w)
+        """States, integrated up to `steps` (None: all), to losses -> PonderOutput."""
+        out = PonderOutput(self.lm_head, self.integrate(h, s, steps), steps, h, s, log_w)
         if targets is not None:
-            flat = upcast(logits).flatten(0, 1), targets.flatten()
-            out.ce = F.cross_entropy(*flat, reduction="none").view(targets.shape)
+            out.ce = self.cross_entropy(out.h_hat, targets)
             out.loss = out.ce.sum() / (targets != -100).sum()
         return out
 
-    @torch.no_grad()
-    def token_losses(self, states, targets, rows=8192):
-        """Cross-entropy of each token, (B, T, D) and (B, T) -> (B, T), without gradient.
+    def cross_entropy(self, states, targets):
+        """In nats, of each token: (B, T, D) and (B, T) -> (B, T), 0 where there is no target.
 
-        The head is applied to `rows` tokens at a time, to keep few logits in memory.
+        Where all logits would take more than LOGITS numbers, there are only some rows of them at a
+        time, in the backward pass as well.
         """
+        rows = max(1, LOGITS // self.config.vocab_size)
         pairs = zip(states.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
-        losses = [F.cross_entropy(upcast(self.lm_head(x)), y, reduction="none") for x, y in pairs]
+        whole = targets.numel() <= rows
+        losses = [self.row_losses(*p) if whole else again(self.row_losses, *p) for p in pairs]
         return torch.cat(losses).view(targets.shape)
+
+    def row_losses(self, states, targets):
+        """(n, D) and (n,) -> (n,)."""
+        return F.cross_entropy(upcast(self.lm_head(states)), targets, reduction="none")
+
+    @torch.no_grad()
+    def token_losses(self, states, targets):
+        """As cross_entropy, without gradient."""
+        return self.cross_entropy(states, targets)
 
     @torch.no_grad()
     def partial_losses(self, h, s, targets):

@@ -48,7 +48,7 @@ def stream(model, prompt, max_new_tokens, *, end=None, read=None, **choice):
             done += 1
             if read is not None:
                 read.append(steps)
-        token = int(choose(logits, u, o.temperature, o.top_k, o.top_p))
+        token = int(choose(logits.cpu(), u, o.temperature, o.top_k, o.top_p))
         context.append(token)
         yield token, steps
         if token == end:

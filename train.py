@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from attention import pick_backend
-from baselines import build
+from attention import COMPILED, fastest_backend, pick_backend
+from baselines import build, find
 from corpus.batches import Windows, describe, unigram_entropy
 from interop import load, locate
 from model import PonderLM
@@ -99,6 +99,20 @@ def make_optimizer(model, config, device):
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
 
+def compile_blocks(model):
+    """Compile the blocks, for each length of a pass on its own: it has a few, and what is known of
+    a shape makes the kernels faster."""
+    torch._dynamo.config.recompile_limit = COMPILED
+    for block in model.model.layers:
+        block.compile(dynamic=False)
+
+
+def to_device(rows, device):
+    """(batch, T+1) tokens to the device, without a wait for what it is still doing."""
+    pinned = device.type == "cuda"
+    return (rows.pin_memory() if pinned else rows).to(device, non_blocking=pinned)
+
+
 @dataclass
 class Training:
     config: TrainConfig
@@ -111,7 +125,8 @@ class Training:
 
 
 def optimize(training, net, x, y, R):
-    """One optimizer step on this process's share x, y (batch, T). Returns what is logged of it.
+    """One optimizer step on this process's share x, y (batch, T). Returns what is logged of it,
+    scalars on the device: a GPU has hardly begun with the step when this returns.
 
     `net` is the model, or the model in DistributedDataParallel, which averages the gradients over
     the processes in the backward pass of the last micro-batch.
@@ -141,7 +156,8 @@ def loop(training, windows, val, stop):
     """The steps that are left.
 
     All of a step is a function of its number, the weights and the optimizer, so that a resumed
-    training is the same one.
+    training is the same one. A GPU that is at a step is not waited for: the next one is prepared
+    meanwhile, and only behind that does `watch` look at what the first has logged.
     """
     config, run = training.config, training.run
     model, optimizer = training.model, training.optimizer
@@ -150,12 +166,15 @@ def loop(training, windows, val, stop):
     (low, high), first, before = model.config.iters, training.step, training.seconds
     rows = runs.read_lines(run / "log.jsonl")
     evaluated = from_first({row["step"] for row in rows if "val" in row})
+    watch = runs.Watch(run)
     for done in range(first, config.steps + 1):
         training.step = done
         if config.ponder_warmup:
             model.set_offset(offset_at(done, config))
         due = done == config.steps or (done > 0 and done % config.eval_every == 0)
         stopped = any_process(stop.received)
+        if due or stopped:
+            watch.look()  # before anything is saved
         if (due or stopped) and done > first and not rank:
             runs.save_checkpoint(run, model, optimizer, done, training.seconds)
         if stopped:
@@ -181,12 +200,15 @@ def loop(training, windows, val, stop):
             optimizer.param_groups[-1]["lr"] = 0.0
         # Drawn as a function of (seed, step), R is the same in all processes and after a resume.
         R = int(np.random.default_rng((config.seed, done)).integers(low, high + 1))
-        x, y = windows.batch(done, config.batch_size // processes, rank, processes)  # (batch, T)
-        logged = optimize(training, net, x.to(training.device), y.to(training.device), R)
-        runs.check_finite(run, step, **logged)
+        rows = windows.rows(done, config.batch_size // processes, rank, processes)
+        rows = to_device(rows, training.device)  # (batch, T+1)
+        x, y = rows[:, :-1], rows[:, 1:]  # (batch, T)
+        watch.add(step, optimize(training, net, x, y, R))
+        to_log = step % config.log_every == 0 or step == config.steps
+        logged = watch.look() if to_log else {}
         training.seconds += time.time() - began
-        if step % config.log_every == 0 or step == config.steps:
-            values = torch.tensor([float(v) for v in logged.values()])
+        if to_log:
+            values = torch.tensor([*logged.values()])
             values = (reduce(values, training.device) / processes).tolist()
             row = dict(zip(logged, values, strict=True))
             a_step = (training.seconds - before) / (step - first)
@@ -220,8 +242,7 @@ def open_training(config, run, vocab_size, checkpoint, device):
     model.to(device).train()
     model.recompute = config.recompute
     if config.compile:
-        for block in model.model.layers:  # each pass has another length, hence dynamic
-            block.compile(dynamic=True)
+        compile_blocks(model)
     optimizer = make_optimizer(model, config, device)
     step, seconds = runs.read_trainer(checkpoint, optimizer) if checkpoint else (0, 0.0)
     if step > config.steps:
@@ -229,6 +250,17 @@ def open_training(config, run, vocab_size, checkpoint, device):
     if checkpoint and not rank_and_size()[0]:
         runs.publish(checkpoint)
     return Training(config, run, model, optimizer, step, seconds, device)
+
+
+def choose_backend(config, processes, device, dtype):
+    """The attention backend. 'auto' is the fastest in the longest pass of this training."""
+    if config.backend != "auto":
+        return pick_backend(config.backend, device, dtype)
+    model, method = config.model, find(config.model.method)
+    B = config.micro_batch_size or config.batch_size // processes
+    N = model.block_size * (model.ponder_steps + 1 if method.interleaves else 1)
+    shape = B, model.num_attention_heads, N, model.head_width
+    return fastest_backend(shape, model.key_value_heads, device, dtype, method.has_router)
 
 
 def train(config):
@@ -240,8 +272,8 @@ def train(config):
     rank, processes, device = join_processes(pick_device(config.device))
     check(config, processes)
     dtype = from_first(pick_precision(config.precision, device))  # it may have been measured
-    config = replace(config, precision=str(dtype)[6:])
-    backend = pick_backend(config.backend, device, dtype)
+    backend = from_first(choose_backend(config, processes, device, dtype))
+    config = replace(config, precision=str(dtype)[6:], backend=backend)
     with first_process_first():
         folder, tokenizer, train_tokens, val_tokens = open_corpus(config)
     V, T = tokenizer.vocab_size, config.model.block_size

@@ -18,7 +18,7 @@ from model import PonderLM
 class LoopedLM(PonderLM):
     method, title = "looped", "LoopedLM"
     color, marker = "#009E73", "D"
-    has_router = iterates = False
+    has_router = iterates = interleaves = False
 
     def states(self, idx, iters=None, tau=None, alpha=0.0):
         x, h = self.embed(idx), []

@@ -26,6 +26,8 @@ from attention import MASKED
 from model import PonderConfig, PonderLM, settings
 from router import upcast
 
+PARTS = 8  # of a window: in training whole parts run, since each length needs kernels of its own
+
 
 @settings
 class ExpertChoiceConfig(PonderConfig):
@@ -47,18 +49,18 @@ class ExpertChoiceConfig(PonderConfig):
 class MoR(PonderLM):
     """What both forms share: recursion on some tokens, the loss, and how steps are counted."""
 
-    has_router = iterates = False
+    has_router = iterates = interleaves = False
 
-    def recur(self, x, active):
+    def recur(self, x, active, n):
         """The stack on the active tokens alone: (B, T, D), (B, T) -> (B, T, D), 0 for the others.
 
         They keep their positions, and see each other only: they go in front, in the order of the
-        text, and the others come last, where the causal mask hides them.
+        text, and the others come last, where the causal mask hides them. n rows of a sequence run,
+        as many as it has active tokens or more. Scoring gives T: its sums are then the same
+        whatever the later tokens choose.
         """
-        if not active.any():
+        if not n:
             return torch.zeros_like(x)
-        # Scoring always runs T rows: its sums are then the same whatever the later tokens choose.
-        n = int(active.sum(1).max()) if self.training else x.size(1)
         order = (~active).sort(dim=1, stable=True).indices[:, :n]  # (B, n)
         rows = order[..., None].expand(-1, -1, x.size(-1))  # (B, n, D)
         y = self.transform(x.gather(1, rows), order, norm=False)
@@ -114,14 +116,17 @@ class ExpertChoice(MoR):
         self.routers = nn.ModuleList(nn.Linear(D, 1, bias=False) for _ in range(S))
         self.routers.apply(self._init_weights)
 
+    def places(self, share, T):
+        """How many tokens of a sequence top-k chooses."""
+        return max(1, int(share * T + 1e-9))  # the floor, but of 0.29 * 100 = 28.999.. it is 29
+
     def choose(self, logit, active, share, top_k):
         """Who takes part in a recursion, (B, T) of bool. Where all may, there is no choice."""
         if share == 1:
             return active
         if not top_k:
             return active & (logit >= 0)
-        # The floor, but of 0.29 * 100 = 28.999.. it is 29.
-        n = max(1, int(share * logit.size(1) + 1e-9))
+        n = self.places(share, logit.size(1))
         top = logit.masked_fill(~active, -torch.inf).topk(n, dim=1).indices
         return torch.zeros_like(active).scatter(1, top, True)
 
@@ -136,13 +141,17 @@ class ExpertChoice(MoR):
         for router, share in zip(self.routers, self.config.shares, strict=True):
             logit = self.route(router, x)[..., 0]  # (B, T)
             chosen = self.choose(logit, active, share, top_k)
-            if active.any():
-                verdict = chosen[active].to(logit.dtype)
-                loss = loss + F.binary_cross_entropy_with_logits(logit[active], verdict)
+            loss = loss + self.verdict_loss(logit, chosen, active)
             active, depth = chosen, depth + chosen.long()
-            x = x + 0.1 * logit.sigmoid()[..., None] * self.recur(x, active)
+            n = self.places(share, idx.size(1)) if top_k else idx.size(1)
+            x = x + 0.1 * logit.sigmoid()[..., None] * self.recur(x, active, n)
             h.append(self.model.norm(x))
         return torch.stack(h, dim=2), *self.distribution(depth), 1e-3 * loss
+
+    def verdict_loss(self, logit, chosen, active):
+        """The mean over the active tokens; all are (B, T). An index by `active` would wait."""
+        loss = F.binary_cross_entropy_with_logits(logit, chosen.to(logit.dtype), reduction="none")
+        return (loss * active).sum() / active.sum().clamp(min=1)
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
@@ -186,10 +195,14 @@ class TokenChoice(MoR):
         """As ExpertChoice.recursions."""
         x = y = self.embed(idx)
         depth, gate, p, logits = self.choose(x)
-        h, S = [], self.config.ponder_steps + 1
-        for r in range(1, S + 1):
-            active = depth >= r
-            y = torch.where(active[..., None], self.recur(y, active), y)
+        h, T, S = [], idx.size(1), self.config.ponder_steps + 1
+        takes_part = depth[None] >= torch.arange(1, S + 1, device=idx.device)[:, None, None]
+        lengths, part = [T] * S, -(-T // PARTS)
+        if self.training:  # the one time that the GPU is waited for
+            lengths = takes_part.sum(-1).amax(-1).tolist()
+            lengths = [min(-(-n // part) * part, T) for n in lengths]
+        for active, n in zip(takes_part, lengths, strict=True):  # (B, T), of each recursion
+            y = torch.where(active[..., None], self.recur(y, active, n), y)
             h.append(self.model.norm(x + gate * y))
         f = F.one_hot(depth - 1, S).to(p.dtype).mean((0, 1))  # (N_r,)
         loss = 0.1 * S * (f * p.mean((0, 1))).sum() + 1e-5 * logits.logsumexp(-1).square().mean()
@@ -208,6 +221,7 @@ class TokenChoice(MoR):
     def training_forwards(config, steps):
         """Training decides how many: 1 + steps of the tokens themselves.
 
-        (A batch of sequences is padded to the one with the most tokens at each depth.)
+        (A batch of sequences is padded to the one with the most tokens at each depth, and that to
+        whole parts of the window.)
         """
         return 1 + steps

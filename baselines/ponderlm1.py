@@ -21,7 +21,7 @@ class PonderLM1(PonderLM):
     method, title = "ponderlm1", "PonderLM-1"
     color, marker = "#E69F00", "p"
     Config = PonderLM1Config
-    has_router = iterates = False
+    has_router = iterates = interleaves = False
 
     def next_input(self, e, e0, h):
         """e_{i-1}, e_0 and h = F(e_{i-1}), (B, T, D) each -> e_i."""

@@ -7,15 +7,24 @@
 
 Writes <out>/attention-<device>.json, train-<preset>-<device>.json or decode-<run>-<device>.json,
 for the first and the last a picture, too, and prints the table.
+
+    python -m bench acceptance a              what `bash runs/gpu.sh a` does, on a GPU
+    python -m bench report out/gpu            its results -> docs/speed.md
+    python -m bench environment               checks that are a part of it: what the machine is,
+                                              forms, steps and decoder: is it right?
 """
 
 import tyro
 
+from bench.acceptance import acceptance
+from bench.checks import decoder, environment, forms, steps
 from bench.decoding import decode
 from bench.kernels import attention
+from bench.report import report
 from bench.training_step import train
 from runtime import command_line
 
 if __name__ == "__main__":
-    commands = {"attention": attention, "train": train, "decode": decode}
+    commands = [attention, train, decode, acceptance, report, environment, forms, steps, decoder]
+    commands = {command.__name__: command for command in commands}
     command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, description=__doc__))

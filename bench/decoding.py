@@ -4,6 +4,8 @@ exit     adaptive against always running K steps: time against slots, of decodin
 others   tokens a second: against decoding without a cache, and transformers' Llama at K = 0
 prompt   seconds to read a prompt: in parallel, slot by slot, and without leaving slots out
 context  milliseconds for a token with more and more slots before it
+
+Each is measured in every precision that is asked for, with CUDA graphs and without as asked.
 """
 
 import tempfile
@@ -13,7 +15,7 @@ from dataclasses import fields, replace
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 import pandas as pd
 import pydantic
@@ -23,16 +25,41 @@ from tqdm import tqdm
 
 from baselines import build, find
 from bench.timing import Some, machine, medians, print_table, write_results
-from engine.batching import Engine, Sequence
+from engine.batching import Engine
 from engine.choosing import check_request
 from engine.prefill import settle
 from interop import find_model, load, save
 from model import Count, LlamaConfig
-from runtime import UserError, pick_device
+from runtime import UserError, autocast, pick_device
 from sample import stream
 from training.settings import validation_windows
 
-COLORS = {1: "#0072B2", 8: "#009E73", 32: "#D55E00"}
+COLORS = {1: "#0072B2", 8: "#009E73", 32: "#D55E00", 128: "#CC79A7"}
+PARTS = ("context", "prompt", "others", "exit")
+
+
+class How(NamedTuple):
+    """One way to decode."""
+
+    precision: str = "float32"
+    graphs: str = "off"  # or on, of CUDA
+
+    @property
+    def dtype(self):
+        return getattr(torch, self.precision)
+
+    def engine(self, model, batch_size, kind=Engine, **options):
+        graphs = self.graphs == "on"
+        return kind(model, batch_size, dtype=self.dtype, graphs=graphs, **options)
+
+
+HOW = How()
+
+
+def ways(precisions, graphs, device):
+    """All combinations; 'auto' is what an Engine does by itself."""
+    graphs = [("on" if device.type == "cuda" else "off") if x == "auto" else x for x in graphs]
+    return [How(*pair) for pair in product(precisions, dict.fromkeys(graphs))]
 
 
 def cells(label, *axes):
@@ -53,11 +80,11 @@ class SamePrompt(Engine):
 
     known = None
 
-    def read_prompts(self, rows):
+    def read_prompts(self, rows, contexts):
         if self.known is None:
             first = self.running[rows[0]]
             before = len(first.read)
-            logits = super().read_prompts(rows[:1])
+            logits = super().read_prompts(rows[:1], contexts[:1])
             kv = [layer[rows[0], :, : first.length].clone() for layer in self.cache.layers]
             self.known = logits, kv, first.read[before:], first.length
         logits, kv, steps, length = self.known
@@ -70,14 +97,29 @@ class SamePrompt(Engine):
         return logits.expand(len(rows), -1)
 
 
-def timed(engine, *args, **kwargs):
-    """Generate; the seconds that count are those from the first new token on."""
-    before = engine.stats.seconds
-    engine.generate(*args, **kwargs)
+class Unread(Engine):
+    """A prompt's slots are in the cache, all that it may take, but nobody has computed them."""
+
+    def read_prompts(self, rows, contexts):
+        for row in rows:
+            q, K = self.running[row], self.model.config.ponder_steps
+            q.read[:], q.position = len(q.context) * [K], len(q.context)
+            q.length = q.position * (K + 1)
+            self.cache.reserve(q.length)
+        V = self.model.config.vocab_size
+        return torch.zeros(len(rows), V, device=self.device)
+
+
+def timed(engine, prompts, new_tokens, samples=None, **choice):
+    """Generate; the seconds that count are those from the first new token on. `samples`, a list,
+    receives what is generated."""
+    before, made = engine.stats.seconds, engine.generate(prompts, new_tokens, **choice)
+    if samples is not None:
+        samples[:] = made
     return engine.stats.seconds - before
 
 
-def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats):
+def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats, how=HOW):
     """Adaptive against always K: which share of the skipped slots is saved time? (target: 0.9)
 
     The router is shifted by each alpha. Twice as many sequences as run at once are decoded, so that
@@ -86,17 +128,23 @@ def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats
     rows = []
     for B, length in cells("early exit", batch_sizes, lengths):
         prompts = 2 * B * prompts_of(val, 1, length)
-        engines = {alpha: SamePrompt(model, B, tau=tau, alpha=alpha) for alpha in alphas}
-        engines["always"] = always = SamePrompt(model, B, tau=0)
-        runs = {k: partial(timed, e, prompts, new_tokens, seed=0) for k, e in engines.items()}
+        make = partial(how.engine, model, B, SamePrompt)
+        engines = {alpha: make(tau=tau, alpha=alpha) for alpha in alphas}
+        engines["always"] = make(tau=0)
+        samples = {name: [] for name in engines}  # the same in each round
+        runs = {
+            name: partial(timed, engine, prompts, new_tokens, samples[name], seed=0)
+            for name, engine in engines.items()
+        }
         seconds = medians(runs, repeats)
         tokens = 2 * B * (new_tokens - 1)  # the first is chosen when the prompt has been read
         for alpha in alphas:
-            slots = engines[alpha].stats.slots  # as many in each round, and in the warm-up
-            time_ratio, slot_ratio = seconds[alpha] / seconds["always"], slots / always.stats.slots
-            row = {"batch": B, "prompt": length, "alpha": alpha}
-            row |= {"steps": slots / (repeats + 1) / tokens - 1}
-            row |= {"tokens_per_second": tokens / seconds[alpha]}
+            steps = sum(sum(sample.steps[1:]) for sample in samples[alpha]) / tokens
+            slot_ratio = (1 + steps) / (1 + model.config.ponder_steps)
+            time_ratio = seconds[alpha] / seconds["always"]
+            row = {**how._asdict(), "batch": B, "prompt": length, "tau": tau, "alpha": alpha}
+            row |= {"steps": steps, "tokens_per_second": tokens / seconds[alpha]}
+            row |= {"always_tokens_per_second": tokens / seconds["always"]}
             row |= {"slot_ratio": slot_ratio, "time_ratio": time_ratio}
             saved = (1 - time_ratio) / (1 - slot_ratio) if slot_ratio < 0.9 else None
             rows.append(row | {"saved": saved})
@@ -117,19 +165,21 @@ def llama(config):
         return LlamaForCausalLM.from_pretrained(directory).eval(), vanilla.eval()
 
 
-def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats):
+def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, how=HOW):
     """Tokens a second and how many times that of the other way: of recomputing all for each token
     (after the prompt), and of transformers (prompt included)."""
     rows, few = [], min(4, new_tokens)
     device = model.lm_head.weight.device
 
     def compare(against, B, length, tokens, cache, other):
-        seconds = medians({"cache": cache, "other": other}, repeats)
-        row = {"against": against, "batch": B, "prompt": length, "tokens": tokens}
+        runs = {"cache": cache, "other": other}
+        seconds = medians(runs, repeats, device=device)
+        row = {**how._asdict(), "against": against, "batch": B, "prompt": length, "tokens": tokens}
         row |= {f"{name}_tokens_per_second": B * tokens / seconds[name] for name in seconds}
         rows.append(row | {"ratio": seconds["other"] / seconds["cache"]})
 
     @torch.no_grad()
+    @autocast(device, how.dtype)
     def recompute(prompt):
         idx = torch.tensor([prompt], device=device)
         for _ in range(few):
@@ -139,10 +189,12 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats):
 
     for (length,) in cells("no cache", lengths):
         prompts = prompts_of(val, 1, length)
-        cached = partial(timed, SamePrompt(model, 1), prompts, few + 1, temperature=0)
+        cached = how.engine(model, 1, SamePrompt)
+        cached = partial(timed, cached, prompts, few + 1, temperature=0)
         compare("no cache", 1, length, few, cached, partial(recompute, *prompts))
     try:
         theirs, ours = (m.to(device) for m in llama(model.config))
+        theirs.to(how.dtype)
     except ImportError:
         print("transformers is not installed: the comparison with its generate is left out")
         return rows
@@ -151,30 +203,40 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats):
         idx = torch.tensor(prompts, device=device)
         settings = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(idx))
         settings |= dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
-        cached = partial(Engine(ours, B).generate, prompts, new_tokens, temperature=0)
+        cached = how.engine(ours, B)
+        cached = partial(cached.generate, prompts, new_tokens, temperature=0)
         generate = partial(theirs.generate, idx, **settings)
         compare("transformers", B, length, new_tokens, cached, generate)
     return rows
 
 
-def prompt_rows(model, val, lengths, alphas, repeats):
+def prompt_rows(model, val, lengths, alphas, repeats, how=HOW):
     """Seconds to read one prompt: compacted Jacobi iteration against the other ways."""
 
+    rows, device = [], model.lm_head.weight.device
+
+    @autocast(device, how.dtype)  # an engine has a precision of its own
     def simple(prompt, alpha):
         deque(stream(model, prompt, 1, temperature=0, alpha=alpha), maxlen=0)
 
-    rows, full = [], torch.no_grad()(model.fixed_point)
-    for length, alpha in cells("prompts", lengths, (0.0, *alphas[-1:])):
+    @torch.no_grad()
+    @autocast(device, how.dtype)
+    def full(*args, **kwargs):
+        model.fixed_point(*args, **kwargs)
+
+    for length, alpha in cells("prompts", lengths, dict.fromkeys((0.0, *alphas[-1:]))):
         (prompt,) = prompts_of(val, 1, length)
-        idx = torch.tensor([prompt], device=model.lm_head.weight.device)
-        engines = {p: Engine(model, 1, alpha=alpha, prefill=p) for p in ("jacobi", "sequential")}
+        idx, ways = torch.tensor([prompt], device=device), ("jacobi", "sequential")
+        engines = {p: how.engine(model, 1, alpha=alpha, prefill=p) for p in ways}
         runs = {p: partial(e.generate, [prompt], 1, temperature=0) for p, e in engines.items()}
         runs["simple"] = partial(simple, prompt, alpha)
-        runs["full"] = partial(full, idx, tau=1e-4, alpha=alpha, tolerance=1e-5)
-        seconds = medians(runs, repeats, warm_up=0)
-        slots = engines["sequential"].stats.slots / repeats
-        row = {"prompt": length, "alpha": alpha}
-        row["passes"] = engines["jacobi"].stats.prompt_passes // repeats
+        near = 1e-5 if how.precision == "float32" else 1e-2  # as an engine's
+        runs["full"] = partial(full, idx, tau=1e-4, alpha=alpha, tolerance=near)
+        warm_up = int(device.type == "cuda")  # where the first call loads libraries
+        seconds = medians(runs, repeats, warm_up, device)
+        slots = engines["sequential"].stats.slots / (repeats + warm_up)
+        row = {**how._asdict(), "prompt": length, "alpha": alpha}
+        row["passes"] = engines["jacobi"].stats.prompt_passes // (repeats + warm_up)
         row["slot_ratio"] = slots / (length * (model.config.ponder_steps + 1))
         row |= {f"{name}_seconds": value for name, value in seconds.items()}
         others = ("sequential", "simple", "full")
@@ -182,25 +244,16 @@ def prompt_rows(model, val, lengths, alphas, repeats):
     return rows
 
 
-def context_rows(model, contexts, repeats):
-    """Milliseconds for a token of K+1 slots, with so many slots before it."""
-    engine, S = Engine(model, 1, tau=0), model.config.ponder_steps + 1
-
-    @torch.inference_mode()
-    def run(n):
-        engine.cache.reserve(n + S)
-        for _ in range(8):
-            q = Sequence(0, [0] * (n // S + 1), deque(), [], S - 1, position=n // S, length=n)
-            engine.running = [q]
-            engine.cache.clear(0, n)
-            for _ in range(S):
-                engine.advance()
-
-    runs = {n: partial(run, n) for n in contexts}
+def context_rows(model, contexts, repeats, how=HOW):
+    """Milliseconds for a token of K+1 slots, with so many slots before it: the mean of eight."""
+    engine, S = how.engine(model, 1, Unread, tau=0), model.config.ponder_steps + 1
+    prompts = {n: [max(n // S, 1) * [0]] for n in contexts}
+    runs = {n: partial(timed, engine, prompts[n], 9, temperature=0) for n in contexts}
     seconds = medians(runs, repeats)
     first = seconds[contexts[0]]
     return [
-        {"slots": n, "milliseconds": 1e3 * seconds[n] / 8, "ratio": seconds[n] / first}
+        {**how._asdict(), "slots": n, "milliseconds": 1e3 * seconds[n] / 8}
+        | {"ratio": seconds[n] / first}
         for n in contexts
     ]
 
@@ -208,75 +261,117 @@ def context_rows(model, contexts, repeats):
 @pydantic.validate_call
 def decode(
     run: str | None = None,
-    batch_sizes: Some[Count] = (1, 8, 32),
+    parts: Some[Literal[PARTS]] = PARTS,
+    batch_sizes: Some[Count] | None = None,
     prompts: Some[Count] = (32, 512),
     new_tokens: Annotated[int, Field(ge=2)] = 32,
-    tau: float = 1e-4,
+    tau: Some[float] = (1e-4,),
     alphas: Some[float] = (0.0, -2.0, -4.0),
     contexts: Some[Count] = (64, 512, 1024, 2048, 4096, 8192),
+    precisions: Some[Literal["float32", "bfloat16"]] = ("float32",),
+    graphs: Some[Literal["auto", "on", "off"]] = ("auto",),
     repeats: Count = 3,
     device: str = "auto",
     out: Path = Path("out/bench"),
 ):
-    """Early-exit decoding: what skipped slots save, and how fast the rest is. In float32.
+    """Early-exit decoding: what skipped slots save, and how fast the rest is.
+
+    The results are written after each part, and all parts together are drawn, too.
 
     Args:
         run: directory of a trained PonderLM-3; by default the newest in out/
-        batch_sizes: sequences that run at once
+        parts: what is measured
+        batch_sizes: sequences that run at once; by default 1, 8, 32, on CUDA 128, too
         prompts: lengths of prompts, in tokens
         new_tokens: to generate for each
         tau: where early exit stops, in the comparison with always K
         alphas: shifts of the router, which sweep the executed steps
-        contexts: slots in the cache for the last measurement
+        contexts: slots in the cache, for the cost of a context
+        precisions: of the matrix products
+        graphs: replay CUDA graphs, or not; auto is on where there is CUDA
         repeats: rounds
         device: auto, cpu, cuda
         out: folder for the results
     """
     device, directory = pick_device(device), find_model(run)
+    batch_sizes = batch_sizes or ((1, 8, 32, 128) if device.type == "cuda" else (1, 8, 32))
     model = load(directory).to(device)
     if not (model.iterates and model.has_router):
         raise UserError(f"{directory} is of method {model.config.method}: give a PonderLM-3")
-    for alpha in alphas:
-        check_request(model, [], 0, tau=tau, alpha=alpha)
+    for t, alpha in product(tau, alphas):
+        check_request(model, [], 0, tau=t, alpha=alpha)
     _, _, windows = validation_windows(directory)
     val = torch.from_numpy(windows.tokens[:2_000_000].astype("int64"))
     # Times do not depend on what is said beyond the window, and RoPE knows no end.
-    S, needed = model.config.ponder_steps + 1, max(prompts) + new_tokens
-    trained = model.config.block_size
-    model.config = replace(model.config, block_size=max(trained, needed, max(contexts) // S + 1))
-    start = time.perf_counter()
+    trained, longest = model.config.block_size, max(contexts) // (model.config.ponder_steps + 1)
+    window = max(trained, max(prompts) + new_tokens, longest + 9)
+    model.config = replace(model.config, block_size=window)
+    start, hows = time.perf_counter(), ways(precisions, graphs, device)
     results = {"machine": machine(device), "run": directory.name, "window": trained, "tau": tau}
     results["parameters"] = sum(p.numel() for p in model.parameters())
-    results["context"] = context_rows(model, contexts, repeats)
-    results["prompt"] = prompt_rows(model, val, prompts, alphas, repeats)
-    results["others"] = other_rows(model, val, batch_sizes, prompts, new_tokens, repeats)
-    results["exit"] = exit_rows(model, val, batch_sizes, prompts, new_tokens, tau, alphas, repeats)
-    results["minutes"] = (time.perf_counter() - start) / 60
-    file = write_results(out / f"decode-{directory.name}-{device.type}.json", results)
+    measurements = {
+        "context": partial(context_rows, model, contexts),
+        "prompt": partial(prompt_rows, model, val, prompts, alphas),
+        "others": partial(other_rows, model, val, batch_sizes, prompts, new_tokens),
+        "exit": lambda *rest: [
+            row
+            for t in tau
+            for row in exit_rows(model, val, batch_sizes, prompts, new_tokens, t, alphas, *rest)
+        ],
+    }
+    whole = set(parts) == set(PARTS)
+    name = f"decode-{directory.name}-{device.type}" + ("" if whole else "-" + "-".join(parts))
+    for part in parts:
+        results[part] = [row for how in hows for row in measurements[part](repeats, how)]
+        results["minutes"] = (time.perf_counter() - start) / 60
+        file = write_results(out / f"{name}.json", results)
     print_tables(results)
-    draw(results, file.with_suffix(".png"))
-    print(f"written: {file} and {file.with_suffix('.png').name}")
+    print(f"written: {file}")
+    if whole:
+        draw(results, file.with_suffix(".png"))
+        print(f"drawn: {file.with_suffix('.png')}")
+
+
+TABLES = {
+    "exit": (
+        "early exit against always K, after the prompt: ratios to always K\n"
+        "saved: saved time / saved slots, where a tenth is saved",
+        {"batch": "batch", "prompt": "prompt", "tau": "tau:g", "alpha": "alpha:g"}
+        | {"steps": "steps:.2f", "tok/s": "tokens_per_second:.0f", "slots": "slot_ratio:.2f"}
+        | {"time": "time_ratio:.2f", "saved": "saved:.2f"},
+    ),
+    "others": (
+        "no cache: after the prompt; transformers: K = 0, untrained weights, prompt included",
+        {"against": "against", "batch": "batch", "prompt": "prompt"}
+        | {"tok/s": "cache_tokens_per_second:.1f", "theirs": "other_tokens_per_second:.1f"}
+        | {"ratio": "ratio:.2f"},
+    ),
+    "prompt": (
+        "seconds to read a prompt in parallel; of the other ways the ratio to it",
+        {"prompt": "prompt", "alpha": "alpha:g", "slots": "slot_ratio:.2f", "passes": "passes"}
+        | {"parallel": "jacobi_seconds:.3f", "slot by slot": "sequential_ratio:.2f"}
+        | {"simple": "simple_ratio:.2f", "full": "full_ratio:.2f"},
+    ),
+    "context": (
+        "milliseconds for a token of K+1 slots",
+        {"slots before it": "slots", "ms": "milliseconds:.2f", "ratio": "ratio:.2f"},
+    ),
+}
 
 
 def print_tables(results):
-    print(f"{results['machine']} float32, {results['run']}, {results['parameters']:,} parameters")
-    print("\nearly exit against always K, after the prompt: ratios to always K")
-    print("saved: saved time / saved slots, where a tenth is saved")
-    columns = {"batch": "batch", "prompt": "prompt", "alpha": "alpha:g", "steps": "steps:.2f"}
-    columns |= {"tok/s": "tokens_per_second:.0f", "slots": "slot_ratio:.2f"}
-    print_table(results["exit"], columns | {"time": "time_ratio:.2f", "saved": "saved:.2f"})
-    print("\nno cache: after the prompt; transformers: K = 0, untrained weights, prompt included")
-    columns = {"against": "against", "batch": "batch", "prompt": "prompt"}
-    columns |= {"tok/s": "cache_tokens_per_second:.1f", "theirs": "other_tokens_per_second:.1f"}
-    print_table(results["others"], columns | {"ratio": "ratio:.2f"})
-    print("\nseconds to read a prompt in parallel; of the other ways the ratio to it")
-    columns = {"prompt": "prompt", "alpha": "alpha:g", "slots": "slot_ratio:.2f"}
-    columns |= {"passes": "passes", "parallel": "jacobi_seconds:.3f"}
-    columns |= {"slot by slot": "sequential_ratio:.2f", "simple": "simple_ratio:.2f"}
-    print_table(results["prompt"], columns | {"full": "full_ratio:.2f"})
-    print("\nmilliseconds for a token of K+1 slots")
-    columns = {"slots before it": "slots", "ms": "milliseconds:.2f", "ratio": "ratio:.2f"}
-    print_table(results["context"], columns)
+    print(f"{results['machine']} {results['run']}, {results['parameters']:,} parameters")
+    for part, (title, columns) in TABLES.items():
+        if part in results:
+            print(f"\n{title}")
+            print_table(results[part], {"precision": "precision", "graphs": "graphs"} | columns)
+
+
+def first_way(rows):
+    """The rows of one precision, with graphs or without: more would lie on top of each other."""
+    frame = pd.DataFrame(rows)
+    how = frame.columns.intersection(How._fields)  # files of before have one way only
+    return frame[(frame[how] == frame[how].iloc[0]).all(axis=1)]
 
 
 def draw(results, file):
@@ -286,7 +381,7 @@ def draw(results, file):
     axes = figure.subplots(2, 2)
     exits, others, reading, after = axes.flat
     names = ("exit", "others", "prompt", "context")
-    exit, other, prompt, context = (pd.DataFrame(results[name]) for name in names)
+    exit, other, prompt, context = (first_way(results[name]) for name in names)
     markers = dict(zip(prompt.prompt.unique(), cycle("o^svD"), strict=False))
     exits.plot([0, 1], [0, 1], color="#999999", lw=1, label="all skipped slots are saved time")
     for (B, length), mine in exit.groupby(["batch", "prompt"], sort=False):

@@ -1,6 +1,5 @@
 """How things are timed against each other, how much memory they take, where the results go."""
 
-import json
 import platform
 import statistics
 import sys
@@ -12,6 +11,12 @@ from typing import Annotated, TypeVar
 import pandas as pd
 import torch
 from pydantic import AfterValidator
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from runtime import write_json
+
+CPU = torch.device("cpu")
 
 
 def not_empty(values):
@@ -23,49 +28,120 @@ def not_empty(values):
 Some = Annotated[tuple[TypeVar("T"), ...], AfterValidator(not_empty)]  # for a flag, Some[int]
 
 
-def medians(runs, repeats, warm_up=1):
-    """{name: a function that may return the seconds that count} -> {name: its median seconds}.
+# -- Time ------------------------------------------------------------------------------------------
+
+
+def seconds_of(run, device=CPU, calls=1):
+    """Seconds of one call, or what the function itself returns as the seconds that count.
+
+    On CUDA the GPU's own clock says when it began and ended. With several `calls` the host can
+    prepare the next one while the GPU is busy, as it does in a training.
+    """
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            own = run()
+        end.record()
+        end.synchronize()
+        seconds = begin.elapsed_time(end) / 1e3  # it tells milliseconds
+    else:
+        start = time.perf_counter()
+        for _ in range(calls):
+            own = run()
+        seconds = time.perf_counter() - start
+    return own if isinstance(own, float) else seconds / calls
+
+
+def medians(runs, repeats, warm_up=1, device=CPU, calls=1):
+    """{name: a function, see `seconds_of`} -> {name: its median seconds}.
 
     Rounds alternate between the functions, so that a machine that slows down slows all of them.
     """
     seconds = {name: [] for name in runs}
     for i in range(repeats + warm_up):
         for name, run in runs.items():
-            start = time.perf_counter()
-            own = run()
-            elapsed = time.perf_counter() - start
+            once = seconds_of(run, device, calls)
             if i >= warm_up:
-                seconds[name].append(own if isinstance(own, float) else elapsed)
+                seconds[name].append(once)
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def measure(make, cases, repeats, warm_up):
-    """Median seconds of each case and its peak memory in MiB (nan where it cannot be told).
+def largest(run, device, count):
+    """The `count` kernels (on a CPU operators) that take the most time of one run.
+
+    -> [{name, calls, milliseconds, share}], share of the time of all of them.
+    """
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
+    with profile(activities=activities) as found:
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    rows = []
+    for event in found.key_averages():
+        own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if event.device_type == kind:
+            rows.append({"name": event.key, "calls": event.count, "milliseconds": own / 1e3})
+    total = sum(row["milliseconds"] for row in rows)
+    rows = sorted(rows, key=lambda row: -row["milliseconds"])[:count]
+    return [row | {"share": row["milliseconds"] / total} for row in rows]
+
+
+# -- Memory ----------------------------------------------------------------------------------------
+
+
+def measure(make, cases, repeats, warm_up, calls=1):
+    """Median seconds of each case, its peak memory in MiB (nan where it cannot be told), and why
+    others cannot run here: three dicts by name.
 
     A case is the arguments with which `make` makes a function to run; the last but one is the
     device. `warm_up` is a small case.
     """
-    runs = {name: make(*case) for name, case in cases.items()}
-    seconds = medians(runs, repeats)
-    del runs
-    memory = dict.fromkeys(cases, float("nan"))
-    if all(case[-2].type == "cuda" for case in cases.values()) or sys.platform == "linux":
-        tasks = [(make, warm_up, case) for case in cases.values()]
+    runs, refused = {}, {}
+    device = next(iter(cases.values()))[-2]
+    for name, case in cases.items():
+        try:
+            runs[name] = warmed_up(make, case)
+        except Exception as error:  # too little memory; a kernel of others fails in any way
+            refused[name] = reason(error)
+    seconds = medians(runs, repeats, 0, device, calls)
+    memory = dict.fromkeys(runs, float("nan"))
+    if device.type == "cuda":
+        memory = {name: peak_on_gpu(run) for name, run in runs.items()}
+    elif sys.platform == "linux":
+        del runs  # and their memory
+        tasks = [(make, warm_up, cases[name]) for name in seconds]
         with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-            memory = dict(zip(cases, pool.map(peak_memory, tasks, 1), strict=True))
-    return seconds, memory
+            memory = dict(zip(seconds, pool.map(peak_memory, tasks, 1), strict=True))
+    return seconds, memory, refused
+
+
+def reason(error):
+    """An error in one line."""
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+
+
+def warmed_up(make, case):
+    run = make(*case)
+    run()
+    return run
+
+
+def peak_on_gpu(run):
+    """MiB that a run needs beyond what is there before it."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def peak_memory(arguments):
     """MiB that one run of `make(*case)` needs beyond its inputs, in a process of its own."""
     make, warm_up, case = arguments
     make(*warm_up)()  # loads the libraries
-    run, device = make(*case), case[-2]
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    run = make(*case)
     Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
     before = resident("VmRSS")
     run()
@@ -76,6 +152,9 @@ def resident(field):
     """MiB in memory now (VmRSS) or at the peak (VmHWM), from Linux's account of this process."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(field + ":")[1].split()[0]) / 2**10
+
+
+# -- Results ---------------------------------------------------------------------------------------
 
 
 def print_table(rows, columns):
@@ -99,5 +178,5 @@ def machine(device):
 
 def write_results(file, results):
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_json(file, results)
     return file

@@ -1,7 +1,7 @@
 """A training step against plain forward and backward over as many slots: time and memory."""
 
-import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,26 +9,37 @@ import pydantic
 import torch
 import torch.nn.functional as F
 
-from attention import pick_backend
-from bench.timing import machine, measure, print_table, write_results
+from attention import fastest_backend
+from bench.timing import (
+    largest,
+    machine,
+    measure,
+    print_table,
+    seconds_of,
+    warmed_up,
+    write_results,
+)
 from model import Count, PonderLM, slots_of_passes
-from runtime import autocast, pick_device, pick_precision
-from train import objective
+from runtime import UserError, autocast, pick_device, pick_precision
+from train import compile_blocks, make_optimizer, objective
 from training.settings import PRESETS
 
+WINDOWS = {"tiny": 256, "small": 64, "70m": 8, "410m": 1}  # a step, in 140 GB
 
-def train_case(shape, B, R, plain, recompute, compiled, device, dtype):
+
+def train_case(shape, B, R, plain, recompute, compiled, backend, recipe, device, dtype):
     """A function that runs forward and backward on B windows once.
 
     `plain` is what the passes would cost as ordinary sequences of a Llama of the same shape, each
-    with its own backward pass: same slots, no bias, no router, no penalty, one head.
+    with its own backward pass: same slots, no bias, no router, no penalty, one head. With a
+    `recipe`, a TrainConfig, it clips the gradient and takes the optimizer's step, too.
     """
     torch.manual_seed(0)
     model = PonderLM(shape).to(device).train()
-    model.backend, model.recompute = pick_backend("auto", device, dtype), recompute
+    model.backend, model.recompute = backend, recompute
     if compiled:
-        for block in model.model.layers:
-            block.compile(dynamic=True)
+        compile_blocks(model)
+    optimizer = recipe and make_optimizer(model, recipe, device)
     T, D = shape.block_size, shape.hidden_size
     rows = torch.randint(shape.vocab_size, (B, T + 1), device=device)
     x, y = rows[:, :-1], rows[:, 1:]
@@ -49,9 +60,10 @@ def train_case(shape, B, R, plain, recompute, compiled, device, dtype):
             with autocast(device, dtype):
                 loss, _, _ = objective(model, x, y, R)
             loss.backward()
+        if optimizer:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+            optimizer.step()
         model.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
 
     return run
 
@@ -78,11 +90,7 @@ def matmul_peak(device, dtype):
     for n in (4096, 8192, 16384) if device.type == "cuda" else (1024, 2048):
         a = torch.randn(n, n, device=device, dtype=dtype)
         for _ in range(6):
-            start = time.perf_counter()
-            a @ a
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            best = max(best, 2 * n**3 / (time.perf_counter() - start))
+            best = max(best, 2 * n**3 / seconds_of(partial(torch.matmul, a, a), device))
     return best
 
 
@@ -94,57 +102,91 @@ def train(
     repeats: Count = 5,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     compile: bool = False,
+    optimizer: bool = False,
+    profile: Annotated[int, pydantic.Field(ge=0)] = 0,
     device: str = "auto",
     out: Path = Path("out/bench"),
 ):
     """A training step against plain forward and backward over as many slots: time and memory.
 
     The model FLOPs utilisation (MFU) is the share of the speed of large square matrix products of
-    the same precision, measured here. Each ratio is one of medians.
+    the same precision, measured here. Each ratio is one of medians. Compiled steps are measured
+    after the others, again in turns with the plain one; the results are written after each.
 
     Args:
         preset: the shape
-        windows: a step; by default 2 on a CPU, 32 on a GPU
+        windows: a step; by default 2 on a CPU, on a GPU what one of 140 GB holds
         iters: R
         repeats: rounds
         precision: auto is bfloat16 where it is fast
         compile: also with compiled blocks
+        optimizer: with the optimizer's step
+        profile: list so many kernels (on a CPU operators) that take most of the step's time
         device: auto, cpu, cuda
         out: folder for the results
     """
     device = pick_device(device)
     dtype = pick_precision(precision, device)
-    B = windows or (32 if device.type == "cuda" else 2)
-    shape = PRESETS[preset].model
+    B = windows or (WINDOWS[preset] if device.type == "cuda" else 2)
+    shape, recipe = PRESETS[preset].model, PRESETS[preset] if optimizer else None
     two, one = (replace(shape, backprop_passes=n) for n in (2, 1))
-    variants = {  # shape, plain, recompute, compiled
-        "plain": (shape, True, False, False),
-        "PonderLM-3": (shape, False, False, False),
-        "--recompute": (shape, False, True, False),
-        "--backprop-passes 2": (two, False, False, False),
-        "--backprop-passes 1": (one, False, False, False),
-    }
-    if compile:
-        variants["plain, --compile"] = (shape, True, False, True)
-        variants["--compile"] = (shape, False, False, True)
-    cases = {name: (s, B, iters, *flags, device, dtype) for name, (s, *flags) in variants.items()}
-    warm_up = (replace(PRESETS["tiny"].model, block_size=16), 1, 0, *3 * (False,), device, dtype)
-    peak = matmul_peak(device, dtype)
-    time_of, memory = measure(train_case, cases, repeats, warm_up)
-    flops, tokens = step_flops(shape, B, iters), B * shape.block_size
-    rows = []
-    for name, seconds in time_of.items():
-        row = {"case": name, "seconds": seconds, "tokens_per_second": tokens / seconds}
-        row |= {"MiB": memory[name], "time_ratio": seconds / time_of["plain"]}
-        rows.append(row | {"mfu": None if "backprop" in name else flops / seconds / peak})
+    size = (B, shape.num_attention_heads, shape.block_size * (shape.ponder_steps + 1))
+    size = (*size, shape.head_width), shape.key_value_heads, device, dtype
+    backends = {True: fastest_backend(*size, biased=False), False: fastest_backend(*size)}
+    groups = [  # of variants: shape, plain, recompute, compiled
+        {
+            "plain": (shape, True, False, False),
+            "PonderLM-3": (shape, False, False, False),
+            "--recompute": (shape, False, True, False),
+            "--backprop-passes 2": (two, False, False, False),
+            "--backprop-passes 1": (one, False, False, False),
+        },
+        {
+            "plain": (shape, True, False, False),
+            "plain, --compile": (shape, True, False, True),
+            "--compile": (shape, False, False, True),
+        },
+    ]
+    warm_up = replace(PRESETS["tiny"].model, block_size=16)
+    warm_up = (warm_up, 1, 0, *3 * (False,), "sdpa", recipe, device, dtype)
+    peak, flops = matmul_peak(device, dtype), step_flops(shape, B, iters)
     results = {"machine": machine(device), "dtype": str(dtype), "preset": preset, "windows": B}
-    results |= {"iters": iters, "flops": flops, "matmul_peak": peak, "rows": rows}
-    results["shape"] = asdict(shape)
-    file = write_results(out / f"train-{preset}-{device.type}.json", results)
+    results |= {"iters": iters, "optimizer": optimizer, "flops": flops, "matmul_peak": peak}
+    results |= {"shape": asdict(shape), "rows": [], "refused": {}}
+    results |= {"backends": {"plain": backends[True], "soft mask": backends[False]}}
+    file = out / f"train-{preset}-{device.type}.json"
+    for variants in groups if compile else groups[:1]:
+        cases = {
+            name: (of, B, iters, plain, *flags, backends[plain], recipe, device, dtype)
+            for name, (of, plain, *flags) in variants.items()
+        }
+        calls = 3 if device.type == "cuda" else 1
+        time_of, memory, refused = measure(train_case, cases, repeats, warm_up, calls)
+        results["refused"] |= refused
+        if "plain" in refused:
+            raise UserError(f"the plain step: {refused['plain']}; try fewer --windows than {B}")
+        for name, seconds in time_of.items():
+            row = {"case": name, "seconds": seconds, "MiB": memory[name]}
+            row |= {"tokens_per_second": B * shape.block_size / seconds}
+            row |= {"time_ratio": seconds / time_of["plain"]}
+            row |= {"mfu": None if "backprop" in name else flops / seconds / peak}
+            if not any(before["case"] == name for before in results["rows"]):
+                results["rows"].append(row)
+        write_results(file, results)
+    if profile:
+        flags = False, False, compile, backends[False]
+        run = warmed_up(train_case, (shape, B, iters, *flags, recipe, device, dtype))
+        results["largest"] = largest(run, device, profile)
+        write_results(file, results)
     print(results["machine"], results["dtype"], f"matrix products {peak / 1e12:.2f} TFLOP/s")
     print(f"{preset}, {B} windows of {shape.block_size} tokens, R = {iters}, median of {repeats}")
+    print("attention:", results["backends"])
     columns = {"": "case", "seconds": "seconds:.3f", "tokens/s": "tokens_per_second:,.0f"}
-    print_table(
-        rows, columns | {"MiB": "MiB:.0f", "time/plain": "time_ratio:.2f", "MFU": "mfu:.0%"}
-    )
+    columns |= {"MiB": "MiB:.0f", "time/plain": "time_ratio:.2f", "MFU": "mfu:.0%"}
+    print_table(results["rows"], columns)
+    for name, why in results["refused"].items():
+        print(f"not run: {name}, {why}")
+    if profile:
+        columns = {"largest": "name:.80", "calls": "calls", "ms": "milliseconds:.1f"}
+        print_table(results["largest"], columns | {"share": "share:.0%"})
     print(f"written: {file}")

@@ -136,11 +136,15 @@ class Windows:
         start = self.order[i] * self.block_size
         return self.tokens[start : start + self.block_size + 1].astype(np.int64)
 
-    def batch(self, step, size, rank=0, processes=1):
-        """Inputs and targets of a step, (size, T) each: this process's share of the whole batch."""
+    def rows(self, step, size, rank=0, processes=1):
+        """The tokens of a step, (size, T+1): this process's share of the whole batch."""
         first = (step * processes + rank) * size
-        rows = np.stack([self.window(i) for i in range(first, first + size)])
-        return torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(rows[:, 1:].copy())
+        return torch.from_numpy(np.stack([self.window(i) for i in range(first, first + size)]))
+
+    def batch(self, *step):
+        """Inputs and targets of a step, (size, T) each: two views of its `rows`."""
+        rows = self.rows(*step)
+        return rows[:, :-1], rows[:, 1:]
 
 
 def unigram_entropy(tokens, vocab_size):

@@ -25,7 +25,7 @@ from sample import Options, Request
 class ManyOptions(Options):
     batch_size: Count = 8  # how many sequences run at once
     prefill: Literal["jacobi", "sequential"] = "jacobi"  # prompts in parallel, or slot by slot
-    graphs: bool = False  # on CUDA, replay the step of a slot as one graph
+    graphs: bool = True  # on CUDA, replay each pass as one graph
 
 
 def show_many(events, n, max_new_tokens, end, show):
@@ -59,7 +59,7 @@ def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
     model, n = request.model, len(request.ids)
     engine = Engine(
         model, min(o.batch_size, n), dtype=request.dtype, tau=o.tau, alpha=o.alpha,
-        prefill=o.prefill, graphs=o.graphs,
+        prefill=o.prefill, graphs=None if o.graphs else False,
     )  # fmt: skip
     events = engine.stream(
         request.ids, o.max_new_tokens, end=request.end, read=request.read, seed=o.seed,

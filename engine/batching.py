@@ -13,14 +13,8 @@ What `sample.stream` does for one sequence, with the same results. Three things 
 - A cache of executed slots only, that is there from the start (cache.py).
 - Prompts are read in parallel (prefill.py), and the step of one slot has nothing in it that could
   be done once before (slot_step.py).
-
-code       shape                  meaning
-A                                 sequences that run now, rows 0 .. A-1; at most B = batch_size
-x          (B, D)                 input of each row's next slot
-k          0 .. K-hat             which slot of its token that is
-s          (B, S)                 step distribution of each row's token, 0 beyond K-hat
-key_bias   (B, S)                 of the keys of its slots
-h_hat      (B, D)                 s_0 h^(0) + .. + s_k h^(k), as far as the token has come
+- A GPU does not wait for the host: the state of the rows stays there (rows.py), a pass is replayed
+  as one graph (cuda_graphs.py), and the host reads what came out of it two passes later.
 """
 
 import time
@@ -29,32 +23,30 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 
-from engine.cache import PromptLayer, SlotCache
-from engine.choosing import Sample, check_request, choose, uniform
-from engine.cuda_graphs import StaticStep
+from attention import decoding_kernels
+from engine.cache import PromptLayer
+from engine.choosing import Sample, check_request, choose, not_finite, uniform
+from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import settle
-from engine.slot_step import SlotStep
+from engine.rows import HostRows, Rows
 from model import Count, settings
-from router import mask_score
 from runtime import UserError, autocast
 
 
 @dataclass
 class Sequence:
-    """A text that grows, in one row. It is `length` 0 before its context is read, and again when
-    the context has outgrown the window."""
+    """A text that grows, in one row, as far as the host knows it."""
 
     index: int  # which prompt
     context: list[int]  # the tokens of its window, some of them not read yet
-    uniform: deque[float]  # a random number for each token that is still to be chosen
+    uniform: torch.Tensor  # (max_new_tokens,) a random number for each token that is chosen
     read: list[int]  # steps of every token read
-    steps: int = 0  # K-hat of the token that is being read
-    position: int = 0  # of that token
-    k: int = 0  # the slot of it that runs next
-    length: int = 0  # places used in the cache
+    chosen: int = 0  # tokens chosen so far
+    position: int = 0  # tokens of the context that are read
+    length: int = 0  # places that it may have used in the cache
+    state: Literal["new", "running", "ended"] = "new"  # new: its context is to be read (again)
 
 
 @dataclass
@@ -77,7 +69,9 @@ class EngineOptions:
     # latents moving by 3e-3, it is 1e-2
     tolerance: Annotated[float, Field(ge=0, lt=1)] | None = None
     max_passes: Count = 100
-    graphs: bool = False  # the slot step with static shapes, one launch on CUDA: cuda_graphs.py
+    # replay each pass as a CUDA graph; None: where there is CUDA. Elsewhere True runs passes of the
+    # same static shapes
+    graphs: bool | None = None
 
 
 class Engine:
@@ -101,21 +95,17 @@ class Engine:
                 f"{config.method} keeps a cache of its own kind, which the engine does not know: "
                 "decode it with python sample.py"
             )
-        self.model, self.options = model, EngineOptions(batch_size=batch_size, **options)
-        check_request(model, [], 0, tau=self.options.tau, alpha=self.options.alpha)
+        self.model = model
+        self.options = o = EngineOptions(batch_size=batch_size, **options)
+        check_request(model, [], 0, tau=o.tau, alpha=o.alpha)
         self.device, self.dtype = weight.device, dtype or weight.dtype
-        self.cache = SlotCache(config, batch_size, self.dtype, self.device)
-        self.step = SlotStep(model, batch_size, self.dtype)
-        if self.options.graphs:
-            self.step = StaticStep(self.step, self.cache.block)
-        self.head = weight.to(self.dtype).T.contiguous()  # (D, V), see slot_step.Layer
-        self.x, self.h_hat = weight.new_zeros(2, batch_size, config.hidden_size)
-        s, _ = model.router(self.x)
-        self.s, self.key_bias = s.clone(), torch.zeros_like(s)  # all, without a learned router
-        if model.has_router:
-            self.router = model.router.proj.weight.T.contiguous()  # (D, S)
-            slots = torch.arange(s.size(-1), device=self.device)
-            self.shift = model.router.offset + self.options.alpha * slots  # (S,)
+        on_gpu = self.device.type != "cpu"
+        self.ahead = 2 if on_gpu else 0  # passes that may be under way when one is looked at
+        self.static = on_gpu or bool(o.graphs)
+        kind = Rows if self.static else HostRows
+        self.rows = kind(model, batch_size, self.dtype, o.tau, o.alpha)
+        self.cache = self.rows.cache
+        self.passes = Graphs(self.rows) if o.graphs or (o.graphs is None and on_gpu) else self.rows
         self.running = []  # Sequence number i runs in row i
         self.stats = Stats()
 
@@ -144,85 +134,94 @@ class Engine:
         choice = check_request(
             self.model, prompts, max_new_tokens, end=end, tau=o.tau, alpha=o.alpha, **choice
         )
+        how = choice.temperature, choice.top_k, choice.top_p
         waiting = deque(range(len(prompts) if max_new_tokens else 0))
-        running = self.running = []
+        running, under_way = [], deque()
+        self.running = running
+        if self.static:
+            longest = max(map(len, prompts), default=0) + max_new_tokens
+            self.cache.reserve(self.places(min(longest, self.model.config.block_size)))
+
         while running or waiting:
             if running is not self.running:
                 raise RuntimeError("another stream of this engine has begun: it takes two engines")
             while waiting and len(running) < o.batch_size:
                 i = waiting.popleft()
-                seed = None if choice.seed is None else choice.seed + i
-                numbers = deque(uniform(seed, max_new_tokens).tolist())
+                numbers = uniform(None if choice.seed is None else choice.seed + i, max_new_tokens)
                 context = [int(token) for token in prompts[i]]
                 running.append(Sequence(i, context, numbers, [] if read is None else read[i]))
-            rows, logits = self.begin()
+            found = self.begin(how)
             start = time.perf_counter()  # reading prompts in parallel does not count
-            if not rows:
-                rows, logits = self.advance()
-            if rows:
-                u = [running[row].uniform.popleft() for row in rows]
-                u = torch.tensor(u, dtype=torch.float64)
-                tokens = choose(logits, u, choice.temperature, choice.top_k, choice.top_p)
-                self.feed(rows, tokens)
-                events = self.append(rows, tokens.tolist(), end, until)
+            if not found:
+                under_way.append(self.launch(how))
+                found = self.collect(under_way.popleft()) if len(under_way) > self.ahead else []
+            events = [self.append(q, token, end, until) for q, token in found]
+            for row in reversed(range(len(running))):
+                if running[row].state == "ended":
+                    self.drop(row)
             self.stats.seconds += time.perf_counter() - start
-            if rows:
-                yield from events
+            yield from events
 
-    def begin(self):
-        """Begin with the contexts of which nothing is in the cache.
-
-        Read in parallel -> their rows, logits (R, V) after them. Else they start on their first
-        token -> [], None.
-        """
-        rows, window = [], self.model.config.block_size
-        for row, q in enumerate(self.running):
-            if q.length == 0:
-                if len(q.context) > window:
-                    q.context = q.context[-max(window // 2, 1) :]
-                q.position, q.k, q.steps = 0, 0, self.model.config.ponder_steps
-                self.cache.clear(row)
-                rows.append(row)
-        if rows and self.options.prefill == "jacobi":
-            return rows, self.read_prompts(rows)
-        if rows:
-            self.feed(rows, [self.running[row].context[0] for row in rows])
-        return [], None
-
-    def append(self, rows, tokens, end, until):
-        """A token more for each of these rows; some end with it. -> [(prompt, token, steps)]"""
-        events, ended = [], []
-        for row, token in zip(rows, tokens, strict=True):
-            q = self.running[row]
-            q.context.append(token)
-            events.append((q.index, token, q.read[-1]))
-            stop = until is not None and until(q.index, token)
-            if stop or token == end or not q.uniform:
-                ended.append(row)
-            elif len(q.context) > self.model.config.block_size:
-                q.length = 0
-        for row in reversed(ended):
-            self.drop(row)
-        return events
+    def append(self, q, token, end, until):
+        """A token more, with which a sequence may end. -> (prompt, token, steps)"""
+        q.context.append(token)
+        q.chosen += 1
+        stop = until is not None and until(q.index, token)
+        if stop or token == end or q.chosen == len(q.uniform):
+            q.state = "ended"
+        elif len(q.context) > self.model.config.block_size:
+            q.state = "new"
+        return q.index, token, q.read[-1]
 
     def drop(self, row):
         """A sequence has ended: the last one moves to its row."""
         last = self.running.pop()
         if row < len(self.running):
             self.running[row] = last
-            self.cache.copy(len(self.running), row, last.length)
-            for state in (self.x, self.h_hat, self.s, self.key_bias):
-                state[row] = state[len(self.running)]
+            self.rows.move(len(self.running), row, last.length)
 
     # -- Prompts -----------------------------------------------------------------------------------
 
-    def read_prompts(self, rows):
-        """Read the contexts of some rows in parallel -> logits (R, V) after their last tokens."""
+    def begin(self, choice):
+        """Begin with the contexts of which nothing is in the cache.
+
+        Those that are read in parallel -> [(sequence, its next token)]; the others start on their
+        first token -> [].
+        """
+        T = self.model.config.block_size
+        new = [row for row, q in enumerate(self.running) if q.state == "new"]
+        if not new:
+            return []
+        sequences = [self.running[row] for row in new]
+        for row, q in zip(new, sequences, strict=True):
+            if len(q.context) > T:
+                q.context = q.context[-max(T // 2, 1) :]
+            q.position, q.length, q.state = 0, 0, "running"
+            self.cache.clear(row)
+        contexts, u = torch.zeros(len(new), T, dtype=torch.long), torch.zeros(len(new), T).double()
+        for i, q in enumerate(sequences):
+            contexts[i, : len(q.context)] = torch.tensor(q.context)
+            left = q.uniform[q.chosen :][:T]
+            u[i, : len(left)] = left
+        found = []
+        if self.options.prefill == "jacobi":
+            tokens = choose(self.read_prompts(new, contexts), u[:, 0], *choice)
+            found = list(zip(sequences, tokens.tolist(), strict=True))
+        else:
+            tokens = contexts[:, 0]
+        counters = [
+            [0, self.model.config.ponder_steps, q.position, q.length, len(q.context),
+             min(T, len(q.context) + len(q.uniform) - q.chosen - 1)]
+            for q in sequences
+        ]  # fmt: skip
+        self.rows.begin(new, tokens, torch.tensor(counters), u, contexts)
+        return found
+
+    def read_prompts(self, rows, contexts):
+        """Read the contexts (R, T) of rows in parallel -> logits (R, V) after their last tokens."""
         sequences = [self.running[row] for row in rows]
         lengths = torch.tensor([len(q.context) for q in sequences])
-        idx = torch.zeros(len(rows), int(lengths.max()), dtype=torch.long)
-        for i, q in enumerate(sequences):
-            idx[i, : len(q.context)] = torch.tensor(q.context)
+        idx = contexts[:, : lengths.max()]
         at, lengths, idx = (x.to(self.device) for x in (torch.tensor(rows), lengths, idx))
         half, o = self.dtype in (torch.bfloat16, torch.float16), self.options
         tolerance = (1e-2 if half else 1e-5) if o.tolerance is None else o.tolerance
@@ -239,70 +238,41 @@ class Engine:
             self.cache.clear(row, q.length)  # what earlier passes wrote behind its slots
         self.stats.prompt_passes += found.passes
         h_hat = self.model.integrate(found.h, found.s, found.steps)
-        return self.logits(h_hat[torch.arange(len(rows)), lengths - 1])
+        rows = torch.arange(len(rows), device=self.device)
+        return self.rows.logits(h_hat[rows, lengths - 1])
 
     # -- One slot ----------------------------------------------------------------------------------
 
-    def advance(self):
-        """One pass: every running sequence by one slot.
+    def places(self, tokens):
+        """Places of the cache that so many tokens may take, and one to write to behind them."""
+        return tokens * (self.model.config.ponder_steps + 1) + 1
 
-        -> the rows that have read all of their contexts, and logits (R, V) after them; or [], None.
-        """
-        running, A = self.running, len(self.running)
-        plan = [(q.position, q.length, q.k, q.k > 0) for q in running]
-        position, length, k, pondering = torch.tensor(plan).to(self.device).unbind(1)
-        k, pondering = k[:, None], pondering[:, None]
-        places = max(q.length for q in running) + 1
-        self.cache.reserve(places)
-        key_bias = self.key_bias[:A].gather(1, k)  # 0 of every slot 0, whichever token's it is
-        h = self.step(self.x[:A], self.cache.layers, places, position, length, key_bias)
-        if self.model.has_router:
-            self.route([row for row, q in enumerate(running) if q.k == 0], h)
-        self.h_hat[:A].mul_(pondering).addcmul_(self.s[:A].gather(1, k), h)
-        self.x[:A] = self.model.feed_back(h)
-        self.stats.passes += 1
-        self.stats.slots += A
-        return self.next_slots()
-
-    def route(self, rows, h):
-        """How far the tokens of these rows will go, by their h^(0) in h (A, D)."""
-        if not rows:
-            return
-        at = self.at(rows)
-        log_s = torch.addmm(self.shift, h[at], self.router).log_softmax(-1)  # as Router.forward
-        log_w = mask_score(log_s)
-        steps = self.model.executed(log_w, self.options.tau)
-        self.s[at] = self.model.step_weights(log_s.exp(), steps)
-        self.key_bias[at] = self.model.key_bias(log_w)
-        for row, K_hat in zip(rows, steps.tolist(), strict=True):
-            self.running[row].steps = K_hat
-
-    def next_slots(self):
-        """Every sequence goes on to its next slot, of the same token or the next; see `advance`."""
-        done, reading = [], []
-        for row, q in enumerate(self.running):
+    def launch(self, choice):
+        """One pass: every running sequence by one slot. -> its result, and whose it is"""
+        A, places = len(self.running), max(q.length for q in self.running) + 1
+        if self.static:
+            A = min(rounded(A), self.options.batch_size)
+            places = min(max(rounded(places), self.cache.block), self.cache.layers[0].size(2))
+        else:
+            self.cache.reserve(places)
+        with decoding_kernels(self.device):
+            out = self.passes.advance(A, places, choice)
+        for q in self.running:
             q.length += 1
-            q.k += 1
-            if q.k > q.steps:
-                q.read.append(q.steps)
-                q.position, q.k = q.position + 1, 0
-                (done if q.position == len(q.context) else reading).append(row)
-        if reading:  # a prompt that is read slot by slot
-            tokens = [self.running[row].context[self.running[row].position] for row in reading]
-            self.feed(reading, tokens)
-        return done, self.logits(self.h_hat[self.at(done)]) if done else None
+        self.stats.passes += 1
+        self.stats.slots += len(self.running)
+        return Fetched(out), list(self.running)
 
-    def feed(self, rows, tokens):
-        """The embeddings of tokens become the next inputs of rows."""
-        tokens = torch.as_tensor(tokens, device=self.device)
-        e = F.embedding(tokens, self.model.model.embed_tokens.weight)  # as PonderLM.embed
-        self.x[self.at(rows)] = e * self.model.config.scale
-
-    def logits(self, h_hat):
-        return h_hat.to(self.dtype) @ self.head
-
-    def at(self, rows):
-        """An index of ascending rows, a slice where it can be: that is faster."""
-        if rows[-1] - rows[0] == len(rows) - 1:
-            return slice(rows[0], rows[-1] + 1)
-        return torch.tensor(rows, device=self.device)
+    def collect(self, result):
+        """Read what came out of a pass -> [(sequence, token)] where a token was chosen."""
+        out, sequences = result
+        found = []
+        for q, steps, token in zip(sequences, *out.tolist(), strict=False):
+            if steps >= 0 and q.state == "running":
+                q.read.append(steps)
+                q.position += 1
+                if q.position == len(q.context):
+                    if token < 0:
+                        raise not_finite()
+                    found.append((q, token))
+        return found

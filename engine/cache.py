@@ -10,7 +10,7 @@ d, d'                             head width without and with the bias channel, 
 
 import torch
 
-from attention import MASKED, attend_causally, augment
+from attention import MASKED, attend_causally, augment, key_channels, padded_width
 
 BLOCK = 256  # places by which the cache grows
 
@@ -21,13 +21,15 @@ class SlotCache:
         self.width = padded_width(self.d)
         self.shape = config.num_hidden_layers, rows, 2 * self.G, self.width
         self.dtype, self.device, self.block = dtype, device, BLOCK
+        masked = torch.tensor(MASKED, device=device)
+        self.masked = key_channels(masked, self.d, dtype)  # (d'-d,) of a key that is not there
         self.layers = self.empty(0)
 
     def empty(self, places):
         """Layers in which every place is empty."""
         L, rows, heads, width = self.shape
         layers = torch.zeros(L, rows, heads, places, width, dtype=self.dtype, device=self.device)
-        layers[:, :, : self.G, :, self.d] = MASKED
+        layers[:, :, : self.G, :, self.d :] = self.masked
         return list(layers)
 
     def reserve(self, places):
@@ -42,7 +44,7 @@ class SlotCache:
     def clear(self, row, first=0):
         """Forget what a row holds from place `first` on."""
         for layer in self.layers:
-            layer[row, : self.G, first:, self.d] = MASKED
+            layer[row, : self.G, first:, self.d :] = self.masked
 
     def copy(self, source, target, length):
         """Row `target` becomes the first `length` places of row `source`."""
@@ -71,8 +73,3 @@ class PromptLayer:
         kv = torch.cat([k, v], dim=1)  # (R, 2G, N, d')
         self.cache.layers[self.layer][self.at[self.rows], :, :N] = kv.to(self.cache.dtype)
         return attend_causally(q, k, v, d)
-
-
-def padded_width(d):
-    """d': the head width with the bias channel, rounded up as attention.augment does."""
-    return d + 1 + -(d + 1) % 8

@@ -44,16 +44,15 @@ def uniform(seed, n):
     return torch.rand(n, generator=generator, dtype=torch.float64)
 
 
-def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
+def pick(logits, u, temperature=1.0, top_k=None, top_p=None):
     """The token at which the cumulative probability passes u. (..., V), (...) -> (...).
 
     Temperature 0 takes the most probable one. top_k and top_p leave the k most probable, and the
-    fewest whose probabilities reach top_p. Logits that are not finite raise a UserError.
+    fewest whose probabilities reach top_p. -1 where the logits are not finite.
     """
-    if not logits.max().isfinite():
-        raise UserError("the logits are not finite: the weights, or alpha, are too large")
     if temperature < 1e-6:  # so low it is greedy, too, and the quotient would overflow
-        return logits.argmax(-1)
+        best = logits.max(-1)
+        return best.indices.where(best.values.abs() < torch.inf, -1)
     logits, order = logits.float() / temperature, None
     if top_k is not None or top_p is not None:
         logits, order = logits.sort(dim=-1, descending=True)
@@ -65,7 +64,21 @@ def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
     total = logits.softmax(-1).double().cumsum(-1)
     u = (u.to(total.device) * total[..., -1])[..., None]
     index = torch.searchsorted(total, u, right=True)  # (..., 1), the first with total > u
-    return (index if order is None else order.gather(-1, index))[..., 0]
+    if order is not None:
+        index = order.gather(-1, index.clamp(max=order.size(-1) - 1))
+    return index[..., 0].where(total[..., -1] > 0, -1)  # not if it is nan
+
+
+def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
+    """As `pick`. Logits that are not finite raise a UserError."""
+    token = pick(logits, u, temperature, top_k, top_p)
+    if (token < 0).any():
+        raise not_finite()
+    return token
+
+
+def not_finite():
+    return UserError("the logits are not finite: the weights, or alpha, are too large")
 
 
 def check_request(model, prompts, max_new_tokens, *, end=None, **choice):

@@ -1,51 +1,71 @@
-"""The slot step with static shapes, so that a GPU can replay it as one CUDA graph.
+"""Passes as CUDA graphs: a pass is a hundred small kernels, and Python takes longer to launch them
+one by one than the GPU to run them.
 
-A step of one slot is a hundred small kernels, and launching them from Python takes longer than
-running them. A graph is recorded once for each number of rows and each size of the cache, in whole
-blocks, and replayed in one launch. Places of a block behind a sequence's end hide themselves, so
-that attending to all of the block changes nothing.
+A graph is recorded once for each number of rows, each size of the cache and each way to choose, and
+replayed in one launch. Both sizes are rounded up (`rounded`), so that there are few: what a row
+does that nobody is in does not matter, and places behind a row's end hide themselves. All graphs
+share one pool of memory, since no two run at once.
 """
 
 import torch
 
 
-class StaticStep:
-    """Stands in for a SlotStep. Off CUDA it runs the same step on the same static buffers."""
+def rounded(n):
+    """n, up to the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, .."""
+    power = 1 << max(n - 1, 0).bit_length()  # 2^j >= n
+    return 3 * power // 4 if power > 2 and n <= 3 * power // 4 else power
 
-    def __init__(self, step, block):
-        self.step, self.block = step, block
-        self.recorded, self.layers = {}, None
 
-    def __call__(self, x, layers, places, position, length, key_bias):
-        if layers is not self.layers:  # the cache has grown: its tensors are others
-            self.recorded, self.layers = {}, layers
-        key = len(x), -(-places // self.block) * self.block
-        inputs = x, position, length, key_bias
+class Graphs:
+    """Stands in for Rows.advance. Off CUDA it runs the same passes of the same sizes."""
+
+    def __init__(self, rows):
+        self.rows, self.recorded, self.layers, self.pool = rows, {}, None, None
+
+    def advance(self, *key):
+        """As Rows.advance. The result is overwritten by the next pass."""
+        if self.rows.cache.layers is not self.layers:  # the cache has grown: its tensors are others
+            self.recorded, self.layers = {}, self.rows.cache.layers
         if key not in self.recorded:
-            self.recorded[key] = self.record(inputs, layers, key[1])
-        buffers, out, replay = self.recorded[key]
-        for buffer, value in zip(buffers, inputs, strict=True):
-            buffer.copy_(value)
-        replay()
-        return out
+            self.recorded[key] = self.record(key)
+        replay, out = self.recorded[key]
+        result = replay()
+        return result if out is None else out
 
-    def record(self, inputs, layers, places):
-        """-> input buffers, the output, and the function that computes it from them."""
-        x, position, length, key_bias = buffers = [value.clone() for value in inputs]
-
-        def run():  # writes the same slot into the cache each time
-            return self.step(x, layers, places, position, length, key_bias)
-
-        if not x.is_cuda:
-            out = run()
-            return buffers, out, lambda: out.copy_(run())
+    def record(self, key):
+        """-> what replays the pass, and where its result will be; None: it returns it itself."""
+        rows = self.rows
+        if not rows.x.is_cuda:
+            return lambda: rows.advance(*key), None
+        before = [tensor.clone() for tensor in rows.state]
+        rows.counters[:, 5] = 0  # nobody moves: each row writes again and again to its next place
         side = torch.cuda.Stream()  # a recording needs kernels that have run before, elsewhere
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                run()
+                rows.advance(*key)
         torch.cuda.current_stream().wait_stream(side)
+        for tensor, value in zip(rows.state, before, strict=True):
+            tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = run()
-        return buffers, out, graph.replay
+        with torch.cuda.graph(graph, pool=self.pool):
+            out = rows.advance(*key)
+        self.pool = graph.pool()
+        return graph.replay, out
+
+
+class Fetched:
+    """A small result of the device on its way to the host, which does not wait for it yet."""
+
+    def __init__(self, out):
+        self.out, self.event = out, None
+        if torch.is_tensor(out) and out.is_cuda:
+            self.out = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
+            self.out.copy_(out, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def tolist(self):
+        if self.event is not None:
+            self.event.synchronize()
+        return self.out.tolist() if torch.is_tensor(self.out) else self.out

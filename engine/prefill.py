@@ -26,6 +26,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from attention import decoding_kernels
+
 
 @dataclass
 class Settled:
@@ -80,14 +82,17 @@ def settle(
     def wanted(rows):  # -> (R, T, S)
         return (slot <= torch.minimum(steps, ran)[rows, :, None]) & inside[rows, :, None]
 
+    # On a GPU, N is rounded up: for every new shape it would have to choose, or build, its kernels.
+    block = 1 if device.type == "cpu" else 64
     rows, slots, exact = torch.arange(B, device=device), 0, (S - 1) * T + 1
     last = exact if max_passes is None else min(exact, max_passes)
     following = wanted(rows)
+    counts = following.flatten(1).sum(1).tolist()  # slots of each row in this pass
     for passes in range(1, last + 1):  # noqa: B007
         active = following
-        counts = active.flatten(1).sum(1)
-        slots += int(counts.sum())
-        order = (~active).flatten(1).sort(stable=True).indices[:, : counts.max()]  # (R, N)
+        slots += sum(counts)
+        N = -(-max(counts) // block) * block
+        order = (~active).flatten(1).sort(stable=True).indices[:, :N]  # (R, N)
         places = order[..., None].expand(-1, -1, e.size(-1))  # (R, N, D)
         x = torch.cat([e[rows, :, None], model.feed_back(h[rows, :, :-1])], dim=2)  # (R, T, S, D)
         x = x.flatten(1, 2).gather(1, places)  # (R, N, D)
@@ -96,7 +101,8 @@ def settle(
             key_bias = model.key_bias(log_w[rows]).flatten(1).gather(1, order)  # (R, N)
         for layer in cache or ():
             layer.rows = rows
-        out = model.model(x, order // S, key_bias, model.backend, cache)  # (R, N, D)
+        with decoding_kernels(device):
+            out = model.model(x, order // S, key_bias, model.backend, cache)  # (R, N, D)
 
         before = h[rows].flatten(1, 2)  # (R, T*S, D)
         after = before.scatter(1, places, out.to(h.dtype))
@@ -110,16 +116,22 @@ def settle(
         change = ((after - before) * fed_back).flatten(1).norm(dim=1)  # (R,)
         size = (after * fed_back).flatten(1).norm(dim=1)
         moving = ~(change <= tolerance * size) | (following != active).flatten(1).any(1)
-        rows, following = rows[moving], following[moving]
-        if not len(rows):
+        # All that the host has to know of a pass, in one copy.
+        moves, counts = torch.stack([moving, following.flatten(1).sum(1)]).tolist()
+        left = [i for i, moves_on in enumerate(moves) if moves_on]
+        if not left:
             break
-    if len(rows) and last < exact:
-        worst = (change / size)[moving].max()
-        warnings.warn(
-            f"after {last} passes the latents still change by {worst:.1e} (tolerance "
-            f"{tolerance:g}): allow more passes, or read the prompt sequentially",
-            stacklevel=3,
-        )
+        counts = [counts[i] for i in left]
+        left = torch.tensor(left).to(device)
+        rows, following = rows[left], following[left]
+    else:
+        if last < exact:
+            warnings.warn(
+                f"after {last} passes the latents still change by "
+                f"{(change / size)[left].max():.1e} (tolerance {tolerance:g}): allow more passes, "
+                "or read the prompt sequentially",
+                stacklevel=3,
+            )
     steps = (ran - 1) * inside  # K-hat, unless it gave up
     h = h * (slot <= steps[..., None])[..., None]
     return Settled(h, s, log_w, steps, passes, slots)

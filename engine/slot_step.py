@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from engine.cache import padded_width
+from attention import padded_width, query_channels
 from model import rotary_angles
 
 
@@ -66,18 +66,19 @@ class SlotStep:
         self.weight, self.dtype = model.model.norm.weight, dtype
         self.eps = self.weight.new_tensor(config.rms_norm_eps)
 
-        positions = torch.arange(config.block_size, device=device)
+        # One more: a row that has read its last token points behind it.
+        positions = torch.arange(config.block_size + 1, device=device)
         cos, sin = (x[0].to(dtype) for x in rotary_angles(positions, config))
-        turned = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])  # (2, T, d)
+        turned = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])  # (2, T+1, d)
         as_it_is = torch.zeros_like(turned)
         as_it_is[0] = 1
-        # Queries and keys are turned (kind 0), values are not (kind 1): (2, T, 2, d).
+        # Queries and keys are turned (kind 0), values are not (kind 1): (2, T+1, 2, d).
         self.angles = torch.stack([turned, as_it_is], dim=2)
         self.kind = torch.tensor([0] * (self.H + self.G) + [1] * self.G, device=device)
-        # What augment appends to each head: sqrt(d) to queries, the bias to keys, then zeros.
+        # What augment appends to each head: a number to queries, the bias to keys, zeros to values.
         shape = (batch_size, self.H + 2 * self.G, self.width - self.d)
         self.channels = torch.zeros(shape, dtype=dtype, device=device)
-        self.channels[:, : self.H, 0] = math.sqrt(self.d)
+        self.channels[:, : self.H] = query_channels(self.d, dtype)
         self.heads = torch.arange(batch_size * 2 * self.G, device=device).view(batch_size, -1)
 
     def norm(self, x):
@@ -85,20 +86,20 @@ class SlotStep:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self.eps, length, length, value=1 / x.size(-1)).rsqrt()
 
-    def __call__(self, x, layers, places, position, length, key_bias):
+    def __call__(self, x, layers, places, position, length, key_channels):
         """(A, D) -> (A, D); the keys and values of the slot go into the cache.
 
         Args:
             x: (A, D) the slot's input.
             layers: the cache, of which each row sees the first `places`, more than any length.
             position, length: (A,) the token's place in the text, the slot's in the cache.
-            key_bias: (A, 1) of the slot's own key.
+            key_channels: (A, 1, 2) that carry the bias of the slot's own key.
         """
         (A, _), H, G, d, dtype = x.shape, self.H, self.G, self.d, self.dtype
         # Once for all layers. Values are turned by no angle: see self.kind.
         cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, d)
         channels = self.channels[:A]  # (A, H+2G, d'-d)
-        channels[:, H : H + G, 0] = key_bias
+        channels[:, H : H + G, :2] = key_channels
         at = (self.heads[:A] * layers[0].size(2) + length[:, None]).flatten()  # (A*2G,) new places
         for weights, kv in zip(self.layers, layers, strict=True):
             y = (self.norm(x).to(dtype) @ weights.qkv).view(A, H + 2 * G, d)

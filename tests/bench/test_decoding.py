@@ -1,18 +1,24 @@
 """`python -m bench decode`: what it measures against, and what it refuses before it measures."""
 
+import json
+
 import pytest
 import torch
-from conftest import small_model
+from conftest import ROOT, small_model
 from pydantic import ValidationError
 
 from bench.decoding import (
+    How,
     SamePrompt,
     context_rows,
     decode,
+    draw,
     exit_rows,
     llama,
     other_rows,
     prompt_rows,
+    prompts_of,
+    ways,
 )
 from engine.batching import Engine
 from interop import save
@@ -30,7 +36,8 @@ def val():
 
 
 @pytest.mark.parametrize(
-    "options", [dict(prompts=(-3,)), dict(alphas=(float("nan"),)), dict(tau=2.0), dict(repeats=0)]
+    "options",
+    [dict(prompts=(-3,)), dict(alphas=(float("nan"),)), dict(tau=(2.0,)), dict(repeats=0)],
 )
 def test_refusals(options, tmp_path):
     """Catches a measurement that breaks off after minutes, or measures nothing."""
@@ -68,16 +75,49 @@ def test_same_prompt(model):
     assert engine.stats.prompt_passes == once.stats.prompt_passes
 
 
-def test_rows(model, val):
-    """Catches a measurement that crashes, or counts other slots than were run."""
-    alphas = (0.0, -4.0)
-    full, less = exit_rows(model, val, (2,), (5,), 4, 0.3, alphas, 1)
+@pytest.mark.parametrize("how", [How(), How("bfloat16", "on")], ids="-".join)
+def test_rows(model, val, how):
+    """Catches a measurement that crashes, counts other slots than were run, or another way to
+    decode than the one that its rows name."""
+    alphas, single = (0.0, -4.0), small_model(seed=2, block_size=64).float()
+    full, less = exit_rows(single, val, (2,), (5,), 4, 0.3, alphas, 1, how)
     assert 0 < less["slot_ratio"] < full["slot_ratio"] < 1 and less["time_ratio"] > 0
     assert less["slot_ratio"] == pytest.approx((1 + less["steps"]) / 4)
-    assert [row["against"] for row in other_rows(model.float(), val, (2,), (5,), 4, 1)] == [
-        "no cache", "transformers",
-    ]  # fmt: skip
-    model.double()
-    for row in prompt_rows(model, val, (5,), alphas, 1):
+    engine = how.engine(single, 2, tau=0.3, alpha=-4.0)
+    engine.generate(4 * prompts_of(val, 1, 5), 4, seed=0)
+    assert (1 + less["steps"]) * 4 * 3 == pytest.approx(engine.stats.slots)
+    always = less["tokens_per_second"] * less["time_ratio"]
+    assert less["always_tokens_per_second"] == pytest.approx(always)
+    assert (less["precision"], less["graphs"], less["tau"]) == (*how, 0.3)
+    against = [row["against"] for row in other_rows(single, val, (2,), (5,), 4, 1, how)]
+    assert against == ["no cache", "transformers"]
+    for row in prompt_rows(single, val, (5,), alphas, 1, how):
         assert 0.25 <= row["slot_ratio"] <= 1 <= row["passes"] <= 16
-    assert [row["slots"] for row in context_rows(model, (4, 16), 1)] == [4, 16]
+    assert [row["slots"] for row in context_rows(single, (4, 16), 1, how)] == [4, 16]
+
+
+def test_ways(model):
+    """Catches a precision, or graphs, that an engine does not get; and 'auto' measured twice."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert ways(("float32",), ("auto", "off"), cpu) == [("float32", "off")]
+    both = [("bfloat16", "on"), ("bfloat16", "off")]
+    assert ways(("bfloat16",), ("auto", "off"), gpu) == both
+    engine = How("bfloat16", "on").engine(model, 2, SamePrompt, tau=0.3)
+    assert isinstance(engine, SamePrompt) and engine.dtype == torch.bfloat16
+    assert (engine.options.graphs, engine.options.tau) == (True, 0.3)
+
+
+def test_context(monkeypatch):
+    """Catches a token that is timed behind other slots than the row says, or not to its end."""
+    seen, launch = [], Engine.launch
+    watch = lambda self, how: seen.append(self.running[0].length) or launch(self, how)  # noqa: E731
+    monkeypatch.setattr(Engine, "launch", watch)
+    context_rows(small_model(block_size=64).float(), (16,), 1)
+    assert seen == 2 * list(range(16, 16 + 8 * 4))
+
+
+def test_old_results(tmp_path):
+    """Catches pictures of docs/figures that cannot be drawn anew from their numbers."""
+    file = tmp_path / "old.png"
+    draw(json.loads((ROOT / "docs/figures/decode-medium-cpu.json").read_text()), file)
+    assert file.stat().st_size > 1000

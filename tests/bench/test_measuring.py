@@ -1,8 +1,8 @@
 """Attention and a training step: short runs of the commands, and what they compute."""
 
 import json
-import math
 import re
+import time
 from dataclasses import replace
 from multiprocessing.dummy import Pool
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from bench import kernels, training_step
-from bench.timing import medians
+from bench.timing import medians, peak_on_gpu, seconds_of
 from train import objective
 from training.settings import PRESETS
 
@@ -27,11 +27,61 @@ def test_medians(monkeypatch):
     assert order == ["a", "b"] * 4
 
 
-def test_attention(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def threads(monkeypatch):
+    """Threads in place of new processes."""
+    stand_in = SimpleNamespace(Pool=lambda n, **kwargs: Pool(n))
+    monkeypatch.setattr("bench.timing.get_context", lambda kind: stand_in)
+
+
+class Event:
+    """An event of a GPU that takes as long as `run` says, and 100 times as long to be asked."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Event.now
+
+    def synchronize(self):
+        self.waited = True
+
+    def elapsed_time(self, end):
+        assert end.waited
+        return end.at - self.at
+
+
+def test_gpu_clock(monkeypatch):
+    """Catches a GPU that is timed by the host, that is not waited for, milliseconds taken for
+    seconds, and a time of several calls taken for that of one."""
+    monkeypatch.setattr("torch.cuda.Event", Event)
+
+    def run():
+        Event.now += 30.0
+
+    gpu = torch.device("cuda")
+    assert seconds_of(run, gpu, calls=4) == pytest.approx(0.03)
+    assert medians({"a": run, "b": lambda: 7.0}, 3, device=gpu) == {
+        "a": pytest.approx(0.03),
+        "b": 7,
+    }
+
+
+def test_memory_of_a_gpu(monkeypatch):
+    """Catches a peak that counts what was there before the run, or that of another run."""
+    bytes_ = SimpleNamespace(now=2**30, peak=2**40)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda: bytes_.now)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: bytes_.peak)
+    reset = lambda: setattr(bytes_, "peak", bytes_.now)  # noqa: E731
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", reset)
+    assert peak_on_gpu(lambda: setattr(bytes_, "peak", bytes_.now + 2**23)) == 8
+
+
+def test_attention(tmp_path, capsys, threads):
     """Catches a command that crashes, ratios to something else than plain attention, and results
     without their picture."""
-    threads = SimpleNamespace(Pool=lambda n, **kwargs: Pool(n))  # in place of new processes
-    monkeypatch.setattr("bench.timing.get_context", lambda kind: threads)
     kernels.attention((64,), (8,), heads=2, repeats=1, device="cpu", out=tmp_path)
     rows = json.loads((tmp_path / "attention-cpu.json").read_text())["rows"]
     assert [row["backend"] for row in rows] == ["plain", "sdpa", "eager"]
@@ -41,6 +91,31 @@ def test_attention(tmp_path, capsys, monkeypatch):
         assert row["time_ratio"] == pytest.approx(ratio) and row["MiB"] >= 0
         assert re.search(rf"{row['backend']} +{row['milliseconds']:.1f} ", shown)
     assert (tmp_path / "attention-cpu.png").stat().st_size > 1000
+
+
+def test_forms_that_fail(tmp_path, threads, monkeypatch):
+    """Catches a form that takes the others with it, or disappears without a reason; a plain that
+    is not the fastest; and one batch for all lengths."""
+    seen = []
+
+    def form(q, k, v, key_bias, backend):
+        seen.append((backend, key_bias is not None, q.shape[0] * q.shape[2]))
+        if backend == "flash" and key_bias is not None:
+            raise RuntimeError("No available kernel.\nAborting")
+        time.sleep(0.02 * (backend == "sdpa"))
+        return q * 1
+
+    monkeypatch.setattr(kernels, "soft_mask_attention", form)
+    monkeypatch.setattr(kernels, "pick_backend", lambda name, *_: name)
+    names = ("sdpa", "flash")
+    kernels.attention((32, 64), (8,), 2, 128, names, 1, "cpu", tmp_path)
+    results = json.loads((tmp_path / "attention-cpu.json").read_text())
+    kinds = [(row["backend"], row["kernel"], row["N"]) for row in results["rows"]]
+    assert kinds == [(b, k, N) for N in (32, 64) for b, k in (("plain", "flash"), ("sdpa", "sdpa"))]
+    why = "RuntimeError: No available kernel."
+    assert results["refused"] == [dict(backend="flash", N=N, d=8, why=why) for N in (32, 64)]
+    assert {(b, masked) for b, masked, _ in seen} == {(b, m) for b in names for m in (True, False)}
+    assert {slots for _, _, slots in seen} <= {128, 64}  # 64: what warms up the measure of memory
 
 
 def test_refusals():
@@ -67,22 +142,39 @@ def test_flops():
     assert training_step.step_flops(shape, 7, 1) == 7 * expected
 
 
-@pytest.mark.slow
-def test_train(tmp_path):
-    """Catches a command that crashes, and ratios to something else than the plain step."""
-    training_step.train("tiny", 1, 1, repeats=1, device="cpu", out=tmp_path)
+def test_train(tmp_path, threads, monkeypatch):
+    """Catches a command that crashes, ratios to something else than the plain step, a compiled
+    step that is not compiled, and a list of operators that is not that of the step."""
+    compiled = []
+    monkeypatch.setattr(training_step, "compile_blocks", compiled.append)
+    flags = dict(repeats=1, compile=True, optimizer=True, profile=4, device="cpu", out=tmp_path)
+    training_step.train("tiny", 1, 0, **flags)
+    assert len(compiled) == 2 * 2 + 1  # two cases, timed and weighed, and the profile
     results = json.loads((tmp_path / "train-tiny-cpu.json").read_text())
-    for row in results["rows"]:
-        assert row["time_ratio"] == pytest.approx(row["seconds"] / results["rows"][0]["seconds"])
-        assert row["MiB"] > 0 and not math.isnan(row["seconds"])
+    cases = {row["case"]: row for row in results["rows"]}
+    assert len(cases) == len(results["rows"]) == 7
+    for row in results["rows"][:5]:
+        assert row["time_ratio"] == pytest.approx(row["seconds"] / cases["plain"]["seconds"])
+    assert all(row["MiB"] >= 0 and row["seconds"] > 0 for row in cases.values())
+    names, times = zip(*((x["name"], x["milliseconds"]) for x in results["largest"]), strict=True)
+    assert "aten::mm" in " ".join(names) and sorted(times, reverse=True) == list(times)
+
+
+def test_windows():
+    """Catches a preset for which nobody has said how many windows a GPU holds."""
+    assert training_step.WINDOWS.keys() == PRESETS.keys()
 
 
 @pytest.mark.parametrize("plain,recompute", [(True, False), (False, False), (False, True)])
 def test_train_case(plain, recompute, monkeypatch):
-    """Catches a case of the training step that does not run, or runs without its flag."""
-    shape, made = replace(PRESETS["tiny"].model, block_size=8), []
+    """Catches a case of the training step that does not run, or runs without its flag; and an
+    optimizer that steps where none was asked for, or does not where one was."""
+    shape, made, stepped = replace(PRESETS["tiny"].model, block_size=8), [], []
     watch = lambda *a: made.append(a) or objective(*a)  # noqa: E731
     monkeypatch.setattr(training_step, "objective", watch)
-    cpu = torch.device("cpu")
-    training_step.train_case(shape, 1, 1, plain, recompute, False, cpu, torch.float32)()
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: stepped.append(self))
+    for recipe in (None, PRESETS["tiny"]):
+        rest = recompute, False, "sdpa", recipe, torch.device("cpu"), torch.float32
+        training_step.train_case(shape, 1, 1, plain, *rest)()
+        assert len(stepped) == (recipe is not None)
     assert bool(made) != plain and all(a[0].recompute == recompute for a in made)

@@ -54,6 +54,8 @@ def test_windows():
     shares = [Windows(tokens, 10, seed=3).batch(3, 1, rank, 5)[0] for rank in range(5)]
     assert torch.equal(torch.cat(shares), x[3])
     assert not torch.equal(Windows(tokens, 10, seed=4).batch(3, 5)[0], x[3])
+    rows = Windows(tokens, 10, seed=3).rows(3, 5)  # both in one
+    assert torch.equal(rows[:, :-1], x[3]) and torch.equal(rows[:, 1:], y[3])
 
 
 def test_order_of_windows():

@@ -12,11 +12,13 @@ import pytest
 
 import interop
 from baselines import all_methods, build, find
+from bench.report import BEGIN, END, report
+from runtime import read_json
 from training.runs import changes
 from training.settings import parse
 
 ROOT = Path(__file__).parent.parent.parent
-MODULES = ("corpus", "interop", "evaluation", "torch.distributed.run")
+MODULES = ("corpus", "interop", "evaluation", "bench", "torch.distributed.run")
 
 
 @pytest.fixture
@@ -30,9 +32,9 @@ def run_script(tmp_path):
     )
     stand_in.chmod(0o755)
 
-    def run(script, **variables):
+    def run(script, *arguments, **variables):
         environment = os.environ | {"PYTHON": str(stand_in)} | variables
-        command = ["bash", str(tmp_path / "runs" / script)]
+        command = ["bash", str(tmp_path / "runs" / script), *arguments]
         subprocess.run(command, check=True, env=environment, timeout=120)
         calls = {name: [] for name in ("train.py", "analyze.py", *MODULES)}
         for line in record.read_text().splitlines():
@@ -196,3 +198,41 @@ def test_pareto_scale_and_seeds(run_script, tmp_path):
     assert not analyzed
     configs = [parse(args) for args in trained]
     assert {(c.preset, c.seed, c.out) for c in configs} == {("small", 5, "out/pareto/small")}
+
+
+def test_gpu(run_script):
+    """Catches variables of the script that change nothing, and spaces that divide a folder."""
+    (plain,) = run_script("gpu.sh", "a")["bench"]
+    assert plain == ["acceptance", "a", "--out", "out/gpu"]
+    (other,) = run_script("gpu.sh", "b", "x", RUNS="r", DATA="d", TRY="1")["bench"]
+    assert other == [
+        "acceptance", "b", "--out", "x", "--runs", "r", "--data", "d", "--toy",
+    ]  # fmt: skip
+    (third,) = run_script("gpu.sh", "c", OUT="y")["bench"]
+    assert third == ["acceptance", "c", "--out", "y"]
+
+
+@pytest.mark.parametrize("part", [*(pytest.param(x, marks=pytest.mark.slow) for x in "abc"), "d"])
+def test_gpu_at_toy_size(part, tmp_path):
+    """Catches a command of the acceptance run that does not run, requirements that pass without a
+    GPU, more files than can be brought home, and results that the page cannot tell."""
+    variables = {"TRY": "1", "PYTHON": sys.executable, "RUNS": str(tmp_path / "runs")}
+    command = ["bash", "runs/gpu.sh", part, str(tmp_path / "out")]
+    environment = os.environ | variables | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    log = (tmp_path / "out" / part / "log.txt").read_text()
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{log}"
+    summary = read_json(tmp_path / "out" / part / "summary.json")
+    assert all(row["status"] == "done" for row in summary["steps"])
+    results = [row["result"] for row in summary["gates"]]
+    assert set(results) <= {"pass", "skipped (no CUDA)", "skipped (toy size)"}
+    assert results.count("pass") == (3 if part == "a" else 0)
+    assert all(row["measured"] is not None for row in summary["gates"])
+    files = list((tmp_path / "out" / part).iterdir())
+    assert len(files) <= 8 and all(file.stat().st_size < 2**24 for file in files)
+    (page := tmp_path / "page.md").write_text(f"{BEGIN}\n{END}\n")
+    report(tmp_path / "out", page)
+    text = page.read_text()
+    tables = {"a": 2, "b": 1, "c": 3, "d": 5}[part]
+    assert text.count("\n| ---") == tables
+    assert all(row["gate"] in text for row in summary["gates"]) and "at toy sizes" in text

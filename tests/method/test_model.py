@@ -5,14 +5,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import small_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.batching import Engine
 from interop import load, save
-from model import PonderConfig, PonderLM
+from model import PonderConfig, PonderLM, for_products
 from router import bottom_mass_penalty
 from runtime import UserError, pick_device, pick_precision
 from sample import generate
-from train import objective
+from train import compile_blocks, objective
 
 
 @torch.no_grad()
@@ -335,18 +337,93 @@ def test_backprop_passes(n):
     assert torch.is_grad_enabled() and model(x, iters=0).logits.requires_grad
 
 
-@pytest.mark.slow
-def test_compiled_blocks():
-    """Catches a block that compiles to something else: loss and gradients to 1e-5 in float32."""
-    model, idx = small_model().float().train(), tokens(B=2)
-    loss, expected = gradients(model, idx, iters=2)
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_compiled_blocks(compiler, monkeypatch):
+    """Catches a block that compiles to something else (loss and gradients to 1e-5 in float32), a
+    block that is compiled for each layer, and lengths beyond torch's limit (8, here 2), which would
+    run uncompiled without a word."""
+    K, original, made = 3, nn.Module.compile, []
+
+    def count(*graph):
+        made.append(1)
+        return torch._dynamo.lookup_backend(compiler)(*graph)
+
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda block, **how: original(block, backend=count, **how)
+    )
+    torch._dynamo.reset()
+    model, idx = small_model(ponder_steps=K).float().train(), tokens(B=2)
     model.backend = "sdpa"
-    for block in model.model.layers:
-        block.compile(dynamic=True)
-    again, found = gradients(model, idx, iters=2)
+    loss, expected = gradients(model, idx, iters=2)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        compile_blocks(model)
+        again, found = gradients(model, idx, iters=2)
+    assert len(made) == K + 1
     assert loss == pytest.approx(again.item(), abs=1e-5)
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+class Casts(TorchDispatchMode):
+    """Counts tensors that are cast to bfloat16, by their shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+def test_one_cast_for_several_products():
+    """Catches a normed state that is cast anew for each product, and angles for each layer."""
+    model = small_model().float()
+    with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
+        model.transform(torch.randn(2, 6, 32), torch.arange(6))
+    assert casts.shapes.count((2, 6, 32)) == 2 * 2  # before attention and MLP of two layers
+    assert casts.shapes.count((1, 6, 4)) == 2  # cos and sin
+    with torch.autocast("cpu", torch.bfloat16):
+        assert for_products(torch.ones(1)).dtype == torch.bfloat16
+        assert for_products(torch.ones(1).double()).dtype == torch.float64
+    assert for_products(torch.ones(1)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_losses_in_rows(tied, monkeypatch):
+    """Catches logits that are all in memory, another loss or gradient (equal to 1e-12 in float64),
+    and targets to be ignored that are not, where a vocabulary is large."""
+    model, idx, y = small_model(tie_word_embeddings=tied).train(), tokens(B=3), tokens(B=3, seed=1)
+    y[1, 2:5] = -100
+    found, rows = [], []
+    model.lm_head.register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[:-1].numel()))
+    for most in (2**26, 31 * 7):
+        monkeypatch.setattr("model.LOGITS", most)
+        model.zero_grad()
+        out = model(idx, y, iters=1)
+        (out.loss + (out.ce * torch.arange(10)).sum()).backward()
+        found.append([out.ce, *(p.grad for p in model.parameters() if p.grad is not None)])
+        assert torch.equal(out.ce == 0, y == -100)
+    backward = [2, 7, 7, 7, 7]  # again
+    assert rows == [30, 7, 7, 7, 7, 2, *backward]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    rows.clear()
+    assert torch.equal(model.token_losses(out.h_hat, y), out.ce) and sum(rows) == 30
+
+
+def test_logits_are_made_late():
+    """Catches logits that cost memory in training, and ones with a gradient that nobody wants."""
+    model, idx = small_model(), tokens()
+    heads = []
+    model.lm_head.register_forward_pre_hook(lambda *_: heads.append(1))
+    with torch.no_grad():
+        out = model(idx)
+    assert not heads and not out.logits.requires_grad and out.logits.shape == (1, 10, 31)
 
 
 @pytest.mark.parametrize("tied", [False, True])

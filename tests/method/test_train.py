@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 import torch
 from conftest import small_model
+from pretended_cuda import pretended_cuda
 from pydantic import ValidationError
 
-from baselines import build
+import train as train_module
+from baselines import build, configure
 from corpus.batches import Windows
 from interop import find_model, load
 from model import PonderLM
 from runtime import UserError
 from train import learning_rate, train
 from training import settings
-from training.runs import new_run, read_lines
-from training.settings import TrainConfig, parse
+from training.runs import checkpoints, new_run, read_lines, step_of
+from training.settings import TrainConfig, parse, read_settings
 from training.validation import evaluate
 
 
@@ -167,6 +169,86 @@ def test_divergence_stops(config, monkeypatch, tmp_path):
         train(config)
     config.learning_rate, config.steps = 1e-2, 2
     train(config)
+
+
+@pytest.mark.parametrize("steps", [(6, 6), (6, 9), (10, 10), (30, 30)])
+def test_the_step_that_is_not_finite(config, monkeypatch, tmp_path, steps):
+    """Catches a step that nobody looks at because the next one, a checkpoint or the end comes
+    first; a checkpoint of it; and the wrong number, where the steps after it are not, either."""
+    first, last = steps
+    monkeypatch.chdir(tmp_path)
+    real, done = train_module.optimize, []
+
+    def optimize(*args):
+        done.append(1)
+        logged = real(*args)
+        if first <= len(done) <= last:
+            logged["grad_norm"] = logged["grad_norm"] * math.inf
+        return logged
+
+    monkeypatch.setattr("train.optimize", optimize)
+    with pytest.raises(UserError, match=rf"step {first} is not finite \(.*grad_norm inf"):
+        train(replace(config, name="x", log_every=100))
+    assert len(done) <= first + 1  # at most one step more
+    assert [step_of(path) for path in checkpoints("out/x")] == [*range(10, first, 10)][-2:]
+
+
+@pytest.mark.parametrize(
+    "method,own", [("ponderlm3", 0), ("mor-expert", 0), ("mor-token", 2), ("ponderlm1", 0)]
+)
+def test_a_gpu_is_not_waited_for(config, monkeypatch, tmp_path, method, own):
+    """Catches a step that stops the GPU: it waits for the step before and no other (mor-token for
+    the lengths of each micro-batch, too), and copies once, its rows of tokens."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("train.evaluate", lambda *_, **__: {"loss": 1.0})
+    monkeypatch.setattr("train.final_report", lambda *_: {})
+    shape = configure(config.model, method)
+    config = replace(config, model=shape, steps=5, log_every=100, eval_every=100)
+    config = replace(config, device="cuda", precision="bfloat16", micro_batch_size=4)
+    if method == "ponderlm3":
+        config.ponder_warmup = 3
+    with pretended_cuda() as gpu:
+        train(config)
+    waits, copies = (
+        {f"{file} {function}": n for (file, function, _), n in found.items()}
+        for found in (gpu.waits(), gpu.moves("h2d"))
+    )
+    for at_the_ends in ("attention.py milliseconds", "train.py open_training"):
+        del waits[at_the_ends]
+    saved = ("interop/", "training/runs.py save_checkpoint")
+    waits = {where: n for where, n in waits.items() if not where.startswith(saved)}
+    expected = {
+        "training/runs.py Watch.look": 5,
+        "baselines/mor.py TokenChoice.recursions": 5 * own,
+    }
+    assert waits == {where: n for where, n in expected.items() if n}
+    del copies["train.py open_training"]
+    assert copies == {"train.py to_device": 5}
+
+
+def test_backend_of_a_training(config, monkeypatch, tmp_path):
+    """Catches `auto` that is measured anew at each resume, or at another size than that of the
+    longest pass, and a run that cannot go on elsewhere without saying how."""
+    monkeypatch.chdir(tmp_path)
+    train(replace(config, name="x", steps=1))
+    assert read_settings("out", "x")[1].backend == "sdpa"
+    with pytest.raises(UserError, match=r"'cudnn' needs a CUDA device .*; use 'sdpa', or 'auto'"):
+        train(parse(["--resume", "--backend", "cudnn"]))
+    asked = []
+    monkeypatch.setattr("train.fastest_backend", lambda *found: asked.append(found) or "sdpa")
+    train(parse(["--resume", "--steps", "2"]))
+    assert not asked
+    cpu = torch.device("cpu")
+    for method in ("ponderlm3", "pause", "looped", "mor-token", "vanilla"):
+        shape = configure(replace(config.model, num_key_value_heads=1), method)
+        train_module.choose_backend(replace(config, model=shape), 2, cpu, torch.float32)
+    B, H, T, d = 4, 2, 16, 16  # 8 windows by 2 processes, K = 2
+    sizes = [((B, H, N, d), 1, biased) for N, biased in ((3 * T, True), (3 * T, False))]
+    sizes += 3 * [((B, H, T, d), 1, False)]
+    assert [(shape, G, biased) for shape, G, _, _, biased in asked] == sizes
+    micro = replace(config, micro_batch_size=2)
+    train_module.choose_backend(micro, 1, cpu, torch.float32)
+    assert asked[-1][0][0] == 2
 
 
 def test_learning_rate():

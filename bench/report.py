@@ -1,0 +1,188 @@
+"""The results of an acceptance run as the section 'CUDA' of docs/speed.md."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import pandas as pd
+import tyro
+
+from runtime import UserError, read_json, write_text
+
+PAGE = Path(__file__).parent.parent / "docs" / "speed.md"
+BEGIN, END = "<!-- python -m bench report writes this -->", "<!-- until here -->"
+QUESTIONS = {"a": "is it right?", "b": "is it good?", "c": "is it fast?", "d": "does it save?"}
+TO_RUN = """\
+Nothing has been run on a GPU yet. These commands will, each in less than ten minutes and without a
+network. They end with a table, and with an error where a requirement is not met:
+
+- `bash runs/gpu.sh a`, is it right? Every form of attention against float64, the equivalence tests
+  on CUDA, training steps against a CPU's, decoding with CUDA graphs against none.
+- `bash runs/gpu.sh b`, is it good? `small`, trained for minutes, and without pondering on as many
+  tokens.
+- `bash runs/gpu.sh c`, is it fast? Attention and the training steps of three sizes against plain
+  ones.
+- `bash runs/gpu.sh d`, does it save? Early exit, graphs, prompts and contexts, and `transformers`
+  beside it.
+
+`python -m bench report out/gpu` then puts the results here."""
+
+
+def short(x):
+    """A cell: numbers in three digits, a blank where there is none."""
+    if not isinstance(x, float):
+        return "" if x is None else str(x)
+    if pd.isna(x):
+        return ""
+    return f"{x:.3g}" if abs(x) < 1000 else f"{x:,.0f}"
+
+
+def table(rows, columns=None):
+    """Rows (dicts) in Markdown, of columns {title: key}; None: all."""
+    columns = columns or {key: key for key in rows[0]}
+    cells = [[short(row[key]) for key in columns.values()] for row in rows]
+    lines = [list(columns), ["---"] * len(columns), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# -- What a file of results says -------------------------------------------------------------------
+
+
+def of_summary(found):
+    where, size = found["machine"], " at toy sizes, which measures nothing" * found["toy"]
+    yield (
+        f"On {where['device']}{size}; torch {where['torch']}, {where['time']}, "
+        f"commit {found['commit']}."
+    )
+    yield table(found["gates"])
+    left = [f"{row['step']} ({row['status']})" for row in found["steps"] if row["status"] != "done"]
+    if left:
+        yield f"Not all was done: {', '.join(left)}."
+
+
+def of_environment(found):
+    products = found["operations_per_second"].items()
+    products = ", ".join(f"{speed / 1e12:.3g} TFLOP/s in {name}" for name, speed in products)
+    yield (
+        f"The ceilings: a copy moves {found['bytes_per_second'] / 1e12:.3g} TB/s, square matrix "
+        f"products make {products}."
+    )
+    rows = []
+    for row in found.get("kernels", ()):
+        first = {how: (row[how] or ["none"])[0] for how in ("training", "decoding")}
+        rows.append({"d": row["d"], "": row["dtype"]} | {k: f"`{v}`" for k, v in first.items()})
+    if rows:
+        yield "The attention kernel in which most of the time goes, by head width d:"
+        yield table(rows)
+
+
+def of_attention(found):
+    frame = pd.DataFrame(row for row in found["rows"] if row["backend"] != "plain")
+    best = frame.loc[frame.groupby(["d", "N"]).time_ratio.idxmin()]
+    best["cell"] = best.time_ratio.map("{:.2f} ".format) + best.backend
+    best = best.pivot(index="d", columns="N", values="cell").reset_index()
+    best.columns = [str(name) if name == "d" else f"N = {name}" for name in best.columns]
+    yield "The soft mask in its fastest form, times the fastest plain attention:"
+    yield table(best.to_dict("records"))
+
+
+def of_steps(*presets):
+    rows, shown = [], ("plain", "plain, --compile", "PonderLM-3", "--compile")
+    for found in presets:
+        size = {"preset": f"`{found['preset']}`", "windows": found["windows"]}
+        rows += [size | row for row in found["rows"] if row["case"] in shown]
+    optimizer = "with" if presets[0]["optimizer"] else "without"
+    yield f"A training step, {optimizer} the optimizer's:"
+    columns = {"preset": "preset", "windows": "windows", "": "case", "seconds": "seconds"}
+    columns |= {"tokens/s": "tokens_per_second", "MiB": "MiB", "time / plain": "time_ratio"}
+    yield table(rows, columns | {"MFU": "mfu"})
+
+
+def pivot(rows, index, columns, value):
+    """A table with a row for each of `index`, and for each of `columns` a column."""
+    frame = pd.DataFrame(rows).pivot_table(value, index, columns, aggfunc="first")
+    frame.columns = [f"{columns} {name}" for name in frame.columns]
+    return table(frame.reset_index().to_dict("records"))
+
+
+HOW = ["precision", "graphs"]
+
+
+def of_exit(found):
+    frame = pd.DataFrame(found["exit"]).astype({"saved": float})
+    frame = frame.groupby([*HOW, "batch"], as_index=False)
+    rows = frame[["always_tokens_per_second", "saved"]].median().to_dict("records")
+    for row in rows:
+        row["cell"] = f"{short(row['always_tokens_per_second'])}, {short(row['saved']) or '-'}"
+    yield "Tokens a second of always K, then saved time for each saved slot (medians):"
+    yield pivot(rows, HOW, "batch", "cell")
+
+
+def of_prompts(found):
+    yield "Reading a prompt in parallel, and times as long in other ways:"
+    columns = {"precision": "precision", "prompt": "prompt", "seconds": "jacobi_seconds"}
+    columns |= {"slot by slot": "sequential_ratio", "the simple decoder": "simple_ratio"}
+    yield table(found["prompt"], columns | {"in parallel, all slots": "full_ratio"})
+
+
+def of_contexts(found):
+    yield "Milliseconds for a token of K+1 slots, with so many slots before it:"
+    yield pivot(found["context"], HOW, "slots", "milliseconds")
+
+
+def of_others(found):
+    yield "Times as many tokens a second as in other ways:"
+    yield pivot(found["others"], ["precision", "against", "prompt"], "batch", "ratio")
+
+
+SAYS = {
+    "summary.json": of_summary,
+    "env.json": of_environment,
+    "attention-*.json": of_attention,
+    "train-*.json": of_steps,
+    "decode-*-exit.json": of_exit,
+    "decode-*-prompt.json": of_prompts,
+    "decode-*-context.json": of_contexts,
+    "decode-*-others.json": of_others,
+}
+
+
+def section(folder):
+    """The text of the section, of the results in folder/a to folder/d."""
+    if not any((folder / part / "summary.json").exists() for part in QUESTIONS):
+        return TO_RUN
+    text = []
+    for part, question in QUESTIONS.items():
+        text.append(f"### {part}: {question}")
+        if not (folder / part / "summary.json").exists():
+            text.append(f"Not run yet: `bash runs/gpu.sh {part}`.")
+        for name, says in SAYS.items():
+            found = [read_json(file) for file in sorted((folder / part).glob(name))]
+            text += says(*found) if found else []
+    return "\n\n".join(text)
+
+
+def report(results: Annotated[Path, tyro.conf.Positional] = Path("out/gpu"), page: Path = PAGE):
+    """Keep the results of an acceptance run beside the page, and fill its section with them.
+
+    Args:
+        results: the folder with those of each part; parts that are not in it stay as they were
+        page: with the section, between two lines that say so
+    """
+    kept = page.parent / "figures" / "cuda"
+    parts = [part for part in QUESTIONS if (results / part / "summary.json").exists()]
+    if not parts:
+        raise UserError(f"{results} holds no results; bash runs/gpu.sh a makes some")
+    for part in parts:
+        shutil.rmtree(kept / part, ignore_errors=True)
+        (kept / part).mkdir(parents=True)
+        for file in (results / part).glob("*.json"):
+            shutil.copy(file, kept / part)
+    write_section(page, section(kept))
+    print(f"written: {page}, from {', '.join(parts)} in {kept}")
+
+
+def write_section(page, text):
+    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    write_text(page, f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")

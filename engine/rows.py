@@ -1,0 +1,228 @@
+"""The rows of a batch on the device, and the pass that moves each of them on by one slot.
+
+All that a pass decides, it decides here: which slot is next, how far a token goes, which token
+follows. The host only reads what came out. So a GPU can run passes ahead of the host, and replay
+each as one CUDA graph (cuda_graphs.py).
+
+code        shape        meaning
+A                        rows that run, 0 .. A-1
+x           (B, D)       input of each row's next slot
+h_hat       (B, D)       s_0 h^(0) + .. + s_k h^(k), as far as the token has come
+s           (B, S)       step distribution of each row's token, 0 beyond K-hat
+channels    (B, S, 2)    the bias of the keys of its slots, as attention.key_channels writes it
+k           (B,)         which slot of its token is next, 0 .. K-hat
+steps       (B,)         K-hat of the token
+position    (B,)         of the token in the text
+length      (B,)         places that the row has used in the cache
+given       (B,)         tokens that it begins with; behind them tokens are chosen
+limit       (B,)         tokens that it reads, then it stands still
+context     (B, T)       the tokens that it begins with
+uniform     (B, T)       a random number for each token that is chosen
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from attention import key_channels
+from engine.cache import SlotCache
+from engine.choosing import pick
+from engine.slot_step import SlotStep
+from router import mask_score
+
+
+@dataclass
+class Counters:
+    """Of a row; see the table above."""
+
+    k: int
+    steps: int
+    position: int
+    length: int
+    given: int
+    limit: int
+
+
+class Rows:
+    """State of `batch_size` rows of a model, and a pass without a value that the host must know.
+
+    Every pass computes everything for all rows, and selects.
+
+    Args:
+        dtype: of the matrix products and the cache. tau, alpha: as PonderLM.ponder_token.
+    """
+
+    def __init__(self, model, batch_size, dtype, tau, alpha):
+        config, weight = model.config, model.lm_head.weight
+        B, T, S, device = batch_size, config.block_size, config.ponder_steps + 1, weight.device
+        self.model, self.tau, self.dtype, self.d = model, tau, dtype, config.head_width
+        self.cache = SlotCache(config, B, dtype, device)
+        self.step = SlotStep(model, B, dtype)
+        self.head = weight.to(dtype).T.contiguous()  # (D, V), see slot_step.Layer
+        self.x, self.h_hat = weight.new_zeros(2, B, config.hidden_size)
+        s, _ = model.router(self.x)
+        self.s = s.clone()  # for good, without a learned router; so are the channels
+        self.channels = torch.zeros(B, S, 2, dtype=dtype, device=device)
+        if model.has_router:
+            self.router = model.router.proj.weight.T.contiguous()  # (D, S)
+            self.shift = model.router.offset + alpha * torch.arange(S, device=device)  # (S,)
+        self.counters = torch.zeros(B, 6, dtype=torch.long, device=device)
+        self.context = torch.zeros(B, T, dtype=torch.long, device=device)
+        self.uniform = torch.zeros(B, T, dtype=torch.float64, device=device)
+        self.numbers = torch.arange(B, device=device)
+        self.state = [self.x, self.h_hat, self.s, self.channels, self.context, self.uniform]
+        self.state += [self.counters]
+
+    # -- Rows come and go --------------------------------------------------------------------------
+
+    def begin(self, rows, tokens, counters, uniform, contexts):
+        """Texts begin in `rows`, a list of numbers.
+
+        Args:
+            tokens: (R,) which each row reads next. counters: (R, 6), in the order of Counters.
+            uniform, contexts: (R, T), padded.
+        """
+        at, *values = (
+            x.to(self.x.device) for x in (torch.tensor(rows), counters, uniform, contexts)
+        )
+        for state, value in zip((self.counters, self.uniform, self.context), values, strict=True):
+            state[at] = value
+        self.x[at] = self.embed(tokens.to(self.x.device))
+
+    def move(self, source, target, length):
+        """Row `target` becomes row `source`, which has used at most `length` places."""
+        for state in self.state:
+            state[target] = state[source]
+        self.cache.copy(source, target, length)
+
+    # -- A pass ------------------------------------------------------------------------------------
+
+    def advance(self, A, places, choice):
+        """The next slot of rows 0 .. A-1, which see the first `places` of the cache.
+
+        Args:
+            choice: temperature, top_k and top_p, see choosing.pick.
+
+        Returns:
+            (2, A): the steps of the token that has now been read, -1 where none has; and the token
+            behind it, -1 where the logits are not finite.
+        """
+        counters = self.counters[:A]
+        k, steps, position, length, given, limit = counters.unbind(1)
+        h = self.run(A, places, position, length, k)
+        if self.model.has_router:
+            first = (k == 0)[:, None]
+            s, channels, found = self.route(h)
+            self.s[:A] = torch.where(first, s, self.s[:A])
+            self.channels[:A] = torch.where(first[..., None], channels, self.channels[:A])
+            steps = torch.where(first[:, 0], found, steps)
+        self.integrate(h, k)
+
+        active = position < limit
+        done = active & (k == steps)
+        position, number = position + done, position + done - given
+        u = self.uniform[self.numbers[:A], number]  # below 0, of a prompt, it is not used
+        chosen = pick(self.logits(self.h_hat[:A]), u, *choice)
+        prompt = self.context[self.numbers[:A], position.clamp(max=self.context.size(1) - 1)]
+        tokens = torch.where(number < 0, prompt, chosen)
+        e = self.embed(tokens.clamp(min=0))
+        self.x[:A] = torch.where(done[:, None], e, self.model.feed_back(h))
+        k = torch.where(done, 0, k + active)
+        counters.copy_(torch.stack([k, steps, position, length + active, given, limit], dim=1))
+        return torch.stack([torch.where(done, steps, -1), tokens])
+
+    # -- Its parts ---------------------------------------------------------------------------------
+
+    def run(self, A, places, position, length, k):
+        """The slot k of each row through the backbone. Counters (A,) -> (A, D)."""
+        at = k[:, None, None].expand(A, 1, 2)
+        channels = self.channels[:A].gather(1, at)
+        return self.step(self.x[:A], self.cache.layers, places, position, length, channels)
+
+    def route(self, h):
+        """How far tokens go, by their h^(0) (R, D). -> s (R, S), channels (R, S, 2), K-hat (R,)"""
+        log_s = torch.addmm(self.shift, h, self.router).log_softmax(-1)  # as Router.forward
+        log_w = mask_score(log_s)
+        steps = self.model.executed(log_w, self.tau)
+        channels = key_channels(self.model.key_bias(log_w), self.d, self.dtype)[..., :2]
+        return self.model.step_weights(log_s.exp(), steps), channels, steps
+
+    def integrate(self, h, k):
+        """h_hat = s_0 h^(0) + .. + s_k h^(k). h (A, D), k (A,)."""
+        k = k[:, None]
+        h_hat = self.h_hat[: len(h)].mul_(k > 0)
+        h_hat.addcmul_(self.s[: len(h)].gather(1, k), h)
+
+    def embed(self, tokens):
+        """(R,) -> (R, D), as PonderLM.embed."""
+        return F.embedding(tokens, self.model.model.embed_tokens.weight) * self.model.config.scale
+
+    def logits(self, h_hat):
+        return h_hat.to(self.dtype) @ self.head
+
+
+class HostRows(Rows):
+    """The same where looking at a value costs nothing: a pass computes only what it needs.
+
+    Counters, contexts and random numbers are lists of the host.
+    """
+
+    def __init__(self, model, batch_size, *args):
+        super().__init__(model, batch_size, *args)
+        self.state = self.state[:4]
+        self.counters = [Counters(*[0] * 6) for _ in range(batch_size)]
+        self.context, self.uniform = [[[] for _ in range(batch_size)] for _ in range(2)]
+
+    def begin(self, rows, tokens, counters, uniform, contexts):
+        for i, row in enumerate(rows):
+            self.counters[row] = Counters(*counters[i].tolist())
+            self.uniform[row], self.context[row] = uniform[i].tolist(), contexts[i].tolist()
+        self.x[rows] = self.embed(tokens)
+
+    def move(self, source, target, length):
+        super().move(source, target, length)
+        self.counters[target] = replace(self.counters[source])
+        self.context[target], self.uniform[target] = self.context[source], self.uniform[source]
+
+    def advance(self, A, places, choice):
+        counters = self.counters[:A]
+        now = torch.tensor([(c.position, c.length, c.k) for c in counters])
+        position, length, k = now.unbind(1)
+        h = self.run(A, places, position, length, k)
+        first = [row for row, c in enumerate(counters) if c.k == 0]
+        if first and self.model.has_router:
+            at = index(first)
+            self.s[at], self.channels[at], steps = self.route(h[at])
+            for row, K_hat in zip(first, steps.tolist(), strict=True):
+                counters[row].steps = K_hat
+        self.integrate(h, k)
+        self.x[:A] = self.model.feed_back(h)
+
+        read, tokens, chosen, prompt = [-1] * A, [-1] * A, [], []
+        for row, c in enumerate(counters):
+            c.length += 1
+            c.k += 1
+            if c.k > c.steps:
+                read[row], c.k = c.steps, 0
+                c.position += 1
+                (prompt if c.position < c.given else chosen).append(row)
+        for row in prompt:
+            tokens[row] = self.context[row][counters[row].position]
+        if chosen:
+            u = [self.uniform[row][counters[row].position - counters[row].given] for row in chosen]
+            u = torch.tensor(u, dtype=torch.float64)
+            found = pick(self.logits(self.h_hat[index(chosen)]), u, *choice)
+            for row, token in zip(chosen, found.tolist(), strict=True):
+                tokens[row] = token
+        if prompt or chosen:
+            rows = sorted(prompt + chosen)
+            self.x[index(rows)] = self.embed(torch.tensor([max(tokens[row], 0) for row in rows]))
+        return read, tokens
+
+
+def index(rows):
+    """An index of ascending rows, a slice where it can be: that is faster."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows)

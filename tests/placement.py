@@ -1,0 +1,70 @@
+"""Where tests run: on the CPU, also where there is a GPU.
+
+With PONDERLM_TEST_DEVICE=cuda the equivalence tests run there, and no others:
+
+    PONDERLM_TEST_DEVICE=cuda python -m pytest tests/method tests/engine
+
+Then what these tests make lies on the device, models and tensors, and what the program makes lies
+where it says. PONDERLM_TEST_DEVICE=pretended does the same on a GPU that is not there
+(pretended_cuda.py). It stands beside conftest.py, since that is imported twice.
+"""
+
+import os
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from pretended_cuda import pretended_cuda
+from torch.overrides import TorchFunctionMode
+
+TESTS = Path(__file__).parent
+OURS = {TESTS / "placement.py", TESTS / "conftest.py", TESTS / "pretended_cuda.py"}
+DEVICE = os.environ.get("PONDERLM_TEST_DEVICE", "cpu")
+if DEVICE != "cuda":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of processes that tests start, too
+EQUIVALENCE = {f"method/test_{name}.py" for name in ("attention", "golden", "model", "router")}
+EQUIVALENCE |= {"method/test_sample.py", "engine/test_batching.py", "engine/test_prefill.py"}
+# Tests in these files that make modules of their own, or are about files or other devices.
+ON_CPU = {"test_save_and_load", "test_damaged_directories", "test_initialisation", "test_pickers"}
+ON_CPU |= {"test_k0_is_llama", "test_bfloat16", "test_bias_in_half_precision"}
+ON_CPU |= {"test_flex_equals_eager", "test_flex_is_compiled_once_a_length", "test_decoding_kernels"}
+ON_CPU |= {"test_alpha_shifts_and_a_scalar_would_not", "test_router_start_and_always"}
+ON_CPU |= {"test_router_keeps_float32_under_autocast"}
+# And those that count what runs: on a GPU more does, so that nobody has to wait.
+ON_CPU |= {"test_nobody_waits", "test_steps_that_fall_and_rise"}
+FACTORIES = {torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty}
+FACTORIES |= {torch.eye, torch.rand, torch.randn, torch.randint, torch.logspace, torch.linspace}
+
+
+def device_of_test():
+    """Where a test has its tensors: asked by what a test calls, or calls torch with."""
+    if DEVICE == "cpu":
+        return torch.device("cpu")
+    frame, nearest, names = sys._getframe(1), None, set()
+    while frame:
+        file = Path(frame.f_code.co_filename)
+        names.add(frame.f_code.co_name)
+        if nearest is None and "torch" not in file.parts and file not in OURS:
+            nearest = file
+        frame = frame.f_back
+    mine = nearest.is_relative_to(TESTS) and str(nearest.relative_to(TESTS)) in EQUIVALENCE
+    return torch.device("cuda" if mine and not names & ON_CPU else "cpu")
+
+
+class OnDevice(TorchFunctionMode):
+    """Puts what a test makes on its device, with the numbers that it has on a CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in FACTORIES or "device" in kwargs or device_of_test().type == "cpu":
+            return func(*args, **kwargs)
+        grad = kwargs.pop("requires_grad", False)
+        return func(*args, **kwargs).to(device_of_test()).requires_grad_(grad)
+
+
+MODES = ExitStack()  # for as long as the tests run
+if DEVICE == "pretended":
+    MODES.enter_context(pretended_cuda())
+if DEVICE != "cpu":
+    MODES.enter_context(OnDevice())
