@@ -10,6 +10,7 @@ Of one run, by default the newest in out/; written to <run>/report/:
     python analyze.py penalty       why the printed penalty never acts
     python analyze.py heatmap       a text, each token shaded by its steps: an HTML page
     python analyze.py report        all of these on one page, index.html
+    python analyze.py explainer     the model itself on a page that runs it: explainer.html
 
 Of several runs, written to out/analyze/:
 
@@ -29,7 +30,7 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from analysis import comparing, figures, pages
+from analysis import comparing, explainer, figures, pages
 from analysis.comparing import Comparison
 from analysis.figures import Study
 from model import Count, settings
@@ -109,6 +110,16 @@ class Report(Shift, Tokens, Tau, Heatmap):
 
 
 @settings
+class Explainer:
+    """A model of bytes on a page that runs it: a text's thinking time, live as one types."""
+
+    run: str | None = None  # directory of a trained PonderLM-3; by default the newest in out/
+    tau: Share | None = None  # where its slider starts; by default where the run scored it
+    out: Path | None = None  # the page; by default <run>/report/explainer.html
+    draw = explainer.draw_explainer
+
+
+@settings
 class Pareto(Comparison):
     """Perplexity against the mean executed extra steps of every method: table and figure."""
 
@@ -159,7 +170,8 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["hops"]:
         raise UserError("`analyze.py hops` has another name now: python analyze.py lookup")
-    commands = {kind.__name__.lower(): reader(kind) for kind in (*OF_ONE_RUN, *OF_SEVERAL)}
+    kinds = (*OF_ONE_RUN, Explainer, *OF_SEVERAL)
+    commands = {kind.__name__.lower(): reader(kind) for kind in kinds}
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, args=argv).draw()
 
 

@@ -1,6 +1,6 @@
 """Continue prompts, thinking about each token only as long as its router asks for (section 3.3).
 
-    python sample.py                                   the newest run, from an empty prompt
+    python sample.py                                   the newest run, or the model that is included
     python sample.py --prompt "Return the" --show-steps
     echo "Return the" | python sample.py --prompt - --tau 0
     python sample.py --prompts prompts.txt --num-samples 4 --out samples.jsonl
@@ -23,7 +23,7 @@ from tqdm import tqdm
 from corpus.tokenizers import load_tokenizer
 from engine.choosing import Choice, Sample, Temperature, check_request, choose, uniform
 from engine.printing import Printer, paint, read_prompts, replacing, summary, write_sample
-from interop import find_model, load
+from interop import INCLUDED, find_model, load
 from model import Count, settings
 from runtime import UserError, autocast, command_line, pick_device, pick_precision
 
@@ -87,7 +87,8 @@ def generate(model, prompts, max_new_tokens, *, seed=None, **kwargs):
 @settings
 class Options(Choice):
     temperature: Temperature = 0.8  # 0 is greedy
-    run: str | None = None  # directory of a model, or its name on the Hub; by default the newest
+    # directory of a model, or its name on the Hub; by default the newest, else models/shakespeare
+    run: str | None = None
     prompt: str = ""  # text to go on from; - reads it from standard input
     prompts: str | None = None  # file of prompts, one a line; empty lines do not count
     max_new_tokens: NonNegativeInt = 200  # tokens to generate
@@ -110,7 +111,8 @@ class Request:
         o = self.options = options
         texts = read_prompts(o.prompt, o.prompts)
         self.texts = [text for text in texts for _ in range(o.num_samples)]
-        self.directory, self.device = find_model(o.run), pick_device(o.device)
+        self.directory = find_model(o.run, otherwise=INCLUDED)
+        self.device = pick_device(o.device)
         self.dtype = pick_precision(o.precision, self.device)
         self.model = load(self.directory).to(self.device)
         self.tokenizer = load_tokenizer(self.directory / "tokenizer.json")

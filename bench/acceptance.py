@@ -64,10 +64,10 @@ class Place:
         where = ["--data", self.data, "--out", str(self.runs), "--name", name]
         return [sys.executable, str(ROOT / "train.py"), *where, *size.split(), *flags.split()]
 
-    def evaluation(self, run, name, windows, device=None):
+    def evaluation(self, run, file, windows, device=None):
         command = [sys.executable, "-m", "evaluation", "--run", str(self.runs / run)]
         command += ["--windows", str(windows), "--device", device or self.device]
-        return [*command, "--out", str(self.runs / f"{name}.json")]
+        return [*command, "--out", str(file)]
 
     # What they have written.
 
@@ -110,7 +110,7 @@ def part_a(p):
     width, preset = ("--widths 8", "--preset tiny") if p.toy else ("", "")
     return [
         Step("environment", p.bench("environment", width), 90),
-        Step("forms", p.bench("forms", width), 150),
+        Step("forms", p.bench("forms", width), 180),
         Step("tests", pytest, 240, {"PONDERLM_TEST_DEVICE": "pretended" if p.toy else "cuda"}),
         Step("steps", p.bench("steps", preset + " --count 3" * p.toy), 120),
         Step("decoder", p.bench("decoder", preset), 90),
@@ -166,32 +166,34 @@ def part_b(p):
     few, many = (2, 2) if p.toy else (8, 300)
     # In pieces that a mail or a file store takes; cat puts them together again.
     run, pieces = (shlex.quote(str(x)) for x in (p.runs / "small", p.out / "small.tar.gz."))
-    pack = f"tar cz -C {run} {OF_A_RUN} | split -b 15m -d - {pieces}"
+    pack = f"set -o pipefail; tar cz -C {run} {OF_A_RUN} | split -b 15m -d - {pieces}"
+    cpu = p.evaluation("small", p.runs / "cpu.json", few, "cpu")
     return [
-        Step("pace", p.train("pace", 4 if p.toy else 30), 90),
+        Step("pace", p.train("pace", 4 if p.toy else 30), 120),
         Step("small", lambda: p.train("small", steps()), TRAINING + 60),
         Step("vanilla", lambda: p.train("vanilla", steps(), "--method vanilla"), 90),
-        Step("evaluation", p.evaluation("small", "all", many), 60),
-        Step("evaluation, vanilla", p.evaluation("vanilla", "plain", many), 30),
-        Step("a few windows", p.evaluation("small", "few", few), 30),
-        Step("the same on a CPU", p.evaluation("small", "cpu", few, "cpu"), 60),
-        Step("pack", ["bash", "-c", f"set -o pipefail; {pack}"], 20),
+        Step("evaluation", p.evaluation("small", p.out / "loss-small.json", many), 60),
+        Step("of vanilla", p.evaluation("vanilla", p.out / "loss-vanilla.json", many), 30),
+        Step("of a few windows", p.evaluation("small", p.runs / "few.json", few), 30),
+        Step("on a CPU", cpu, 60),
+        Step("pack", ["bash", "-c", pack], 20),
     ]
 
 
 def gates_b(p):
-    def loss(name, kind):
-        return read_json(p.runs / f"{name}.json")[kind]["loss"]
+    def loss(file, kind):
+        return read_json(file)[kind]["loss"]
 
-    def beyond_R():
-        found = read_json(p.runs / "small" / "results.json")
-        return abs(found["fixed"]["loss"] - found["trained"]["loss"])
+    small, vanilla = p.out / "loss-small.json", p.out / "loss-vanilla.json"
+    results = p.runs / "small" / "results.json"
 
     def on_cpu():
-        return max(abs(loss("few", kind) - loss("cpu", kind)) for kind in ("soft", "hard"))
+        few, cpu = p.runs / "few.json", p.runs / "cpu.json"
+        return max(abs(loss(few, kind) - loss(cpu, kind)) for kind in ("soft", "hard"))
 
-    gain = lambda: loss("all", "hard") - loss("plain", "hard")  # noqa: E731
-    stopping = lambda: abs(loss("all", "hard") - loss("all", "soft"))  # noqa: E731
+    gain = lambda: loss(small, "hard") - loss(vanilla, "hard")  # noqa: E731
+    stopping = lambda: abs(loss(small, "hard") - loss(small, "soft"))  # noqa: E731
+    beyond_R = lambda: abs(loss(results, "fixed") - loss(results, "trained"))  # noqa: E731
     return [
         Gate("loss, less that without pondering", gain, 0, needs="size"),
         Gate("loss that stopping early changes", stopping, 0.001, needs="size"),
@@ -269,7 +271,7 @@ def part_d(p):
         trained = p.runs / "small"
 
     def decode(part, flags=""):
-        size = "--repeats 2 --precisions float32 bfloat16"
+        size = "--repeats 2 --precisions bfloat16 float32"
         if p.toy:
             size = "--repeats 1 --batch-sizes 1 --prompts 8 --new-tokens 4 --contexts 16 32"
         return [*p.bench("decode", f"--parts {part} {size} {flags}"), "--run", str(trained)]
@@ -277,7 +279,7 @@ def part_d(p):
     exits = "--graphs on off --tau 1e-4 0.1 --alphas 0 -4"
     return [
         *steps,
-        Step("exit", decode("exit", exits), 240),
+        Step("exit", decode("exit", exits), 260),
         Step("prompt", decode("prompt", "--alphas 0"), 120),
         Step("context", decode("context", "--graphs on off"), 60),
         Step("others", decode("others"), 120),
@@ -328,7 +330,8 @@ def perform(step, place, left):
         command = step.command() if callable(step.command) else step.command
     except (UserError, OSError, LookupError, ArithmeticError) as error:
         return f"failed: what it needs of a step before is not there ({error})"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TQDM_DISABLE": "1"} | step.environment
+    path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    environment = os.environ | {"PYTHONPATH": path, "TQDM_DISABLE": "1"} | step.environment
     if place.device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": ""}
     with open(place.out / "log.txt", "ab") as log:
@@ -387,17 +390,12 @@ def acceptance(
     """
     device = pick_device("cpu" if toy else "auto")
     if device.type != "cuda" and not toy:
-        raise UserError(
-            "the acceptance run is for CUDA, which is not here; TRY=1 tries it on a CPU"
-        )
-    data = (
-        str(ROOT / "docs/tour.md")
-        if toy
-        else str(Path(data).resolve())
-        if Path(data).exists()
-        else data
-    )
-    place = Place((out / part).resolve(), (runs / part).resolve(), data, device.type, toy)
+        raise UserError("this is for CUDA, which is not here; TRY=1 tries it on a CPU")
+    if toy:
+        data = ROOT / "docs" / "tour.md"
+    elif Path(data).exists():
+        data = Path(data).resolve()
+    place = Place((out / part).resolve(), (runs / part).resolve(), str(data), device.type, toy)
     for folder in (place.out, place.runs):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -413,15 +411,11 @@ def acceptance(
         print(f"{part} {clock(time.monotonic() - began)}  {step.name}: {status}", flush=True)
         summary |= {"steps": steps, "gates": [judge(gate, place) for gate in gates]}
         write_json(place.out / "summary.json", summary)
-    print(
-        pd.DataFrame(summary["gates"]).to_string(
-            index=False, na_rep="", float_format="{:.4g}".format
-        )
-    )
+    table, digits = pd.DataFrame(summary["gates"]), "{:.4g}".format
+    print(table.to_string(index=False, na_rep="", float_format=digits))
     print(f"written: {place.out}")
     failed = [row["step"] for row in steps if row["status"] != "done"]
     failed += [row["gate"] for row in summary["gates"] if row["result"] in ("FAIL", "NOT MEASURED")]
     if failed:
-        raise UserError(
-            f"part {part} failed: {', '.join(failed)}; {place.out / 'log.txt'} says why"
-        )
+        log = place.out / "log.txt"
+        raise UserError(f"part {part} failed: {', '.join(failed)}; {log} says why")

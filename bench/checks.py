@@ -139,7 +139,7 @@ def gradients(form, leaves, weights):
 
 @pydantic.validate_call
 def forms(
-    widths: Some[Count] = (56, 64, 120, 128),
+    widths: Some[Count] = (56, 64, 128),
     length: Count = 515,
     device: str = "auto",
     out: Path = Path("out/bench"),

@@ -276,7 +276,7 @@ def decode(
 ):
     """Early-exit decoding: what skipped slots save, and how fast the rest is.
 
-    The results are written after each part, and all parts together are drawn, too.
+    The results are written as they come, and all parts together are drawn, too.
 
     Args:
         run: directory of a trained PonderLM-3; by default the newest in out/
@@ -321,8 +321,9 @@ def decode(
     }
     whole = set(parts) == set(PARTS)
     name = f"decode-{directory.name}-{device.type}" + ("" if whole else "-" + "-".join(parts))
-    for part in parts:
-        results[part] = [row for how in hows for row in measurements[part](repeats, how)]
+    results |= {part: [] for part in parts}
+    for part, how in product(parts, hows):
+        results[part] += measurements[part](repeats, how)
         results["minutes"] = (time.perf_counter() - start) / 60
         file = write_results(out / f"{name}.json", results)
     print_tables(results)

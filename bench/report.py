@@ -48,18 +48,6 @@ def table(rows, columns=None):
 # -- What a file of results says -------------------------------------------------------------------
 
 
-def of_summary(found):
-    where, size = found["machine"], " at toy sizes, which measures nothing" * found["toy"]
-    yield (
-        f"On {where['device']}{size}; torch {where['torch']}, {where['time']}, "
-        f"commit {found['commit']}."
-    )
-    yield table(found["gates"])
-    left = [f"{row['step']} ({row['status']})" for row in found["steps"] if row["status"] != "done"]
-    if left:
-        yield f"Not all was done: {', '.join(left)}."
-
-
 def of_environment(found):
     products = found["operations_per_second"].items()
     products = ", ".join(f"{speed / 1e12:.3g} TFLOP/s in {name}" for name, speed in products)
@@ -67,13 +55,25 @@ def of_environment(found):
         f"The ceilings: a copy moves {found['bytes_per_second'] / 1e12:.3g} TB/s, square matrix "
         f"products make {products}."
     )
-    rows = []
-    for row in found.get("kernels", ()):
-        first = {how: (row[how] or ["none"])[0] for how in ("training", "decoding")}
-        rows.append({"d": row["d"], "": row["dtype"]} | {k: f"`{v}`" for k, v in first.items()})
+    rows = [
+        {"d": row["d"], "in": how, "kernel": f"`{row[how][0][:60]}`"}
+        for row in found.get("kernels", ())
+        for how in ("training", "decoding")
+        if row[how] and row["dtype"] == "bfloat16"
+    ]
     if rows:
-        yield "The attention kernel in which most of the time goes, by head width d:"
+        yield "The attention kernel in which most of the time goes in bfloat16, by head width d:"
         yield table(rows)
+
+
+def of_models(*models):
+    yield "Losses in nats a token on the validation text, and executed steps:"
+    rows = [
+        {"method": found["method"], "": kind} | found[kind]
+        for found in models
+        for kind in ("soft", "hard")
+    ]
+    yield table(rows, {"method": "method", "": "", "loss": "loss", "steps": "steps"})
 
 
 def of_attention(found):
@@ -87,7 +87,7 @@ def of_attention(found):
 
 
 def of_steps(*presets):
-    rows, shown = [], ("plain", "plain, --compile", "PonderLM-3", "--compile")
+    rows, shown = [], ("plain", "PonderLM-3", "--compile")
     for found in presets:
         size = {"preset": f"`{found['preset']}`", "windows": found["windows"]}
         rows += [size | row for row in found["rows"] if row["case"] in shown]
@@ -131,13 +131,15 @@ def of_contexts(found):
 
 
 def of_others(found):
-    yield "Times as many tokens a second as in other ways:"
-    yield pivot(found["others"], ["precision", "against", "prompt"], "batch", "ratio")
+    rows = [row for row in found["others"] if row["against"] == "transformers"]
+    if rows:
+        yield "At K = 0, times as many tokens a second as `transformers`:"
+        yield pivot(rows, ["precision", "prompt"], "batch", "ratio")
 
 
 SAYS = {
-    "summary.json": of_summary,
     "env.json": of_environment,
+    "loss-*.json": of_models,
     "attention-*.json": of_attention,
     "train-*.json": of_steps,
     "decode-*-exit.json": of_exit,
@@ -147,15 +149,31 @@ SAYS = {
 }
 
 
+def state(part, file):
+    """One line on how a part was run."""
+    line = f"- {part}, {QUESTIONS[part]} "
+    if not file.exists():
+        return f"{line}Not run yet: `bash runs/gpu.sh {part}`."
+    found, where = read_json(file), read_json(file)["machine"]
+    line += f"On {where['device']}" + " at toy sizes, which measures nothing" * found["toy"]
+    line += f"; torch {where['torch']}, {where['time']}, commit {found['commit']}."
+    left = [f"{row['step']} ({row['status']})" for row in found["steps"] if row["status"] != "done"]
+    return line + (f" Not all was done: {', '.join(left)}." if left else "")
+
+
 def section(folder):
     """The text of the section, of the results in folder/a to folder/d."""
-    if not any((folder / part / "summary.json").exists() for part in QUESTIONS):
+    files = {part: folder / part / "summary.json" for part in QUESTIONS}
+    if not any(file.exists() for file in files.values()):
         return TO_RUN
-    text = []
-    for part, question in QUESTIONS.items():
-        text.append(f"### {part}: {question}")
-        if not (folder / part / "summary.json").exists():
-            text.append(f"Not run yet: `bash runs/gpu.sh {part}`.")
+    gates = [
+        {"": part} | row
+        for part, file in files.items()
+        if file.exists()
+        for row in read_json(file)["gates"]
+    ]
+    text = ["\n".join(state(part, file) for part, file in files.items()), table(gates)]
+    for part in QUESTIONS:
         for name, says in SAYS.items():
             found = [read_json(file) for file in sorted((folder / part).glob(name))]
             text += says(*found) if found else []

@@ -1,6 +1,6 @@
 """The pages: the tour, the results, how-to pages, the log, and the figures that they show.
 
-tour.py is the one program here: it prints the numbers of tour.md. Tests run every command of every
-page and compare what is printed, so that a page can be changed as long as it stays true. docs.tour
-imports the model and its ablations; no code imports docs.
+tour.py prints the numbers of tour.md, and notebook.py makes tour.ipynb of both. Tests run every
+command of every page and compare what is printed, so that a page can be changed as long as it stays
+true. docs.tour imports the model and its ablations; no code imports docs.
 """

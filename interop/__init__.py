@@ -33,6 +33,7 @@ from model import PonderConfig
 from runtime import UserError, one_line, read_json, write_json
 
 FORMAT = "ponderlm-3"
+INCLUDED = Path(__file__).parent.parent / "models" / "shakespeare"  # a model to begin with
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # -- Places ------------------------------------------------------------------------------------
@@ -43,12 +44,16 @@ def is_model(directory):
     return any((Path(directory) / name).is_file() for name in (SINGLE, INDEX))
 
 
-def find_model(run=None, out="out"):
-    """The directory of a run, a checkpoint or another model: as given, or the newest run in `out`.
+def find_model(run=None, out="out", otherwise=None):
+    """The directory of a run, a checkpoint or another model: as given, or the newest run in `out`;
+    `otherwise` that directory, which is said.
 
     Raises:
         UserError: there is none that has a model.
     """
+    if run is None and otherwise and not any(Path(out).glob(f"*/{SINGLE}")):
+        print(f"no run in {out}/ yet: this is the model that comes with the code, {otherwise.name}")
+        return otherwise
     if run is None:
         return newest_run(out, SINGLE)
     place = locate(run)

@@ -2,6 +2,7 @@
 
 python -m interop DIR                 what it holds
 python -m interop DIR --to OTHER      write it anew; a model without pondering as a Llama
+python -m interop DIR --to OTHER --half      in half the size
 """
 
 from dataclasses import fields
@@ -14,13 +15,14 @@ from interop import load, locate, save
 from runtime import UserError, command_line, read_json, write_json
 
 
-def main(directory: tyro.conf.Positional[str], to: Path | None = None):
+def main(directory: tyro.conf.Positional[str], to: Path | None = None, half: bool = False):
     """Show what a directory of weights holds, and write it anew.
 
     Args:
         directory: a model's directory, or its name on the Hugging Face Hub
         to: a new directory. A model without pondering becomes a Hugging Face Llama, which
             transformers loads, any other one a directory of our own
+        half: weights in float16, 2 bytes each, read as float32 again
     """
     if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
         raise UserError(f"{to} exists already; give a new directory")
@@ -38,7 +40,7 @@ def main(directory: tyro.conf.Positional[str], to: Path | None = None):
         print(f"tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} tokens")
     if to is None:
         return
-    save(model, to)
+    save(model.half() if half else model, to)
     if tokenizer and config.method == "vanilla":
         ids = {"eos_token_id": tokenizer.end_of_text}
         ids["bos_token_id"] = tokenizer.begin[0] if tokenizer.begin else None

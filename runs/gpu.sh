@@ -7,7 +7,7 @@
 # tyro, docstring-parser, typeguard, pydantic and rustbpe are often missing) it takes pytest,
 # pytest-xdist, hypothesis and transformers. DATA=FOLDER is a prepared corpus that is brought along;
 # without it one is made of the source of Python's packages, by rustbpe. RUNS=FOLDER keeps it, and
-# the models: part d takes part b's.
+# the models: part d takes part b's. PYTHON=python3 is the Python that has torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -25,12 +25,13 @@ if DEVICE != "cuda":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of processes that tests start, too
 EQUIVALENCE = {f"method/test_{name}.py" for name in ("attention", "golden", "model", "router")}
 EQUIVALENCE |= {"method/test_sample.py", "engine/test_batching.py", "engine/test_prefill.py"}
-# Tests in these files that make modules of their own, or are about files or other devices.
+# Tests in these files that make modules of their own, or are about files, other devices or the
+# compiler, which leaves blocks alone while OnDevice watches.
 ON_CPU = {"test_save_and_load", "test_damaged_directories", "test_initialisation", "test_pickers"}
 ON_CPU |= {"test_k0_is_llama", "test_bfloat16", "test_bias_in_half_precision"}
 ON_CPU |= {"test_flex_equals_eager", "test_flex_is_compiled_once_a_length", "test_decoding_kernels"}
 ON_CPU |= {"test_alpha_shifts_and_a_scalar_would_not", "test_router_start_and_always"}
-ON_CPU |= {"test_router_keeps_float32_under_autocast"}
+ON_CPU |= {"test_router_keeps_float32_under_autocast", "test_compiled_blocks"}
 # And those that count what runs: on a GPU more does, so that nobody has to wait.
 ON_CPU |= {"test_nobody_waits", "test_steps_that_fall_and_rise"}
 FACTORIES = {torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty}

@@ -3,12 +3,14 @@
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from dataclasses import asdict
 
 import pytest
 import torch
+from conftest import ROOT
 
 from attention import soft_mask_attention
 from bench import acceptance as run
@@ -22,6 +24,18 @@ from training.settings import PRESETS
 def test_suite_is_on_the_cpu():
     """Catches a suite whose tests, or processes, take a GPU because there is one."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
+
+
+def test_device_of_the_tests():
+    """Catches equivalence tests that run on the CPU all the same when they are to run on a GPU,
+    which is not there, and others that do not stay away."""
+    environment = os.environ | {"PONDERLM_TEST_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    files = [f"tests/method/test_{name}.py" for name in ("golden", "router", "train")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command += ["-k", "golden or gradient or schedule"]  # files of three, two and one of these
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert re.search(r"(?m)^5 failed\b(?!.*passed)", done.stdout), done.stdout
+    assert "CUDA" in done.stdout
 
 
 @pytest.fixture
@@ -140,10 +154,11 @@ def test_gates_a(place):
 
 def test_gates_b(place):
     """Catches losses of the wrong run, or soft ones for those of decoding."""
-    scored = dict(all=(2.0, 2.25), plain=(2.5, 2.5), few=(1.0, 1.0), cpu=(1.0, 1.5))
+    scored = {"loss-small": (2.0, 2.25), "loss-vanilla": (2.5, 2.5)}
+    scored |= {"runs/few": (1.0, 1.0), "runs/cpu": (1.0, 1.5)}
     for name, (soft, hard) in scored.items():
         losses = {"soft": {"loss": soft}, "hard": {"loss": hard}}
-        write_json(place.runs / f"{name}.json", losses)
+        write_json(place.out / f"{name}.json", losses)
     (place.runs / "small").mkdir()
     losses = {"fixed": {"loss": 2.0}, "trained": {"loss": 2.125}}
     write_json(place.runs / "small/results.json", losses)
@@ -245,8 +260,8 @@ def test_report(tmp_path, capsys):
         report(folder.parent, page)
     text = page.read_text()
     assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n")
-    assert text.count("| loss | 0.25 | <= 0 | FAIL |") == 2 and "old" not in text
+    assert "| b | loss | 0.25 | <= 0 | FAIL |" in text and "old" not in text
     assert text.count("Not all was done: train (failed: it ended with 1).") == 2
-    assert "Not run yet: `bash runs/gpu.sh c`." in text
+    assert "- c, is it fast? Not run yet: `bash runs/gpu.sh c`." in text
     names = sorted(str(f.relative_to(page.parent)) for f in page.parent.rglob("*") if f.is_file())
     assert names == [f"figures/cuda/{x}/summary.json" for x in "ab"] + ["page.md"]

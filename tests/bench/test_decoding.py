@@ -83,9 +83,10 @@ def test_rows(model, val, how):
     full, less = exit_rows(single, val, (2,), (5,), 4, 0.3, alphas, 1, how)
     assert 0 < less["slot_ratio"] < full["slot_ratio"] < 1 and less["time_ratio"] > 0
     assert less["slot_ratio"] == pytest.approx((1 + less["steps"]) / 4)
-    engine = how.engine(single, 2, tau=0.3, alpha=-4.0)
-    engine.generate(4 * prompts_of(val, 1, 5), 4, seed=0)
-    assert (1 + less["steps"]) * 4 * 3 == pytest.approx(engine.stats.slots)
+    for row in (full, less):  # of 4 samples of 4 tokens, of which the first comes of the prompt
+        engine = how.engine(single, 2, tau=0.3, alpha=row["alpha"])
+        engine.generate(4 * prompts_of(val, 1, 5), 4, seed=0)
+        assert (1 + row["steps"]) * 4 * 3 == pytest.approx(engine.stats.slots)
     always = less["tokens_per_second"] * less["time_ratio"]
     assert less["always_tokens_per_second"] == pytest.approx(always)
     assert (less["precision"], less["graphs"], less["tau"]) == (*how, 0.3)

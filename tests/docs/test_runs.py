@@ -233,6 +233,6 @@ def test_gpu_at_toy_size(part, tmp_path):
     (page := tmp_path / "page.md").write_text(f"{BEGIN}\n{END}\n")
     report(tmp_path / "out", page)
     text = page.read_text()
-    tables = {"a": 2, "b": 1, "c": 3, "d": 5}[part]
+    tables = {"a": 2, "b": 2, "c": 3, "d": 5}[part]
     assert text.count("\n| ---") == tables
     assert all(row["gate"] in text for row in summary["gates"]) and "at toy sizes" in text

@@ -1,0 +1,441 @@
+/* The page: it asks the worker (worker.js), which holds the model, and shows what comes back. Texts
+reach the document as textContent only. Tests and a console may ask, too: window.ponder. */
+
+const payload = JSON.parse(document.getElementById("payload").textContent);
+const {config} = payload, K = config.ponder_steps, END = 256;  // END: the token behind a text
+const MOST = 512;  // bytes that are read
+const WRITTEN = 200;  // bytes of a continuation
+const DARKEST = 60;  // percent of colour behind text
+const find = id => document.getElementById(id);
+
+// -- Asking ---------------------------------------------------------------------------------------
+
+const source = new Blob([find("worker").textContent], {type: "text/javascript"});
+const worker = new Worker(URL.createObjectURL(source)), asked = [];  // what was asked of it
+
+/** Ask the worker (see there) -> a promise of its answer; `hear` gets what comes before it. */
+function request(name, values = {}, hear = () => {}) {
+  worker.postMessage({number: asked.length, name, values});
+  return new Promise((resolve, reject) => asked.push({resolve, reject, hear}));
+}
+
+worker.onmessage = ({data: {number, event, result, error, done}}) => {
+  if (!done) return asked[number].hear(event);
+  if (error) asked[number].reject(new Error(error));
+  else asked[number].resolve(result);
+  delete asked[number];
+};
+
+// -- Bytes as text --------------------------------------------------------------------------------
+
+/** What stands for each byte. A character of several bytes stands at its last one, dots before. */
+function labels(bytes) {
+  const decoder = new TextDecoder("utf-8", {ignoreBOM: true});
+  const seen = byte => byte < 32 && byte !== 10 ? String.fromCharCode(0x2400 + byte)
+    : byte === 127 ? "\u2421" : null;  // symbols of control characters
+  return bytes.map(byte => {
+    if (byte === END) return "\u2403";
+    return seen(byte) ?? (decoder.decode(Uint8Array.of(byte), {stream: true}) || "·");
+  });
+}
+
+/** A byte by itself, in one line: a letter, a symbol, or its number. */
+function name_of(byte) {
+  if (byte === END) return "end of text";
+  if (byte === 32) return "␣";
+  if (byte === 10) return "↵";
+  return byte < 128 ? labels([byte])[0] : "0x" + byte.toString(16);
+}
+
+function element(name, content, className) {
+  const made = document.createElement(name);
+  if (content !== undefined) made.textContent = content;
+  if (className) made.className = className;
+  return made;
+}
+
+const kbd = byte => element("kbd", name_of(byte));
+const shade = (node, p) => { node.style.setProperty("--p", p); return node; };
+const by_steps = steps => DARKEST * steps / K;
+const number_text = x => x >= 0.001 || x === 0 ? x.toFixed(3) : x.toExponential(0);
+
+/** Spans of bytes in `place`: those that are there and still right stay. */
+function write_bytes(place, bytes) {
+  labels(bytes).forEach((label, i) => {
+    const text = label.replace("\n", "↵\n"), old = place.children[i];
+    if (!old) place.append(element("span", text));
+    else if (old.textContent !== text) old.textContent = text;
+  });
+  while (place.children.length > bytes.length) place.lastChild.remove();
+}
+
+// -- 1. The text, shaded --------------------------------------------------------------------------
+
+/* ids: the bytes of the text. steps: K-hat of those that are read. at: the open byte, or -1.
+shown, always: {n, steps, loss} of the text at tau, and at tau = 0. */
+const state = {ids: [], steps: [], tau: payload.tau, alpha: 0, at: -1, shown: null, always: null};
+let reading = null;  // a promise: the worker knows the text
+
+/** Read the text of the page at its tau and alpha, from where they differ from what was read. */
+function read() {
+  const bytes = [...new TextEncoder().encode(find("input").value)];
+  state.ids = bytes.slice(0, MOST);
+  state.steps = [];
+  document.body.dataset.state = "reading";
+  const window_ = config.block_size, half = Math.max(window_ >> 1, 1);
+  find("note").textContent = `${state.ids.length} bytes`
+    + (bytes.length > MOST ? `, the first of ${bytes.length}: no more are read` : "")
+    + (state.ids.length > window_ ? `. The model sees ${window_} at a time: where a text outgrows `
+      + `this window, it goes on from its last ${half}` : "");
+  write_bytes(find("text"), state.ids);
+  [...find("text").children].forEach(span => span.classList.add("pending"));
+  find("cost-shown").classList.add("faint");
+  stop_writing();
+  forget_passes();
+  const {ids, tau, alpha} = state;
+  const hear = event => mine === reading && heard(event);  // else another text is being read
+  const mine = reading = request("read", {ids, tau, alpha}, hear);
+  mine.then(always => {
+    if (mine !== reading) return;
+    show_costs(always, "always");
+    document.body.dataset.state = "ready";
+  });
+}
+
+/** Of the worker, while it reads: the steps of the next bytes, and what the whole text costs. */
+function heard({steps, summary}) {
+  if (steps) {
+    const spans = find("text").children, from = state.steps.length;
+    steps.forEach((value, i) => {
+      if (spans[from + i]) shade(spans[from + i], by_steps(value)).classList.remove("pending");
+    });
+    state.steps.push(...steps);
+    return;
+  }
+  show_costs(summary, "shown");
+  show_legend();
+  show_passes();
+  const speed = summary.milliseconds.toFixed(1);
+  if (speed > 0) find("speed").textContent = `On this machine it takes ${speed} ms a byte.`;
+  if (state.at < 0) state.at = state.steps.lastIndexOf(Math.max(...state.steps));
+  open_byte(Math.min(state.at, state.ids.length - 1));
+}
+
+function show_legend() {
+  const counts = Array(K + 1).fill(0);
+  for (const steps of state.steps) counts[steps]++;
+  find("legend").replaceChildren("steps: ", ...counts.flatMap((count, k) => {
+    const item = element("span", undefined, "item");
+    item.append(shade(element("b", k), by_steps(k)), ` ${count} byte${count === 1 ? "" : "s"}`);
+    return [item, " "];
+  }));
+}
+
+// -- 2. What it costs -----------------------------------------------------------------------------
+
+/** tau at a place of its slider: 0, then 10^-6 .. 1 in steps that are even in the logarithm. */
+const tau_at = place => place === 0 ? 0 : +(10 ** ((place - 120) / 20)).toPrecision(2);
+const PLACES = Array.from({length: 121}, (_, place) => tau_at(place));
+const text_of_tau = tau => tau >= 0.001 || tau === 0 ? String(tau) : tau.toExponential();
+
+function show_costs({n, steps, loss}, name) {
+  const slots = steps + n, all = n * (K + 1);
+  const values = ["", 0, 0];
+  if (n) {
+    const share = Math.round(100 * (1 - slots / all));
+    values.splice(0, 3, (steps / n).toFixed(2), slots, `${all - slots} (${share} %)`);
+  }
+  const row = find("cost-" + name);
+  row.classList.remove("faint");
+  [...values, loss === null ? "" : loss.toFixed(3)].forEach((value, i) => {
+    row.cells[i + 1].textContent = value;
+  });
+  state[name] = {n, steps, loss};
+}
+
+function show_sliders() {
+  const distances = PLACES.map(tau => Math.abs(Math.log((tau || 1e-9) / (state.tau || 1e-9))));
+  find("tau").value = distances.indexOf(Math.min(...distances));
+  find("alpha").value = state.alpha;
+  find("tau").setAttribute("aria-valuetext", text_of_tau(state.tau));
+  find("tau-value").textContent = text_of_tau(state.tau);
+  find("alpha-value").textContent = (state.alpha > 0 ? "+" : "") + state.alpha;
+}
+
+function move_to(tau, alpha) {
+  Object.assign(state, {tau, alpha});
+  show_sliders();
+  read();
+}
+
+find("tau").addEventListener("input", () => move_to(PLACES[+find("tau").value], state.alpha));
+find("alpha").addEventListener("input", () => move_to(state.tau, +find("alpha").value));
+find("reset").addEventListener("click", () => move_to(payload.tau, 0));
+
+// -- 3. One byte, opened --------------------------------------------------------------------------
+
+let opened = null;  // what the worker knows of byte state.at
+
+async function open_byte(t) {
+  const spans = find("text").children;
+  spans[state.at]?.classList.remove("on");
+  state.at = t;
+  find("attention").hidden = t < 0;
+  if (t < 0) return find("opened").replaceChildren();
+  spans[t].classList.add("on");
+  const answer = await request("open", {t});
+  if (state.at !== t) return;
+  opened = answer;
+  show_opened();
+  show_choices();
+  show_attention();
+}
+
+/** The most probable bytes, [[byte, probability], ..], the one that follows in a frame. */
+function guesses(list) {
+  return list.map(([byte, p]) => {
+    const made = element("span", undefined, byte === opened.next ? "guess right" : "guess");
+    made.append(kbd(byte), " ", element("i", p.toFixed(2)));
+    return shade(made, DARKEST * p);
+  });
+}
+
+function bar(w) {
+  const made = element("span", undefined, "bar");
+  made.style.setProperty("--w", 100 * w);
+  return made;
+}
+
+function cells(...contents) {
+  const row = element("tr");
+  for (const content of contents) {
+    const cell = element("td");
+    cell.append(...[content].flat());
+    row.append(cell);
+  }
+  return row;
+}
+
+function header(...titles) {
+  const row = element("tr");
+  row.append(...titles.map(title => element("th", title)));
+  return row;
+}
+
+function show_opened() {
+  const {t, id, steps, s, w, alone, integrated, next, probability} = opened;
+  const title = element("p"), table = element("table"), wide = element("div", undefined, "wide");
+  title.append(element("strong", `Byte ${t}: `), kbd(id), `, K\u0302 = ${steps} of ${K} steps. `);
+  if (probability !== null)
+    title.append("What follows is ", kbd(next), `, of probability ${number_text(probability)}: `
+      + `${(-Math.log(probability)).toFixed(3)} nats.`);
+  else title.append("Nothing follows it yet.");
+  table.id = "slots";
+  table.append(header("slot", "input", "s", "w", "its state alone predicts"));
+  s.forEach((value, k) => {
+    const skipped = element("span", `not run: w < τ = ${text_of_tau(state.tau)}`, "faint");
+    table.append(cells(String(k), k ? `h(${k - 1})` : "e(x)", value.toFixed(4),
+      [bar(w[k]), number_text(w[k])], k <= steps ? guesses(alone[k]) : skipped));
+  });
+  table.append(cells("sum", "", s.slice(0, steps + 1).reduce((a, b) => a + b).toFixed(4), "",
+    guesses(integrated)));
+  wide.append(table);
+  find("opened").replaceChildren(title, wide);
+}
+
+function show_choices() {
+  const {steps} = opened, slot = find("slot"), layer = find("layer");
+  slot.replaceChildren(...Array.from({length: steps + 1}, (_, k) => new Option(k, k)));
+  slot.value = steps;
+  if (layer.options.length) return;
+  layer.append(...Array.from({length: config.num_hidden_layers}, (_, i) => new Option(i + 1, i)));
+  layer.value = config.num_hidden_layers - 1;
+}
+
+/** A byte and its slots: one cell each. */
+function column(byte, count = K + 1) {
+  const made = element("div", undefined, "column");
+  made.append(kbd(byte), ...Array.from({length: count}, () => element("span", undefined, "cell")));
+  return made;
+}
+
+/** Which keys the chosen slot of the opened byte sees in the chosen layer, and how strongly. */
+function show_attention() {
+  const {t, keys, seen, start, ids} = opened, slot = +find("slot").value;
+  const attention = seen[slot][+find("layer").value];
+  const most = Math.max(...attention);
+  const columns = ids.slice(start).map(id => column(id));
+  columns[t - start].classList.add("on");
+  columns.forEach(made => made.querySelectorAll(".cell").forEach(c => c.classList.add("hidden")));
+  const rows = [...attention].map((a, j) => ({...keys[j], a}));
+  for (const key of rows) {
+    const cell = columns[key.t - start].children[1 + key.k];
+    cell.className = "cell attended visible";
+    cell.style.setProperty("--w", 100 * key.w);
+    shade(cell, 95 * Math.sqrt(key.a / most));
+    const [a, w] = [key.a, key.w].map(number_text);
+    cell.title = `byte ${key.t}, slot ${key.k}: attention ${a}, w ${w}`;
+  }
+  find("keys").replaceChildren(...columns);
+  const strongest = rows.sort((a, b) => b.a - a.a).slice(0, 6);
+  find("strongest").replaceChildren(header("the strongest keys", "slot", "attention", "w"),
+    ...strongest.map(key => cells([kbd(ids[key.t]), ` byte ${key.t}`], String(key.k),
+      [bar(key.a), number_text(key.a)], [bar(key.w), number_text(key.w)])));
+}
+
+find("slot").addEventListener("input", show_attention);
+find("layer").addEventListener("input", show_attention);
+find("text").addEventListener("click", event => {
+  const t = [...find("text").children].indexOf(event.target);
+  if (t >= 0 && t < state.steps.length) open_byte(t);
+});
+find("text").addEventListener("keydown", event => {
+  const to = {ArrowRight: state.at + 1, ArrowLeft: state.at - 1, Home: 0, End: Infinity}[event.key];
+  if (to === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
+  event.preventDefault();
+  if (!state.steps.length) return;
+  open_byte(Math.min(Math.max(to, 0), state.steps.length - 1));
+  find("text").children[state.at].scrollIntoView({block: "nearest"});
+});
+
+// -- 4. The Jacobi iteration ----------------------------------------------------------------------
+
+const SHOWN = 64;  // bytes, as in worker.js
+const SETTLED = 1e-4;  // relative distance to the fixed point
+let passes = null;  // of this text, as the worker sends them: a list
+let playing = null;  // a timer
+
+function forget_passes() {
+  pause_passes();
+  passes = null;
+  find("pass").value = 0;
+}
+
+/** Have the worker iterate, once for a text. */
+async function run_passes() {
+  if (passes) return;
+  const mine = passes = [];
+  await reading;
+  mine.done = await request("jacobi", {}, pass => {
+    mine.push(pass);
+    if (mine === passes) show_passes();
+  });
+  if (mine === passes) show_passes();
+}
+
+/** The order in which decoding runs the slots: [byte, slot] of each forward pass. */
+function in_sequence() {
+  const shown = state.steps.slice(0, Math.min(SHOWN, config.block_size));
+  return shown.flatMap((steps, t) => Array.from({length: steps + 1}, (_, k) => [t, k]));
+}
+
+/** Both grids after as many forward passes as the slider says. */
+function show_passes() {
+  const order = in_sequence(), n = Math.min(+find("pass").value, order.length);
+  const count = order.length ? order.at(-1)[0] + 1 : 0, ids = state.ids.slice(0, count);
+  find("pass").max = order.length;
+  find("pass-value").textContent = n;
+  const p = Math.min(n, passes?.length ?? 0), pass = passes?.[p - 1];
+  let wrong = 0, largest = 0;
+  const parallel = ids.map((id, t) => {
+    const made = column(id), steps = pass?.steps[t];
+    for (let k = 0; pass && k < pass.slots; k++) {
+      const cell = made.children[1 + k], error = pass.error[t][k] ?? 1;
+      if (k > steps) cell.classList.add("hidden");
+      else if (error < SETTLED) cell.classList.add("settled");
+      else shade(cell, 75 * (1 + Math.log10(Math.min(error, 1)) / 4.5)).classList.add("off");
+      if (k <= state.steps[t]) largest = Math.max(largest, error);
+    }
+    const digit = element("small", steps ?? "");
+    if (pass && steps !== state.steps[t]) wrong++, digit.classList.add("differs");
+    made.append(digit);
+    return made;
+  });
+  const sequential = ids.map((id, t) => column(id));
+  order.slice(0, n).forEach(([t, k]) => sequential[t].children[1 + k].classList.add("settled"));
+  const [last] = order[n - 1] ?? [-1];
+  sequential.forEach((made, t) => {
+    const over = n === order.length || t < last;  // all its slots are run
+    for (let k = state.steps[t] + 1; over && k <= K; k++)
+      made.children[1 + k].classList.add("hidden");
+  });
+  find("parallel").replaceChildren(...parallel);
+  find("sequential").replaceChildren(...sequential);
+  const arrived = passes?.done && p === passes.length ? `: there after ${p}` : "";
+  find("parallel-state").textContent = !pass ? "" : `pass ${p}${arrived}; `
+    + `${count * pass.slots} slots a pass, largest distance ${number_text(largest)}, `
+    + `K\u0302 wrong at ${wrong}`;
+  find("sequential-state").textContent = !n ? "" : `pass ${n} of ${order.length}, one slot a pass`;
+}
+
+function go_to(n) {
+  run_passes();
+  find("pass").value = n;
+  show_passes();
+}
+
+function pause_passes() {
+  clearTimeout(playing);
+  playing = null;
+  find("play").textContent = "Play";
+}
+
+/** One forward pass after the other: slowly while the parallel form runs, then faster. */
+function play_on() {
+  const n = +find("pass").value;
+  if (n >= +find("pass").max) return pause_passes();
+  if (n < passes.length || passes.done) go_to(n + 1);  // else wait for the worker
+  playing = setTimeout(play_on, n < passes.length ? 600 : 40);
+}
+
+find("play").addEventListener("click", () => {
+  if (playing !== null) return pause_passes();
+  run_passes();
+  if (+find("pass").value >= +find("pass").max) go_to(0);
+  find("play").textContent = "Pause";
+  play_on();
+});
+find("step").addEventListener("click", () => go_to(+find("pass").value + 1));
+find("restart").addEventListener("click", () => { pause_passes(); go_to(0); });
+find("pass").addEventListener("input", () => { pause_passes(); go_to(+find("pass").value); });
+
+// -- 5. A continuation ----------------------------------------------------------------------------
+
+let writing = null;  // the bytes of the one that is being written
+
+function stop_writing() {
+  writing = null;
+  find("write").textContent = "Continue the text";
+}
+
+async function write() {
+  const mine = writing = [], place = find("continuation");
+  find("write").textContent = "Stop";
+  place.replaceChildren();
+  await reading;
+  const seed = +find("seed").value, temperature = +find("temperature").value;
+  await request("more", {ids: state.ids, seed, temperature, count: WRITTEN}, ({id, steps}) => {
+    mine.push(id);
+    write_bytes(place, mine);
+    shade(place.lastChild, by_steps(steps));
+  });
+  if (mine === writing) stop_writing();
+}
+
+find("write").addEventListener("click", () => writing ? read() : write());
+
+// -- Begin ----------------------------------------------------------------------------------------
+
+/* For tests and for the console:
+
+    await ponder.request("decode", {ids: [72, 105], tau: 0.1, alpha: 0})
+
+gives the logits and steps of a text, decoded slot by slot; "iterate" the same by the Jacobi
+iteration. ponder.state is what the page shows, and document.body.dataset.state "ready" when it is
+all there. */
+window.ponder = {request, state};
+
+find("input").addEventListener("input", read);
+show_sliders();
+request("start", {...payload, weights: find("weights").textContent});
+read();

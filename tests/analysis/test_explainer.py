@@ -1,0 +1,452 @@
+"""The page that runs a model: its numbers against PyTorch's, and what a reader can do with it.
+
+All models are tiny and random, with weights that float16 holds exactly.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import small_model
+
+import analyze
+from analysis import explainer
+from corpus.tokenizers import Tokenizer
+from interop import save
+from runtime import UserError
+from training.settings import PRESETS
+
+ROOT = Path(explainer.__file__).parent.parent
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+TAU = 0.3
+SHAPES = {
+    "plain": dict(router_offset=(0.0, 0.5, -1.0)),
+    # everything that a config may have beside: 2 of 4 heads share keys in both
+    "special": dict(
+        ponder_steps=3,
+        tie_word_embeddings=True,
+        feedback_scale=0.75,
+        rope_scaling=(8.0, 1.0, 4.0, 16.0),
+        embed_scale=3.0,
+        head_dim=6,
+    ),
+}
+
+
+def model_of(name):
+    shape = {"vocab_size": 257, "block_size": 16, "ponder_steps": 2} | SHAPES[name]
+    model = small_model(seed=3, **shape)
+    model.lm_head.weight.data *= 4  # logits as large as those of a trained model
+    for parameter in model.parameters():
+        parameter.data = parameter.half().double()
+    return model
+
+
+def write_run(folder, model, tokenizer=None, **changes):
+    """A finished run of a model: what the page reads of one."""
+    save(model.float(), folder)
+    (tokenizer or Tokenizer.bytes()).save(folder / "tokenizer.json")
+    config = replace(PRESETS["tiny"], model=model.config, tau=TAU, data="/home/<b>/text", **changes)
+    (folder / "train.json").write_text(json.dumps({"config": asdict(config), "corpus": {}}))
+    part = {"loss": 2.25, "steps": 1.5}
+    results = dict.fromkeys(("trained", "fixed", "hard", "permuted"), part) | {"iters": 2}
+    (folder / "results.json").write_text(json.dumps(results))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A page of each model, by name."""
+    folder, made = tmp_path_factory.mktemp("runs"), {}
+    for name in SHAPES:
+        run = write_run(folder / name, model_of(name))
+        analyze.main(["explainer", "--run", str(run)])
+        made[name] = run / "report/explainer.html"
+    return made
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    """Headless Chromium that can reach nothing."""
+    if not (CHROMIUM and DRIVER):
+        pytest.skip("chromium and chromedriver are not installed (Debian: chromium-driver)")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    flags = "headless=new window-size=1000,900 no-sandbox disable-gpu disable-sync "
+    flags += "disable-background-networking no-first-run disable-component-update "
+    flags += f"user-data-dir={tmp_path_factory.mktemp('profile')}"
+    for flag in flags.split():
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    driver.set_script_timeout(20)
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """An open page: what tests do with it."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def run(self, script, *args):
+        """The value of a script, or of the promise that it returns."""
+        return self.driver.execute_script(script, *args)
+
+    def ask(self, name, **values):
+        return self.run("return ponder.request(arguments[0], arguments[1])", name, values)
+
+    def until(self, condition, *args):
+        """Wait until an expression is true."""
+        from selenium.webdriver.support.wait import WebDriverWait
+
+        WebDriverWait(self.driver, 20, 0.02).until(lambda _: self.run(f"return {condition}", *args))
+
+    def ready(self):
+        self.until("document.body.dataset.state === 'ready'")
+
+    def put(self, id, value):
+        """Type into a field, or move a slider, and wait for what follows from it."""
+        self.set(id, value)
+        field = f"document.getElementById('{id}')"
+        self.run(f"{field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+        self.ready()
+
+    def set(self, id, value):
+        self.run("document.getElementById(arguments[0]).value = arguments[1]", id, value)
+
+    def text(self, id):
+        return self.run("return document.getElementById(arguments[0]).innerText", id)
+
+    def click(self, id):
+        self.run("document.getElementById(arguments[0]).click()", id)
+
+    @property
+    def state(self):
+        return self.run("return ponder.state")
+
+
+@pytest.fixture
+def show(chromium, pages):
+    """Open the page of a model. At the end nothing was asked of the network, nothing complained."""
+
+    def show_page(name="plain"):
+        for kind in ("browser", "performance"):
+            chromium.get_log(kind)
+        chromium.get(pages[name].as_uri())
+        page = Page(chromium)
+        page.ready()
+        return page
+
+    yield show_page
+    assert chromium.get_log("browser") == []
+    sent = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
+    sent = [m["params"] for m in sent if m["method"] == "Network.requestWillBeSent"]
+    urls = [m["request"]["url"] for m in sent if not m["documentURL"].startswith("chrome")]
+    assert sum(url.startswith("file:") for url in urls) == 1  # the browser's own tab asks as well
+    assert {url.split(":")[0] for url in urls} <= {"file", "blob", "data"}
+
+
+def read_growing(model, ids, tau, alpha):
+    """ponder_token on a text that comes token by token -> logits (n, V) and steps [n].
+
+    As sample.py: stream: a context that outgrows the window starts anew from its last half.
+    """
+    context, done, logits, steps = [], 0, [], []
+    for token in ids:
+        context.append(token)
+        if len(context) > model.config.block_size:
+            context, done = context[-model.config.block_size // 2 :], 0
+        if done == 0:
+            cache = model.new_cache()
+        while done < len(context):
+            row, taken = model.ponder_token(context[done], done, cache, tau, alpha)
+            done += 1
+        logits.append(row)
+        steps.append(taken)
+    return torch.stack(logits), steps
+
+
+def largest_gap(rows, logits):
+    return (torch.tensor(rows) - logits).abs().max().item()
+
+
+# -- The numbers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_same_numbers_as_pytorch(name, show):
+    """Catches any difference of the page's model from model.py: weights in another order, RoPE in
+    another form, a bias on the wrong slot, heads that look at another's keys, a threshold that is
+    missed; slot by slot and in parallel (logits of size 1 within 1e-3; K-hat equal)."""
+    page, model = show(name), model_of(name)
+    ids = torch.randint(257, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    start, different = torch.tensor([ids[:14]]), set()
+    for tau, alpha in ((0.0, 0.0), (0.1, 0.0), (TAU, 0.5), (1.0, 0.0)):
+        logits, steps = read_growing(model, ids, tau, alpha)
+        found = page.ask("decode", ids=ids, tau=tau, alpha=alpha)
+        assert found["steps"] == steps, (tau, alpha)
+        assert largest_gap(found["logits"], logits) < 1e-3
+        out = model(start, tau=tau, alpha=alpha)
+        found = page.ask("iterate", ids=ids[:14], tau=tau, alpha=alpha)
+        assert found["steps"] == out.steps[0].tolist()
+        assert largest_gap(found["logits"], out.logits[0]) < 1e-3
+        different |= {tuple(steps)}
+    assert len(different) == 4 and len(set(steps)) == 1  # tau = 1: no token takes a step
+    assert out.logits.std() > 0.5
+
+
+def test_passes_are_those_of_model_py(show):
+    """Catches an iteration that stops earlier or later than PonderLM.fixed_point."""
+    page, model, passes = show(), model_of("plain"), []
+    original, ids = model.jacobi_pass, list(b"All the world")
+    model.jacobi_pass = lambda *args: passes.append(1) or original(*args)
+    model.fixed_point(torch.tensor([ids]), TAU)
+    assert page.ask("iterate", ids=ids, tau=TAU, alpha=0)["passes"] == len(passes) > 3
+
+
+def test_edits(show):
+    """Catches a cache that keeps what an edit took away, or loses what it left: at the end, in the
+    middle, before and behind the place where the text outgrows the window (16)."""
+    page = show()
+    for text in ("To be", "To be, or not to be, that", "To be, or not to bee, that", "To be, or",
+                 "To be or not to be", "x" * 60, "x" * 59 + "y", ""):  # fmt: skip
+        page.put("input", text)
+        state, ids = page.state, list(text.encode())
+        assert state["ids"] == ids
+        assert state["steps"] == page.ask("decode", ids=ids, tau=TAU, alpha=0)["steps"], text
+
+
+# -- What a reader can do --------------------------------------------------------------------------
+
+
+def test_sliders(show):
+    """Catches a slider that changes nothing or too much: always-K must stay, tau = 0 must equal it,
+    and alpha must move the steps up and down; and shades, table and legend that do not follow."""
+    page = show()
+    page.put("input", "What is the city")
+    before = page.state
+    n, K = 16, 2
+    assert before["tau"] == TAU and before["always"]["steps"] == n * K
+    assert 0 < before["shown"]["steps"] == sum(before["steps"]) < n * K
+    spans = "[...document.querySelectorAll('#text span')]"
+    assert page.run(f"return {spans}.map(span => +span.style.getPropertyValue('--p'))") == [
+        30 * steps for steps in before["steps"]
+    ]
+    ids = list(b"What is the city")
+    logits = torch.tensor(page.ask("decode", ids=ids, tau=TAU, alpha=0)["logits"])
+    losses = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]))
+    assert before["shown"]["loss"] == pytest.approx(losses.item(), abs=1e-4)
+    slots = n + before["shown"]["steps"]
+    cells = page.text("cost-shown").split("\t")
+    assert cells[2:4] == [str(slots), f"{48 - slots} ({round(100 - slots / 0.48)} %)"]
+    page.put("tau", 0)
+    zero = page.state
+    assert zero["tau"] == 0 and zero["shown"] == zero["always"] == before["always"]
+    assert "0 0 bytes 1 0 bytes 2 16 bytes" in page.text("legend")
+    page.put("tau", 120)
+    assert page.state["tau"] == 1 and page.state["shown"]["steps"] == 0
+    page.click("reset")
+    page.ready()
+    assert page.state["shown"] == before["shown"]
+    page.put("alpha", 3)
+    more = page.state["shown"]["steps"]
+    page.put("alpha", -3)
+    assert page.state["shown"]["steps"] < before["shown"]["steps"] < more
+
+
+def test_an_opened_byte(show):
+    """Catches a byte whose s, w, predictions or attention are those of another byte or slot."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    page, model = show(), model_of("plain")
+    page.put("tau", 0)
+    page.put("input", "What is it")
+    page.run("document.querySelectorAll('#text span')[4].click()")
+    page.until("document.getElementById('opened').innerText.startsWith('Byte 4: ␣')")
+    found, ids = page.ask("open", t=4), list(b"What is it")
+    with torch.no_grad():
+        h, s, log_w = model.fixed_point(torch.tensor([ids]), 0.0)
+        expected = model.lm_head(h)[0, 4].softmax(-1).topk(5)
+    assert found["s"] == pytest.approx(s[0, 4].tolist(), abs=1e-4)
+    assert found["w"] == pytest.approx(log_w[0, 4].exp().tolist(), abs=1e-4)
+    for k in range(3):
+        best, p = zip(*found["alone"][k], strict=True)
+        assert list(best) == expected.indices[k].tolist()
+        assert p == pytest.approx(expected.values[k].tolist(), abs=1e-4)
+    # slot k sees the slots of bytes 0..3, and its own up to k
+    assert [len(layers[0]) for layers in found["seen"]] == [13, 14, 15]
+    assert all(sum(layer) == pytest.approx(1, abs=1e-6) for row in found["seen"] for layer in row)
+    assert [(key["t"], key["k"]) for key in found["keys"]] == [
+        (i, k) for i in range(5) for k in range(3)
+    ]
+    w = log_w[0, :5].exp().flatten().tolist()
+    assert [key["w"] for key in found["keys"]] == pytest.approx(w, abs=1e-4)
+    text = page.driver.find_element(By.ID, "text")
+    text.send_keys(Keys.ARROW_LEFT)
+    page.until("document.getElementById('opened').innerText.startsWith('Byte 3: t')")
+    text.send_keys(Keys.END)
+    page.until("document.getElementById('opened').innerText.includes('Nothing follows')")
+    page.put("slot", 0)
+    assert page.run("return document.querySelectorAll('#keys .attended').length") == 9 * 3 + 1
+
+
+def test_both_iterations(show):
+    """Catches grids that do not end at the same states, an error that never falls, a count of
+    passes that is not that of the slots, and a wait for what never comes."""
+    page = show()
+    page.put("input", "What is it")
+    slots = page.state["shown"]["steps"] + 10
+    assert page.run("return +document.getElementById('pass').max") == slots
+    settled = "document.querySelectorAll('#{} .settled').length"
+    page.click("step")
+    page.until("document.getElementById('parallel-state').innerText.startsWith('pass 1;')")
+    assert page.run("return " + settled.format("sequential")) == 1
+    page.put("pass", slots)
+    page.until(settled.format("parallel") + f" === {slots}")
+    assert page.run("return " + settled.format("sequential")) == slots
+    last = page.text("parallel-state")
+    passes = page.ask("iterate", ids=list(b"What is it"), tau=TAU, alpha=0)["passes"]
+    assert f"pass {passes}: there after {passes};" in last and "K̂ wrong at 0" in last
+    page.put("pass", 0)
+    page.click("play")
+    page.until("document.getElementById('pass').value > 2")
+    page.click("play")
+    assert page.text("play") == "Play"
+
+
+def test_continuation(show):
+    """Catches a continuation that its seed does not repeat, that is not the model's (at temperature
+    0), or that goes on while one types."""
+    page, model = show(), model_of("plain")
+    page.put("input", "What is")
+
+    def written(seed, temperature):
+        page.set("seed", seed)
+        page.set("temperature", temperature)
+        page.click("write")
+        page.until("document.getElementById('write').innerText.startsWith('Continue')")
+        return page.text("continuation")
+
+    assert written(1, 1) == written(1, 1) != written(2, 1)
+    ids = list(b"What is")
+    with torch.no_grad():
+        for _ in range(30):
+            logits, _ = read_growing(model, ids, TAU, 0.0)
+            ids.append(int(logits[-1].argmax()))
+    greedy = ids[7 : ids.index(256) if 256 in ids else None]
+    labels = page.run("return labels(arguments[0]).join('')", greedy)
+    assert len(greedy) > 3 and written(1, 0).startswith(labels)
+    page.click("write")
+    page.put("input", "What is it")
+    assert page.text("write") == "Continue the text" and len(page.state["steps"]) == 10
+
+
+STRANGE = "<b>bold</b></script>&amp;\n\r\t\x00\x1b\x7f é € 😀 \u202eabc\ufeff"
+
+
+def test_strange_texts(show):
+    """Catches markup that is run, a character that is lost or torn, and an empty text that stops
+    the page."""
+    page = show()
+    page.put("input", STRANGE)
+    seen = page.run("return document.getElementById('text').textContent")
+    assert page.run("return document.querySelectorAll('#text *:not(span)').length") == 0
+    assert seen.startswith("<b>bold</b></script>&amp;↵\n") and "··😀" not in seen.replace("·", "")
+    assert "·é" in seen and "··€" in seen and "···😀" in seen and "␀␛␡" in seen
+    n = len(page.state["ids"])
+    assert page.run("return document.querySelectorAll('#text span').length") == n
+    for t in range(n):
+        page.ask("open", t=t)
+    page.put("input", "")
+    assert page.state["at"] == -1 and page.text("opened") == ""
+    page.click("write")  # from the beginning of a document
+    page.until("document.getElementById('continuation').children.length > 3")
+    page.put("input", "a" * 600)
+    assert len(page.state["ids"]) == 512 and "the first of 600" in page.text("note")
+
+
+CONTRASTS = """
+    const context = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
+    const light = colors => {
+      for (const color of colors) { context.fillStyle = color; context.fillRect(0, 0, 1, 1); }
+      const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map(c => c / 255)
+        .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+      return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const found = [];
+    for (const node of document.querySelectorAll("main *")) {
+      const written = [...node.childNodes].some(c => c.nodeType === 3 && c.data.trim());
+      if (!written || !node.checkVisibility() || node.matches(":disabled")) continue;
+      const backs = [];
+      for (let up = node; up; up = up.parentElement)
+        backs.unshift(getComputedStyle(up).backgroundColor);
+      const pair = [light(backs), light([...backs, getComputedStyle(node).color])];
+      found.push([(Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05), node.textContent]);
+    }
+    return found.sort((a, b) => a[0] - b[0]);
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_can_be_read(scheme, show):
+    """Catches text with a contrast below 4.5, also on a shade, and a page that is wider than a
+    phone."""
+    page = show()
+    page.put("tau", 0)  # the darkest shade
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    contrasts = page.run(CONTRASTS)
+    assert len(contrasts) > 200 and contrasts[0][0] >= 4.5, contrasts[:3]
+    size = dict(width=360, height=740, deviceScaleFactor=1, mobile=False)
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    assert page.run("return document.documentElement.scrollWidth") <= 360
+    page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+# -- The file --------------------------------------------------------------------------------------
+
+
+def test_page_is_self_contained(pages):
+    """Catches a page that names another place, shows a path of its maker, or links to a function
+    that is not there."""
+    text = pages["plain"].read_text(encoding="utf-8")
+    assert "http" not in text and "/home/" not in text and text.count("</script>") == 4
+    links = re.findall(r'class="code" href="([^"]*)">([^:]*): (\w*)</a>', text)
+    assert len(links) > 10
+    for href, file, name in links:
+        assert (pages["plain"].parent / href).resolve() == ROOT / file
+        assert re.search(rf"(def|class) {name}\b", (ROOT / file).read_text("utf-8")), (file, name)
+
+
+def test_refusals(tmp_path, monkeypatch):
+    """Catches a page of a model that it cannot run: another method, other tokens, too many weights,
+    weights beyond float16; and a model whose run is not known."""
+    page = tmp_path / "page.html"
+    vanilla = write_run(tmp_path / "vanilla", small_model(vocab_size=257, ponder_steps=0))
+    with pytest.raises(UserError, match="is of method vanilla; the page runs ponderlm3 alone"):
+        explainer.explainer_page(vanilla, page)
+    odd = write_run(tmp_path / "odd", small_model(vocab_size=300))
+    with pytest.raises(UserError, match=r"vocabulary of 300; .*--tokenizer bytes"):
+        explainer.explainer_page(odd, page)
+    large = model_of("plain")
+    large.model.norm.weight.data[0] = 1e5
+    with pytest.raises(UserError, match=r"model.norm.weight: float16 has no numbers beyond"):
+        explainer.explainer_page(write_run(tmp_path / "large", large), page)
+    (tmp_path / "large/train.json").unlink()
+    with pytest.raises(UserError, match=r"no train\.json"):
+        explainer.explainer_page(tmp_path / "large", page)
+    run = write_run(tmp_path / "plain", model_of("plain"))
+    monkeypatch.setattr(explainer, "LARGEST", 1e4)
+    with pytest.raises(UserError, match=r"take 0\.\d MB in float16, a page holds 0.01 MB"):
+        explainer.explainer_page(run, page)
+    assert not page.exists()

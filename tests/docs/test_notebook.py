@@ -1,0 +1,47 @@
+"""The tour as a notebook: made by its script, found by its badge, and true."""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbconvert.preprocessors import ExecutePreprocessor
+
+from docs.notebook import NOTEBOOK, REPOSITORY, build
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def printed(notebook):
+    """The streams of each cell of code, as one text; any other output is an error."""
+    codes = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    outputs = [output for cell in codes for output in cell.outputs]
+    assert all(output.get("name") == "stdout" for output in outputs), outputs
+    return ["".join(output.text for output in cell.outputs) for cell in codes]
+
+
+def test_it_is_what_the_script_makes():
+    """Catches a notebook that shows an older text or older code than the tour's."""
+    assert NOTEBOOK.read_text("utf-8") == build(), "python -m docs.notebook makes it anew"
+
+
+def test_badge():
+    """Catches a badge that opens another file, and a setup cell that clones another repository."""
+    badge, setup, *_ = nbformat.reads(build(), as_version=4).cells
+    link = r"\]\(https://colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)/blob/main/([^)]*)\)"
+    ((repository, path),) = re.findall(link, badge.source)
+    assert (ROOT / path).samefile(NOTEBOOK)
+    assert repository == REPOSITORY
+    assert f"https://github.com/{repository} " in setup.source
+
+
+@pytest.mark.parametrize("directory", [ROOT, NOTEBOOK.parent], ids=["root", "docs"])
+def test_it_runs(directory):
+    """Catches a cell that fails or prints other numbers, from the root or where Jupyter starts."""
+    notebook = nbformat.reads(build(), as_version=4)
+    nbformat.validate(notebook)
+    shown = printed(notebook)
+    assert sum(map(bool, shown)) == 10
+    runner = ExecutePreprocessor(timeout=120, kernel_name="python3")
+    runner.preprocess(notebook, {"metadata": {"path": str(directory)}})
+    assert printed(notebook) == shown

@@ -1,0 +1,44 @@
+"""The model that comes with the code: models/shakespeare."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+
+from interop import INCLUDED, load
+
+TEXT = b"""\
+ROMEO:
+The sun, the sun, the sun! and then the zephyr,
+And then the sun again.
+
+JULIET:
+What's that to me?"""
+
+
+def test_its_loss_is_as_stated():
+    """Catches weights that are other ones than those described, or are read as others: the loss of
+    a text, with all steps and with early exit, to 1e-3, and its steps, to 0.02."""
+    model, idx = load(INCLUDED), torch.tensor([list(TEXT)])
+    of_text = (INCLUDED / "README.md").read_text("utf-8").split("explainer begins")[1]
+    stated = re.findall(r"\| `--tau (\S+)` \| (\S+) \| (\S+) \|", of_text)
+    assert len(stated) == 2
+    for tau, loss, steps in stated:
+        with torch.no_grad():
+            out = model(idx[:, :-1], idx[:, 1:], tau=float(tau))
+        assert out.loss.item() == pytest.approx(float(loss), abs=1e-3)
+        assert out.steps.float().mean().item() == pytest.approx(float(steps), abs=0.02)
+    assert (INCLUDED / "model.safetensors").stat().st_size < 1.5e6
+
+
+def test_sample_without_a_run(tmp_path):
+    """Catches a first `python sample.py` in a fresh clone that has nothing to say."""
+    command = [sys.executable, str(ROOT / "sample.py"), "--max-new-tokens", "5", "--seed", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "no run in out/ yet: this is the model that comes with the code, shakespeare" in done.stdout
+    )
