@@ -14,7 +14,8 @@ differentiable, so that the model can learn which keys nobody needs.
 
 The fast forms use the paper's trick (appendix A): a bias that depends on the key alone is one more
 channel of the dot product. Append sqrt(d) to each query and log w to each key and keep the scale
-1/sqrt(d): then a flash kernel that knows nothing of biases adds log w to every score.
+1/sqrt(d): then a flash kernel that knows nothing of biases adds log w to every score. (The code
+shares the product out among factors that half precision holds exactly: key_channels.)
 
     backend        kernel
     eager          none: the definition, with the N x N scores in memory
@@ -82,7 +83,7 @@ def key_channels(key_bias, d, dtype):
     the rounding of the first one loses, so that 16 bits of log w arrive in bfloat16.
     """
     x = key_bias.to(torch.promote_types(torch.float32, dtype)) * (math.sqrt(d) / bias_unit(d))
-    if x.dtype == dtype:
+    if x.dtype == dtype:  # nothing is rounded
         return F.pad(x[..., None], (0, padded_width(d) - d - 1))
     high = x.to(dtype)
     low = (x - high).detach().to(dtype)  # all of the gradient flows through `high`

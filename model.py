@@ -544,13 +544,13 @@ class PonderLM(nn.Module):
         h = self.model(x, positions, unmasked, cache=cache)
         s, log_w = self.router(h, alpha)  # (1, 1, S)
         bias, steps = self.key_bias(log_w), self.executed(log_w, tau)
-        s = self.step_weights(s, steps)
+        s, steps = self.step_weights(s, steps), int(steps)
         h_hat = s[..., :1] * h
-        for k in range(1, int(steps) + 1):  # stop as soon as w_k < tau
+        for k in range(1, steps + 1):  # stop as soon as w_k < tau
             x = self.feed_back(h)
             h = self.model(x, positions, bias[..., k] if self.has_router else None, cache=cache)
             h_hat = h_hat + s[..., k : k + 1] * h
-        return self.lm_head(h_hat.to(h.dtype))[0, 0], int(steps)
+        return self.lm_head(h_hat.to(h.dtype))[0, 0], steps
 
     # What a token costs, see baselines/cost.py
 

@@ -34,6 +34,7 @@ from training.runs import read_lines
 from training.settings import read_run
 
 ROOT = Path(__file__).parent.parent
+MARK = ".acceptance"  # a file in each folder that a run made, and may empty
 MINUTES = 9.5  # of a part; what has not begun by then is left out
 TRAINING = 360  # seconds of part b's longest training
 # What other commands need of a run.
@@ -371,6 +372,12 @@ def judge(gate, place):
     return {"gate": gate.name, "measured": measured, "limit": limit, "result": result}
 
 
+def refuse_others(folder):
+    """Raise UserError where a folder holds what no acceptance run wrote."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).exists():
+        raise UserError(f"{folder} holds other files; move them, or choose another --out or --runs")
+
+
 @pydantic.validate_call
 def acceptance(
     part: Annotated[Literal["a", "b", "c", "d"], tyro.conf.Positional],
@@ -397,8 +404,11 @@ def acceptance(
         data = Path(data).resolve()
     place = Place((out / part).resolve(), (runs / part).resolve(), str(data), device.type, toy)
     for folder in (place.out, place.runs):
+        refuse_others(folder)
+    for folder in (place.out, place.runs):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        (folder / MARK).touch()
     make_steps, make_gates = PARTS[part]
     began, steps, gates = time.monotonic(), [], make_gates(place)
     summary = {"part": part, "toy": toy, "machine": machine(device), "commit": commit()}

@@ -1,6 +1,6 @@
 """Early-exit decoding of many sequences at once, so that every skipped slot saves time.
 
-What `sample.stream` does for one sequence, with the same results. Three things make it fast:
+What `sample.stream` does for one sequence, with the same results. Four things make it fast:
 
 - Slot-level batching. Tokens stop at different depths, so sequences drift apart. A forward pass
   advances each by one slot, whichever that is: nobody waits for the slowest, and a sequence that

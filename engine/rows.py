@@ -71,8 +71,8 @@ class Rows:
         self.context = torch.zeros(B, T, dtype=torch.long, device=device)
         self.uniform = torch.zeros(B, T, dtype=torch.float64, device=device)
         self.numbers = torch.arange(B, device=device)
-        self.state = [self.x, self.h_hat, self.s, self.channels, self.context, self.uniform]
-        self.state += [self.counters]
+        self.state = [self.x, self.h_hat, self.s, self.channels]  # what belongs to a row
+        self.state += [self.counters, self.context, self.uniform]
 
     # -- Rows come and go --------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class HostRows(Rows):
 
     def __init__(self, model, batch_size, *args):
         super().__init__(model, batch_size, *args)
-        self.state = self.state[:4]
+        del self.state[4:]  # what lists take the place of
         self.counters = [Counters(*[0] * 6) for _ in range(batch_size)]
         self.context, self.uniform = [[[] for _ in range(batch_size)] for _ in range(2)]
 

@@ -71,10 +71,8 @@ def evaluate(
         steps = model.executed(log_w, tau_steps)
         h_hat = model.integrate(h, s, None if tau is None else steps)
         losses = [model.token_losses(h_hat, y).sum()]
-        for i in range(
-            S if model.has_router else 0
-        ):  # without weights s there is nothing to truncate
-            losses.append(model.token_losses(truncate(h, s, i), y).sum())
+        if model.has_router:  # without weights s there is nothing to truncate
+            losses += [model.token_losses(truncate(h, s, i), y).sum() for i in range(S)]
         losses += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
         losses += [(steps == i).sum() for i in range(S)]
         sums += torch.stack([loss.to(losses[0].dtype) for loss in losses]).cpu().double()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,3 +77,25 @@ def subject():
         return Subject(Path("run"), config, model, Tokenizer.bytes(), None, rows, tau)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    """Headless Chromium that can reach nothing."""
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not (binary and driver):
+        pytest.skip("chromium and chromedriver are not installed (Debian: chromium-driver)")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    flags = "headless=new window-size=1000,900 no-sandbox disable-gpu disable-sync "
+    flags += "disable-background-networking no-first-run disable-component-update "
+    flags += f"user-data-dir={tmp_path_factory.mktemp('profile')}"
+    for flag in flags.split():
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    driver.set_script_timeout(20)
+    yield driver
+    driver.quit()

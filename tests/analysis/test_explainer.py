@@ -5,7 +5,6 @@ All models are tiny and random, with weights that float16 holds exactly.
 
 import json
 import re
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from runtime import UserError
 from training.settings import PRESETS
 
 ROOT = Path(explainer.__file__).parent.parent
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 TAU = 0.3
 SHAPES = {
     "plain": dict(router_offset=(0.0, 0.5, -1.0)),
@@ -67,27 +65,6 @@ def pages(tmp_path_factory):
         analyze.main(["explainer", "--run", str(run)])
         made[name] = run / "report/explainer.html"
     return made
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    """Headless Chromium that can reach nothing."""
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("chromium and chromedriver are not installed (Debian: chromium-driver)")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    flags = "headless=new window-size=1000,900 no-sandbox disable-gpu disable-sync "
-    flags += "disable-background-networking no-first-run disable-component-update "
-    flags += f"user-data-dir={tmp_path_factory.mktemp('profile')}"
-    for flag in flags.split():
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_script_timeout(20)
-    yield driver
-    driver.quit()
 
 
 class Page:

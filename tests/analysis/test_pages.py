@@ -1,7 +1,6 @@
 """The HTML pages."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,8 +11,6 @@ from analysis import pages
 from analysis.measuring import decoded, measure
 from corpus.tokenizers import Tokenizer
 from runtime import UserError
-
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
 
 @pytest.mark.parametrize("n, T", [(2, 8), (9, 8), (10, 8), (13, 8), (50, 8), (50, 7), (5, 1)])
@@ -100,27 +97,7 @@ def test_damaged_numbers(tmp_path):
             pages.heatmap_page(file)
 
 
-@pytest.fixture
-def browser(tmp_path):
-    """Headless Chromium that can reach nothing."""
-    if not (CHROMIUM and DRIVER):
-        pytest.skip("chromium and chromedriver are not installed (Debian: chromium-driver)")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    flags = "headless=new window-size=1000,900 no-sandbox disable-gpu disable-sync "
-    flags += "disable-background-networking no-first-run disable-component-update "
-    flags += f"user-data-dir={tmp_path / 'profile'}"
-    for flag in flags.split():
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
-
-
-def test_page_in_a_browser(page, browser):
+def test_page_in_a_browser(page, chromium):
     """Catches shades that do not follow steps or loss, a pointer or key that shows another token,
     a link that does not switch, errors in the console, and colours that cannot be read."""
     from selenium.webdriver.common.action_chains import ActionChains
@@ -128,16 +105,16 @@ def test_page_in_a_browser(page, browser):
     from selenium.webdriver.common.keys import Keys
     from selenium.webdriver.support.wait import WebDriverWait
 
-    browser.get(page.as_uri())
-    find = lambda css: browser.find_elements(By.CSS_SELECTOR, css)  # noqa: E731
+    chromium.get(page.as_uri())
+    find = lambda css: chromium.find_elements(By.CSS_SELECTOR, css)  # noqa: E731
     spans = find("#text span")
     assert [span.text for span in spans] == ["<", "</script>", "↵", "&amp;"]
     values = "return [...arguments].map(span => +span.style.getPropertyValue('--p'))"
-    shades = lambda: browser.execute_script(values, *spans)  # noqa: E731
+    shades = lambda: chromium.execute_script(values, *spans)  # noqa: E731
     by_steps = shades()
     assert by_steps == [0, 0, 30, 60]
     (detail,) = find("#detail")
-    ActionChains(browser).move_to_element(spans[3]).perform()
+    ActionChains(chromium).move_to_element(spans[3]).perform()
     assert "token 3: “&amp;” after “" in detail.text and "2 of 2 steps, loss 9.000" in detail.text
     assert [row.text for row in find("#detail tr")] == [
         "step s w loss up to it",
@@ -157,24 +134,24 @@ def test_page_in_a_browser(page, browser):
     assert "token 3: " in detail.text
 
     def shade_by(view):  # the page follows its address when it is told, which takes a moment
-        browser.find_element(By.LINK_TEXT, view).send_keys(Keys.ENTER)
-        WebDriverWait(browser, 10).until(lambda _: find(f"body[data-view={view}]"))
+        chromium.find_element(By.LINK_TEXT, view).send_keys(Keys.ENTER)
+        WebDriverWait(chromium, 10).until(lambda _: find(f"body[data-view={view}]"))
 
     shade_by("loss")
     assert shades() == [0, 5, 30, 60]
     shade_by("steps")
     assert shades() == by_steps
-    assert browser.execute_script("return performance.getEntriesByType('resource').length") == 0
-    assert browser.get_log("browser") == []
+    assert chromium.execute_script("return performance.getEntriesByType('resource').length") == 0
+    assert chromium.get_log("browser") == []
     for scheme in ("light", "dark"):
         features = [{"name": "prefers-color-scheme", "value": scheme}]
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         for view in ("steps", "loss"):
             shade_by(view)
-            assert contrast(browser, spans[3]) >= 4.5, (scheme, view)
+            assert contrast(chromium, spans[3]) >= 4.5, (scheme, view)
 
 
-def contrast(browser, span):
+def contrast(chromium, span):
     """Contrast ratio of a span's text to its background over the page (WCAG 2)."""
     script = """
         const canvas = new OffscreenCanvas(1, 1).getContext("2d");
@@ -184,7 +161,7 @@ def contrast(browser, span):
         return [paint([page.backgroundColor, own.backgroundColor]), paint([own.color])];
     """
     lights = []
-    for color in browser.execute_script(script, span):
+    for color in chromium.execute_script(script, span):
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
                   for c in (value / 255 for value in color[:3])]  # fmt: skip
         lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])

@@ -101,6 +101,25 @@ def test_time_that_is_up(tmp_path, monkeypatch):
     assert "no time was left" in (tmp_path / "c/summary.json").read_text()
 
 
+@pytest.mark.parametrize("name", ["out", "runs"])
+def test_other_peoples_folders(tmp_path, monkeypatch, name):
+    """Catches a run that empties a folder that no run made, or not that of a run before it."""
+    steps = [Step("nothing", python("pass"), 60)]
+    monkeypatch.setitem(run.PARTS, "a", (lambda place: steps, lambda place: []))
+    mine = tmp_path / name / "a" / "mine.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    folders = {"out": tmp_path / "out", "runs": tmp_path / "runs", "toy": True}
+    with pytest.raises(UserError, match=f"{name}/a holds other files"):
+        run.acceptance("a", **folders)
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [mine]
+    mine.unlink()
+    run.acceptance("a", **folders)
+    (mine.parent / "old").touch()
+    run.acceptance("a", **folders)
+    assert not (mine.parent / "old").exists()
+
+
 def test_no_gpu(tmp_path):
     """Catches hours on a CPU, for a GPU that is not there."""
     with pytest.raises(UserError, match="TRY=1 tries it on a CPU"):
