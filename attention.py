@@ -306,11 +306,12 @@ def pick_backend(name, device, dtype=torch.bfloat16):
     return name
 
 
-def fastest_backend(shape, G, device, dtype, biased=True):
+def fastest_backend(shape, G, device, dtype, biased=True, compiled=False):
     """The backend with the fastest forward and backward pass, measured on CUDA; elsewhere 'sdpa'.
 
     Args:
         shape: (B, H, N, d) of the queries. G: key heads. biased: whether keys have a bias.
+        compiled: whether it will be part of a compiled block, which flex breaks into pieces.
 
     Raises:
         UserError: none of them runs.
@@ -318,7 +319,7 @@ def fastest_backend(shape, G, device, dtype, biased=True):
     if device.type != "cuda":
         return "sdpa"
     names = [name for name in BACKENDS[2:] if not missing(name, device, dtype)]
-    if shape[-1] % 64 or not biased:
+    if shape[-1] % 64 or not biased or compiled:
         # To compile takes a minute: only where one more channel makes the others' heads wider.
         names.remove("flex")
     times, failed = {}, {}

@@ -260,7 +260,8 @@ def choose_backend(config, processes, device, dtype):
     B = config.micro_batch_size or config.batch_size // processes
     N = model.block_size * (model.ponder_steps + 1 if method.interleaves else 1)
     shape = B, model.num_attention_heads, N, model.head_width
-    return fastest_backend(shape, model.key_value_heads, device, dtype, method.has_router)
+    biased, G = method.has_router, model.key_value_heads
+    return fastest_backend(shape, G, device, dtype, biased, config.compile)
 
 
 def train(config):

@@ -140,6 +140,7 @@ def gates_a(p):
     differ = lambda: p.read("decoder.json")["samples_that_differ"]  # noqa: E731
     return [
         Gate("tests that fail", failed, 0),
+        Gate("forms of attention that fail", lambda: len(p.read("forms.json")["failed"]), 0),
         Gate("error of a form of attention, bfloat16", lambda: error("bfloat16"), 1e-2),
         Gate("error of a form of attention, float32", lambda: error("float32"), 1e-4),
         Gate("loss of the first steps, difference from the CPU", loss_gap, 1e-3, needs="CUDA"),

@@ -156,7 +156,7 @@ def forms(
         out: folder for forms.json
     """
     device = pick_device(device)
-    results = {"machine": machine(device), "rows": [], "refused": []}
+    results = {"machine": machine(device), "rows": [], "failed": [], "refused": []}
     for dtype, d in tqdm(list(product(DTYPES, widths)), "forms", leave=False):
         torch.manual_seed(0)
         q, k, v = (torch.randn(2, heads, length, d).to(device, dtype) for heads in (4, 2, 2))
@@ -171,7 +171,7 @@ def forms(
                     partial(soft_mask_attention, backend=backend), [q, k, v, log_w], weights
                 )
             except Exception as error:  # a kernel of others fails in any way
-                refused[backend] = reason(error)
+                results["failed"].append(row | {"why": reason(error)})
                 continue
             names = ("out", "dq", "dk", "dv", "dlog_w")
             for name, a, b in zip(names, near, exact, strict=True):
@@ -183,6 +183,8 @@ def forms(
     columns = {name: name for name in ("backend", "dtype", "d")}
     errors = {name: f"{name}:.1e" for name in ("out", "dq", "dk", "dv", "dlog_w")}
     print_table(results["rows"], columns | errors)
+    for row in results["failed"]:
+        print("failed: {backend}, {dtype}, d = {d}: {why}".format(**row))
 
 
 @pydantic.validate_call

@@ -50,6 +50,7 @@ def train_case(shape, B, R, plain, recompute, compiled, backend, recipe, device,
         if plain:
             for i, e in enumerate(inputs):
                 positions = torch.arange(T, device=device).repeat_interleave(e.size(1) // T)
+                e.grad = None
                 with autocast(device, dtype):
                     h = model.model(e.requires_grad_(), positions, None, model.backend)
                     if i == 0:

@@ -83,7 +83,7 @@ class Engine:
         batch_size, options: see EngineOptions.
 
     Raises:
-        UserError: a method that only sample.py decodes.
+        UserError: a method that only sample.py decodes, or a device without float64 (MPS).
         pydantic.ValidationError: an option out of its range.
     """
 
@@ -100,6 +100,8 @@ class Engine:
         check_request(model, [], 0, tau=o.tau, alpha=o.alpha)
         self.device, self.dtype = weight.device, dtype or weight.dtype
         on_gpu = self.device.type != "cpu"
+        if self.device.type == "mps":
+            raise UserError("the engine chooses tokens in float64, which MPS has not: --device cpu")
         self.ahead = 2 if on_gpu else 0  # passes that may be under way when one is looked at
         self.static = on_gpu or bool(o.graphs)
         kind = Rows if self.static else HostRows
@@ -250,6 +252,8 @@ class Engine:
     def launch(self, choice):
         """One pass: every running sequence by one slot. -> its result, and whose it is"""
         A, places = len(self.running), max(q.length for q in self.running) + 1
+        if places > self.places(self.model.config.block_size) + self.ahead:
+            raise RuntimeError("a text takes more places than it has slots: its row stands still")
         if self.static:
             A = min(rounded(A), self.options.batch_size)
             places = min(max(rounded(places), self.cache.block), self.cache.layers[0].size(2))

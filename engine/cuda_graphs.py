@@ -4,7 +4,8 @@ one by one than the GPU to run them.
 A graph is recorded once for each number of rows, each size of the cache and each way to choose, and
 replayed in one launch. Both sizes are rounded up (`rounded`), so that there are few: what a row
 does that nobody is in does not matter, and places behind a row's end hide themselves. All graphs
-share one pool of memory, since no two run at once.
+share one pool of memory: no two run at once, what passes hand on (rows.py) lies outside of it, and
+a result is copied before the next pass.
 """
 
 import torch
@@ -20,12 +21,17 @@ class Graphs:
     """Stands in for Rows.advance. Off CUDA it runs the same passes of the same sizes."""
 
     def __init__(self, rows):
-        self.rows, self.recorded, self.layers, self.pool = rows, {}, None, None
+        self.rows, self.recorded, self.pool, self.current = rows, {}, None, None
+        # One for all: CUDA's libraries keep working memory for each stream that they meet.
+        self.stream = torch.cuda.Stream() if rows.x.is_cuda else None
 
     def advance(self, *key):
         """As Rows.advance. The result is overwritten by the next pass."""
-        if self.rows.cache.layers is not self.layers:  # the cache has grown: its tensors are others
-            self.recorded, self.layers = {}, self.rows.cache.layers
+        current = self.rows.cache.layers[0].size(2), key[2:]
+        if current != self.current:
+            # The cache has grown into other tensors, or tokens are chosen otherwise. A pool of
+            # memory ends with its last graph.
+            self.recorded, self.pool, self.current = {}, None, current
         if key not in self.recorded:
             self.recorded[key] = self.record(key)
         replay, out = self.recorded[key]
@@ -39,7 +45,7 @@ class Graphs:
             return lambda: rows.advance(*key), None
         before = [tensor.clone() for tensor in rows.state]
         rows.counters[:, 5] = 0  # nobody moves: each row writes again and again to its next place
-        side = torch.cuda.Stream()  # a recording needs kernels that have run before, elsewhere
+        side = self.stream  # a recording needs kernels that have run before, elsewhere
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
@@ -48,7 +54,7 @@ class Graphs:
         for tensor, value in zip(rows.state, before, strict=True):
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with torch.cuda.graph(graph, pool=self.pool, stream=side):
             out = rows.advance(*key)
         self.pool = graph.pool()
         return graph.replay, out

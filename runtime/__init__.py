@@ -154,6 +154,10 @@ def pick_device(name="auto"):
     with suppress(RuntimeError):  # what torch raises for a name that it does not know
         device = torch.device(there[0] if name == "auto" else name)
         if device.type in there:
+            if device.type == "cuda" and device.index is not None:
+                if device.index >= torch.cuda.device_count():
+                    raise UserError(f"device {name!r} is not here: {torch.cuda.device_count()} are")
+                torch.cuda.set_device(device)  # where streams, events and graphs are made
             return device
     raise UserError(f"device {name!r} is not here; there is {', '.join(there)}")
 

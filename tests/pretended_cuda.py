@@ -27,6 +27,7 @@ or process; streams that race; memory; rounding. Autocast is that of the CPU, to
 import math
 import sys
 import time
+import weakref
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -130,6 +131,7 @@ class Gpu:
     def __init__(self):
         self.events, self.graph, self.quiet = [], None, False
         self.default = "cpu"  # where a kernel without tensors makes one: in what torch calls now
+        self.pools = {}  # the graphs of each pool of memory
         self.under_way, self.copies = [], 0  # copies that do not block; how many there were
 
     def waits(self):
@@ -353,7 +355,7 @@ class Graph:
     gpu = None
 
     def __init__(self):
-        self.operations = []
+        self.operations, self.id = [], None
         self.made, self.saved = {}, {}  # storages by their ids: of results, of what was overwritten
 
     def record(self, func, args, kwargs):
@@ -371,9 +373,13 @@ class Graph:
         return found
 
     @contextmanager
-    def capture(self):
+    def capture(self, pool=None):
         if self.gpu.graph or self.operations:
             refuse("a graph is captured once, and not within another")
+        if pool is not None and not self.gpu.pools[pool]:
+            refuse("a pool of memory whose graphs are all gone")
+        self.id = pool or (0, len(self.gpu.pools) + 1)
+        self.gpu.pools.setdefault(self.id, weakref.WeakSet()).add(self)
         self.gpu.graph = self
         try:
             yield
@@ -396,7 +402,7 @@ class Graph:
                         x.copy_(new)
 
     def pool(self):
-        return 0, 0
+        return self.id
 
 
 class Stream:
@@ -453,7 +459,7 @@ def stand_ins(gpu):
         Event=bound(Event),
         Stream=bound(Stream),
         current_stream=bound(Stream),
-        graph=lambda graph, **kwargs: graph.capture(),
+        graph=lambda graph, pool=None, stream=None: graph.capture(pool),
         is_current_stream_capturing=lambda: gpu.graph is not None,
         synchronize=lambda device=None: gpu.note("synchronize"),
     )

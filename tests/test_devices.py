@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -22,10 +22,11 @@ from bench import checks, kernels, training_step
 from bench.decoding import context_rows, exit_rows, other_rows, prompt_rows
 from corpus.batches import Windows
 from engine.batching import Engine
+from engine.rows import Rows
 from evaluation.perplexity import score_texts
 from interop import load
 from model import PonderLM, rotary_angles
-from runtime import read_json
+from runtime import UserError, pick_device, read_json
 from sample import generate
 from train import Training, make_optimizer, optimize, train
 from training.settings import PRESETS, TrainConfig
@@ -285,6 +286,44 @@ def test_engine(prefill, graphs, monkeypatch):
         options = dict(tau=0.3, alpha=0.5, prefill=prefill, graphs=graphs)
         engine = Engine(model.to("cuda"), 6, **options)
         assert [engine.generate(*call, **SAMPLING) for call in calls] == expected
+
+
+def test_decoding_kernels():
+    """Catches passes and prompts whose attention may take a plan of cuDNN's for each new shape."""
+    allowed, attend = set(), F.scaled_dot_product_attention
+
+    def seen(*args, **kwargs):
+        allowed.add(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **kwargs)
+
+    with pretended_cuda(), patch.object(F, "scaled_dot_product_attention", seen):
+        Engine(small_model().float().to("cuda"), 1).generate([[1, 2]], 3)
+    assert allowed == {False}
+
+
+def test_a_row_that_stands_still(monkeypatch):
+    """Catches a device and a host that disagree, and wait for each other for ever."""
+    monkeypatch.setattr(Rows, "advance", lambda self, A, *rest: torch.full((2, A), -1))
+    with pytest.raises(RuntimeError, match="stands still"):
+        Engine(small_model().float(), 1, graphs=True).generate([[1]], 3)
+
+
+def test_other_choices(monkeypatch):
+    """Catches graphs that are kept for every temperature that ever was asked for."""
+    with pretended_cuda():
+        engine = Engine(small_model().float().to("cuda"), 1)
+        for temperature in (0.5, 0.6, 0.7):
+            engine.generate([[1]], 3, temperature=temperature)
+        assert {key[2:] for key in engine.passes.recorded} == {((0.7, None, None),)}
+
+
+@pytest.mark.parametrize("name, error", [("cuda:0", None), ("cuda:3", "'cuda:3' is not here: 1")])
+def test_numbered_device(name, error):
+    """Catches a GPU whose streams, events and graphs are made on another one."""
+    with pretended_cuda(), patch("torch.cuda.set_device") as set_device:
+        with pytest.raises(UserError, match=error) if error else nullcontext():
+            assert pick_device(name) == torch.device(name)
+        assert [str(call.args[0]) for call in set_device.mock_calls] == [name] * (not error)
 
 
 def numbers(device, run):
