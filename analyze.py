@@ -113,9 +113,11 @@ class Report(Shift, Tokens, Tau, Heatmap):
 class Explainer:
     """A model of bytes on a page that runs it: a text's thinking time, live as one types."""
 
-    run: str | None = None  # directory of a trained PonderLM-3; by default the newest in out/
+    # directory of a trained PonderLM-3; by default the newest in out/, else models/shakespeare
+    run: str | None = None
     tau: Share | None = None  # where its slider starts; by default where the run scored it
-    out: Path | None = None  # the page; by default <run>/report/explainer.html
+    # the page; by default <run>/report/explainer.html, of models/shakespeare out/explainer.html
+    out: Path | None = None
     draw = explainer.draw_explainer
 
 

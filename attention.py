@@ -306,7 +306,7 @@ def pick_backend(name, device, dtype=torch.bfloat16):
     return name
 
 
-def fastest_backend(shape, G, device, dtype, biased=True, compiled=False):
+def fastest_backend(shape, G, device, dtype, *, biased=True, compiled=False):
     """The backend with the fastest forward and backward pass, measured on CUDA; elsewhere 'sdpa'.
 
     Args:

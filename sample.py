@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from pydantic import NonNegativeInt
+from pydantic import Field, NonNegativeInt
 from tqdm import tqdm
 
 from corpus.tokenizers import load_tokenizer
@@ -25,7 +25,7 @@ from engine.choosing import Choice, Sample, Temperature, check_request, choose, 
 from engine.printing import Printer, paint, read_prompts, replacing, summary, write_sample
 from interop import INCLUDED, find_model, load
 from model import Count, settings
-from runtime import UserError, autocast, command_line, pick_device, pick_precision
+from runtime import UserError, autocast, command_line, pick_device, pick_precision, read_json
 
 
 def stream(model, prompt, max_new_tokens, *, end=None, read=None, **choice):
@@ -86,6 +86,8 @@ def generate(model, prompts, max_new_tokens, *, seed=None, **kwargs):
 
 @settings
 class Options(Choice):
+    # stop when the mask score is below; 0: never; by default where the run was scored, else 1e-4
+    tau: Annotated[float, Field(ge=0, le=1)] | None = None
     temperature: Temperature = 0.8  # 0 is greedy
     # directory of a model, or its name on the Hub; by default the newest, else models/shakespeare
     run: str | None = None
@@ -99,6 +101,13 @@ class Options(Choice):
     device: str = "auto"  # auto, cpu, cuda or mps
     # of the computation; a few queries at a time gain little from bfloat16
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
+
+
+def scored_tau(directory):
+    """The tau at which a run counted its steps; of another model that of a Choice."""
+    file = Path(directory) / "train.json"
+    config = read_json(file).get("config", {}) if file.exists() else {}
+    return config.get("tau", Choice.tau)
 
 
 class Request:
@@ -125,13 +134,15 @@ class Request:
         self.ids = [begin + self.tokenizer.encode(text) or [end or 0] for text in self.texts]
         self.end, self.read = end if o.stop else None, [[] for _ in self.texts]
         self.choice = {field.name: getattr(o, field.name) for field in fields(Choice)}
+        if o.tau is None:
+            self.choice["tau"] = scored_tau(self.directory)
         check_request(self.model, self.ids, o.max_new_tokens, **self.choice)
 
     def describe(self, decoder):
         """Print what is about to run."""
         K, window = self.model.config.ponder_steps, self.model.config.block_size
         print(
-            f"{self.directory}: K = {K}, tau = {self.options.tau:g}, device {self.device.type}, "
+            f"{self.directory}: K = {K}, tau = {self.choice['tau']:g}, device {self.device.type}, "
             f"precision {str(self.dtype)[6:]}, decoder {decoder}"
         )
         if long := [len(ids) for ids in self.ids if len(ids) > window]:

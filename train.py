@@ -261,7 +261,7 @@ def choose_backend(config, processes, device, dtype):
     N = model.block_size * (model.ponder_steps + 1 if method.interleaves else 1)
     shape = B, model.num_attention_heads, N, model.head_width
     biased, G = method.has_router, model.key_value_heads
-    return fastest_backend(shape, G, device, dtype, biased, config.compile)
+    return fastest_backend(shape, G, device, dtype, biased=biased, compiled=config.compile)
 
 
 def train(config):

@@ -71,6 +71,7 @@ def measured(path, config):
         "steps": results["hard"]["steps"],
         "hard": results["hard"]["loss"],
         "always": results["fixed"]["loss"],
+        "truncated": results["fixed"]["truncated"],
     }
 
 
@@ -103,13 +104,16 @@ def explainer_page(path, file, tau=None):
         text=TEXT,
         root=os.path.relpath(ROOT, file.resolve().parent).replace(os.sep, "/"),
     )
+    file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, page)
 
 
 def draw_explainer(request):
     """What `python analyze.py explainer` asks for, see there."""
     path = find_model(request.run, otherwise=INCLUDED)
-    file = request.out or path / "report/explainer.html"
-    file.parent.mkdir(parents=True, exist_ok=True)
+    of_run = Path("out") if path == INCLUDED and request.run is None else path / "report"
+    file = request.out or of_run / "explainer.html"
+    if file.is_dir():
+        raise UserError(f"{file} is a folder; name a file in it")
     explainer_page(path, file, request.tau)
     print(f"written: {file} ({file.stat().st_size / 1e6:.2f} MB)")

@@ -58,7 +58,7 @@ def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
     request, o, start = Request(options), options, time.perf_counter()
     model, n = request.model, len(request.ids)
     engine = Engine(
-        model, min(o.batch_size, n), dtype=request.dtype, tau=o.tau, alpha=o.alpha,
+        model, min(o.batch_size, n), dtype=request.dtype, tau=request.choice["tau"], alpha=o.alpha,
         prefill=o.prefill, graphs=None if o.graphs else False,
     )  # fmt: skip
     events = engine.stream(

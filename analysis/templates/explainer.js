@@ -83,7 +83,7 @@ function read() {
   state.steps = [];
   document.body.dataset.state = "reading";
   const window_ = config.block_size, half = Math.max(window_ >> 1, 1);
-  find("note").textContent = `${state.ids.length} bytes`
+  find("note").textContent = `${state.ids.length} byte${state.ids.length === 1 ? "" : "s"}`
     + (bytes.length > MOST ? `, the first of ${bytes.length}: no more are read` : "")
     + (state.ids.length > window_ ? `. The model sees ${window_} at a time: where a text outgrows `
       + `this window, it goes on from its last ${half}` : "");
@@ -91,6 +91,7 @@ function read() {
   [...find("text").children].forEach(span => span.classList.add("pending"));
   find("cost-shown").classList.add("faint");
   stop_writing();
+  find("continuation").classList.add("faint");  // it goes on from another text
   forget_passes();
   const {ids, tau, alpha} = state;
   const hear = event => mine === reading && heard(event);  // else another text is being read
@@ -115,8 +116,8 @@ function heard({steps, summary}) {
   show_costs(summary, "shown");
   show_legend();
   show_passes();
-  const speed = summary.milliseconds.toFixed(1);
-  if (speed > 0) find("speed").textContent = `On this machine it takes ${speed} ms a byte.`;
+  const speed = summary.milliseconds?.toFixed(1);
+  if (speed) find("speed").textContent = `On this machine it takes ${speed} ms a byte.`;
   if (state.at < 0) state.at = state.steps.lastIndexOf(Math.max(...state.steps));
   open_byte(Math.min(state.at, state.ids.length - 1));
 }
@@ -133,7 +134,7 @@ function show_legend() {
 
 // -- 2. What it costs -----------------------------------------------------------------------------
 
-/** tau at a place of its slider: 0, then 10^-6 .. 1 in steps that are even in the logarithm. */
+/** tau at a place of its slider: 0, then 1.1e-6 .. 1 in steps that are even in the logarithm. */
 const tau_at = place => place === 0 ? 0 : +(10 ** ((place - 120) / 20)).toPrecision(2);
 const PLACES = Array.from({length: 121}, (_, place) => tau_at(place));
 const text_of_tau = tau => tau >= 0.001 || tau === 0 ? String(tau) : tau.toExponential();
@@ -316,6 +317,7 @@ async function run_passes() {
   if (passes) return;
   const mine = passes = [];
   await reading;
+  if (mine !== passes) return;  // the text has changed meanwhile
   mine.done = await request("jacobi", {}, pass => {
     mine.push(pass);
     if (mine === passes) show_passes();
@@ -364,7 +366,7 @@ function show_passes() {
   const arrived = passes?.done && p === passes.length ? `: there after ${p}` : "";
   find("parallel-state").textContent = !pass ? "" : `pass ${p}${arrived}; `
     + `${count * pass.slots} slots a pass, largest distance ${number_text(largest)}, `
-    + `K\u0302 wrong at ${wrong}`;
+    + `K\u0302 wrong at ${wrong} byte${wrong === 1 ? "" : "s"}`;
   find("sequential-state").textContent = !n ? "" : `pass ${n} of ${order.length}, one slot a pass`;
 }
 
@@ -412,17 +414,27 @@ async function write() {
   const mine = writing = [], place = find("continuation");
   find("write").textContent = "Stop";
   place.replaceChildren();
+  place.classList.remove("faint");
   await reading;
-  const seed = +find("seed").value, temperature = +find("temperature").value;
-  await request("more", {ids: state.ids, seed, temperature, count: WRITTEN}, ({id, steps}) => {
+  if (mine !== writing) return;  // the text has changed meanwhile
+  const seed = +find("seed").value;
+  const temperature = Math.min(Math.max(+find("temperature").value, 0), 2);
+  const ended = await request("more", {ids: state.ids, seed, temperature, count: WRITTEN}, ({id, steps}) => {
+    if (mine !== writing) return;
     mine.push(id);
     write_bytes(place, mine);
     shade(place.lastChild, by_steps(steps));
   });
-  if (mine === writing) stop_writing();
+  if (mine !== writing) return;
+  if (ended === "end") place.append(element("em", " (here the model ends the text)", "faint"));
+  stop_writing();
 }
 
-find("write").addEventListener("click", () => writing ? read() : write());
+find("write").addEventListener("click", () => {
+  if (!writing) return write();
+  stop_writing();
+  request("stop");
+});
 
 // -- Begin ----------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ read {ids, tau, alpha}           the summary at tau = 0; before it, steps and su
 open {t}                         all that is known of token t
 jacobi {}                        before it, each pass: errors and steps of the first tokens
 more {ids, seed, temperature, count}  before it, each token that continues ids, and its steps
+stop {}                          ends what is being written
 decode, iterate {ids, tau, alpha}  logits and steps of all tokens, by either form; for tests
 
 A new `read` ends what still runs. */
@@ -14,6 +15,7 @@ const SHOWN = 64;  // tokens of the Jacobi iteration: all their slots run in eac
 const TOP = 5;  // predictions shown of each state
 
 let model, shown, always, newest = 0;
+let size = 0, written = 0;  // tokens of the text; which continuation is being written
 
 /** A text as the model reads it, token by token, at one tau and alpha. A text longer than the
  * window goes on in a new segment, which begins with the last half window (sample.py: stream).
@@ -62,10 +64,11 @@ class Reading {
     const {start, cache, lengths} = segment, length = cache.length;
     cache.length = lengths[t - start];
     model.ponder_token(this.tokens[t].id, t - start, cache, this.tau, this.alpha, seen);
-    const keys = [];
-    for (let i = start; i <= t; i++)
-      for (let k = 0; k <= this.tokens[i].steps && keys.length < cache.length; k++)
-        keys.push({t: i, k, w: Math.exp(cache.bias[keys.length])});
+    const keys = [];  // a token may take other steps in a later segment: lengths knows
+    for (let i = start; i <= t; i++) {
+      const first = lengths[i - start], end = i < t ? lengths[i - start + 1] : cache.length;
+      for (let j = first; j < end; j++) keys.push({t: i, k: j - first, w: Math.exp(cache.bias[j])});
+    }
     cache.length = length;
     return {seen, keys, start};
   }
@@ -119,6 +122,7 @@ const requests = {
 
   async read({ids, tau, alpha}, say) {
     const mine = ++newest;
+    size = ids.length;
     const same = (reading, tau) => reading?.tau === tau && reading.alpha === alpha;
     if (!same(always, 0)) always = new Reading(0, alpha);
     if (!same(shown, tau)) shown = tau === 0 ? always : new Reading(tau, alpha);
@@ -133,13 +137,15 @@ const requests = {
         if (mine !== newest) return null;
       }
       const milliseconds = (performance.now() - begin) / (ids.length - n);
-      if (reading === shown) say({summary: {...reading.summary(), milliseconds}});
+      const speed = ids.length - n >= 16 ? {milliseconds} : {};  // of fewer it says little
+      if (reading === shown) say({summary: {...reading.summary(), ...speed}});
     }
     return always.summary();
   },
 
   open({t}) {
-    const {id, steps, s, log_w, h, logits} = shown.tokens[t], next = shown.tokens[t + 1]?.id;
+    const {id, steps, s, log_w, h, logits} = shown.tokens[t];
+    const next = t + 1 < size ? shown.tokens[t + 1]?.id : undefined;
     return {
       t, id, steps, s, w: log_w.map(Math.exp), ...shown.again(t),
       alone: h.map(state => top(model.lm_head(state))), integrated: top(logits),
@@ -149,7 +155,8 @@ const requests = {
   },
 
   async jacobi(_, say) {
-    const mine = newest, tokens = shown.tokens.slice(0, Math.min(SHOWN, model.config.block_size));
+    const mine = newest, count = Math.min(SHOWN, model.config.block_size, size);
+    const tokens = shown.tokens.slice(0, count);
     const {tau, alpha} = shown;
     const passes = tokens.length ? model.fixed_point(tokens.map(({id}) => id), tau, alpha) : [];
     for (const {h, log_w} of passes) {
@@ -163,7 +170,7 @@ const requests = {
   },
 
   async more({ids, seed, temperature, count}, say) {
-    const mine = newest, u = random(seed), end = model.config.vocab_size - 1;
+    const mine = newest, whole = ++written, u = random(seed), end = model.config.vocab_size - 1;
     shown.keep(ids);  // not what was written before
     if (!shown.tokens.length) shown.read(end);  // where a document begins
     for (let i = 0; i < count; i++) {
@@ -171,9 +178,13 @@ const requests = {
       if (id === end) return "end";
       say({id, steps: shown.read(id).steps});
       await pause();
-      if (mine !== newest) return null;
+      if (mine !== newest || whole !== written) return null;
     }
     return "done";
+  },
+
+  stop() {
+    written++;
   },
 
   decode({ids, tau, alpha}) {

@@ -1,6 +1,8 @@
 """`python -m engine`: the samples of sample.py, in the order of the prompts, for many at once."""
 
 import json
+import re
+import shutil
 from itertools import zip_longest
 
 import pytest
@@ -142,3 +144,15 @@ def test_interrupted(run, tmp_path, monkeypatch, capsys):
         assert text == expected or len(text.splitlines()) == expected
     assert f"written: {out}, 2 of 4 samples" in capsys.readouterr().out
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["out.jsonl"]
+
+
+def test_tau_of_the_run(run, tmp_path, capsys):
+    """Catches a text that is decoded at another tau than the one at which its run was scored, an
+    asked one that is not taken, and a model without a run that has none."""
+    shutil.copytree(run, tmp_path / "run")
+    place = str(tmp_path / "run")
+    decode(place, tau=None, max_new_tokens=1)
+    (tmp_path / "run/train.json").write_text('{"config": {"tau": 0.25}}')
+    decode(place, tau=None, max_new_tokens=1)
+    decode(place, tau=0.0, max_new_tokens=1)
+    assert re.findall(r"tau = (\S+),", capsys.readouterr().out) == ["0.0001", "0.25", "0"]
