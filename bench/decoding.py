@@ -28,6 +28,7 @@ from bench.timing import Some, machine, medians, print_table, write_results
 from engine.batching import Engine
 from engine.choosing import check_request
 from engine.prefill import settle
+from engine.products import WEIGHTS
 from interop import find_model, load, save
 from model import Count, LlamaConfig
 from runtime import UserError, autocast, pick_device
@@ -43,23 +44,25 @@ class How(NamedTuple):
 
     precision: str = "float32"
     graphs: str = "off"  # or on, of CUDA
+    weights: str | None = None  # of few bits, on a CPU, see engine/products.py
 
     @property
     def dtype(self):
         return getattr(torch, self.precision)
 
     def engine(self, model, batch_size, kind=Engine, **options):
-        graphs = self.graphs == "on"
-        return kind(model, batch_size, dtype=self.dtype, graphs=graphs, **options)
+        options |= dict(graphs=self.graphs == "on", weights=self.weights)
+        return kind(model, batch_size, dtype=self.dtype, **options)
 
 
 HOW = How()
 
 
-def ways(precisions, graphs, device):
+def ways(precisions, graphs, weights, device):
     """All combinations; 'auto' is what an Engine does by itself."""
     graphs = [("on" if device.type == "cuda" else "off") if x == "auto" else x for x in graphs]
-    return [How(*pair) for pair in product(precisions, dict.fromkeys(graphs))]
+    weights = [None if x == "float32" else x for x in weights]
+    return [How(*way) for way in product(precisions, dict.fromkeys(graphs), dict.fromkeys(weights))]
 
 
 def cells(label, *axes):
@@ -270,6 +273,7 @@ def decode(
     contexts: Some[Count] = (64, 512, 1024, 2048, 4096, 8192),
     precisions: Some[Literal["float32", "bfloat16"]] = ("float32",),
     graphs: Some[Literal["auto", "on", "off"]] = ("auto",),
+    weights: Some[Literal[WEIGHTS]] = ("float32",),
     repeats: Count = 3,
     device: str = "auto",
     out: Path = Path("out/bench"),
@@ -289,6 +293,7 @@ def decode(
         contexts: slots in the cache, for the cost of a context
         precisions: of the matrix products
         graphs: replay CUDA graphs, or not; auto is on where there is CUDA
+        weights: how an engine on a CPU keeps them
         repeats: rounds
         device: auto, cpu, cuda
         out: folder for the results
@@ -306,7 +311,7 @@ def decode(
     trained, longest = model.config.block_size, max(contexts) // (model.config.ponder_steps + 1)
     window = max(trained, max(prompts) + new_tokens, longest + 9)
     model.config = replace(model.config, block_size=window)
-    start, hows = time.perf_counter(), ways(precisions, graphs, device)
+    start, hows = time.perf_counter(), ways(precisions, graphs, weights, device)
     results = {"machine": machine(device), "run": directory.name, "window": trained, "tau": tau}
     results["parameters"] = sum(p.numel() for p in model.parameters())
     measurements = {
@@ -365,7 +370,7 @@ def print_tables(results):
     for part, (title, columns) in TABLES.items():
         if part in results:
             print(f"\n{title}")
-            print_table(results[part], {"precision": "precision", "graphs": "graphs"} | columns)
+            print_table(results[part], {name: name for name in How._fields} | columns)
 
 
 def first_way(rows):

@@ -26,6 +26,9 @@ class ManyOptions(Options):
     batch_size: Count = 8  # how many sequences run at once
     prefill: Literal["jacobi", "sequential"] = "jacobi"  # prompts in parallel, or slot by slot
     graphs: bool = True  # on CUDA, replay each pass as one graph
+    # on a CPU: float32 is exact, bfloat16 and int8 are faster where reading the weights is what
+    # takes time; auto: the fastest here, measured
+    weights: Literal["float32", "bfloat16", "int8", "auto"] = "float32"
 
 
 def show_many(events, n, max_new_tokens, end, show):
@@ -60,6 +63,7 @@ def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
     engine = Engine(
         model, min(o.batch_size, n), dtype=request.dtype, tau=request.choice["tau"], alpha=o.alpha,
         prefill=o.prefill, graphs=None if o.graphs else False,
+        weights=None if o.weights == "float32" else o.weights,
     )  # fmt: skip
     events = engine.stream(
         request.ids, o.max_new_tokens, end=request.end, read=request.read, seed=o.seed,

@@ -30,7 +30,9 @@ from engine.cache import PromptLayer
 from engine.choosing import Sample, check_request, choose, not_finite, uniform
 from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import settle
+from engine.products import WEIGHTS
 from engine.rows import HostRows, Rows
+from engine.slot_step import fastest_weights
 from model import Count, settings
 from runtime import UserError, autocast
 
@@ -72,6 +74,8 @@ class EngineOptions:
     # replay each pass as a CUDA graph; None: where there is CUDA. Elsewhere True runs passes of the
     # same static shapes
     graphs: bool | None = None
+    # how products keep the weights, see products.py; None: in `dtype`. auto: the fastest here
+    weights: Literal[*WEIGHTS, "auto"] | None = None
 
 
 class Engine:
@@ -105,11 +109,21 @@ class Engine:
         self.ahead = 2 if on_gpu else 0  # passes that may be under way when one is looked at
         self.static = on_gpu or bool(o.graphs)
         kind = Rows if self.static else HostRows
-        self.rows = kind(model, batch_size, self.dtype, o.tau, o.alpha)
+        weights = self.pick_weights(o.weights)
+        self.rows = kind(model, batch_size, self.dtype, o.tau, o.alpha, weights)
         self.cache = self.rows.cache
         self.passes = Graphs(self.rows) if o.graphs or (o.graphs is None and on_gpu) else self.rows
         self.running = []  # Sequence number i runs in row i
         self.stats = Stats()
+
+    def pick_weights(self, weights):
+        if weights is None:
+            return None
+        if self.device.type != "cpu" or self.dtype != torch.float32:
+            raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")
+        if weights != "auto":
+            return weights
+        return fastest_weights(self.model, self.options.batch_size)
 
     # -- Texts -------------------------------------------------------------------------------------
 
@@ -207,7 +221,7 @@ class Engine:
             u[i, : len(left)] = left
         found = []
         if self.options.prefill == "jacobi":
-            tokens = choose(self.read_prompts(new, contexts), u[:, 0], *choice)
+            tokens = choose(self.read_shared(new, contexts), u[:, 0], *choice)
             found = list(zip(sequences, tokens.tolist(), strict=True))
         else:
             tokens = contexts[:, 0]
@@ -218,6 +232,24 @@ class Engine:
         ]  # fmt: skip
         self.rows.begin(new, tokens, torch.tensor(counters), u, contexts)
         return found
+
+    def read_shared(self, rows, contexts):
+        """As `read_prompts`, which reads every context once: rows that share it get copies."""
+        first = {}  # of each context: the number of its first row among these
+        same = [first.setdefault(tuple(self.running[row].context), i) for i, row in enumerate(rows)]
+        if len(first) == len(rows):
+            return self.read_prompts(rows, contexts)
+        once = list(first.values())
+        before = [len(self.running[row].read) for row in rows]
+        logits = self.read_prompts([rows[i] for i in once], contexts[once])
+        for i, row in enumerate(rows):
+            q, known = self.running[row], self.running[rows[same[i]]]
+            if q is not known:
+                q.position, q.length = known.position, known.length
+                q.read += known.read[before[same[i]] :]
+                self.cache.copy(rows[same[i]], row, q.length)
+        at = {i: place for place, i in enumerate(once)}
+        return logits[[at[i] for i in same]]
 
     def read_prompts(self, rows, contexts):
         """Read the contexts (R, T) of rows in parallel -> logits (R, V) after their last tokens."""

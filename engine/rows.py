@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from attention import key_channels
 from engine.cache import SlotCache
 from engine.choosing import pick
+from engine.products import Matrix
 from engine.slot_step import SlotStep
 from router import mask_score
 
@@ -51,15 +52,16 @@ class Rows:
 
     Args:
         dtype: of the matrix products and the cache. tau, alpha: as PonderLM.ponder_token.
+        weights: see products.Matrix.
     """
 
-    def __init__(self, model, batch_size, dtype, tau, alpha):
+    def __init__(self, model, batch_size, dtype, tau, alpha, weights=None):
         config, weight = model.config, model.lm_head.weight
         B, T, S, device = batch_size, config.block_size, config.ponder_steps + 1, weight.device
         self.model, self.tau, self.dtype, self.d = model, tau, dtype, config.head_width
         self.cache = SlotCache(config, B, dtype, device)
-        self.step = SlotStep(model, B, dtype)
-        self.head = weight.to(dtype).T.contiguous()  # (D, V), see slot_step.Layer
+        self.step = SlotStep(model, B, dtype, weights)
+        self.head = Matrix(weight, dtype, B, weights)  # D -> V
         self.x, self.h_hat = weight.new_zeros(2, B, config.hidden_size)
         s, _ = model.router(self.x)
         self.s = s.clone()  # for good, without a learned router; so are the channels
@@ -159,7 +161,7 @@ class Rows:
         return F.embedding(tokens, self.model.model.embed_tokens.weight) * self.model.config.scale
 
     def logits(self, h_hat):
-        return h_hat.to(self.dtype) @ self.head
+        return self.head(h_hat.to(self.dtype))
 
 
 class HostRows(Rows):

@@ -11,12 +11,14 @@ d, d'                              head width without and with the bias channel
 """
 
 import math
+from timeit import repeat
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from attention import padded_width, query_channels
+from engine.products import WEIGHTS, Matrix, gated
 from model import rotary_angles
 
 
@@ -24,22 +26,22 @@ class Layer(NamedTuple):
     """The weights of a block as one slot wants them.
 
     Projections of one input are one matrix, and the weight of a norm is part of the matrix behind
-    it. A matrix lies (in, out) in memory: with few rows that is up to 8 times as fast on a CPU.
+    it.
     """
 
-    qkv: torch.Tensor  # (D, (H + 2G) d)
-    out: torch.Tensor  # (H d, D)
-    gate: torch.Tensor  # (D, F)
-    up: torch.Tensor  # (D, F)
-    down: torch.Tensor  # (F, D)
+    qkv: Matrix  # D -> (H + 2G) d
+    out: Matrix  # H d -> D
+    gate: Matrix  # D -> F
+    up: Matrix  # D -> F
+    down: Matrix  # F -> D
 
     @classmethod
-    def of(cls, block, dtype):
+    def of(cls, block, *how):
         a, m = block.self_attn, block.mlp
 
         def matrix(*linears, norm=None):
-            w = torch.cat([linear.weight for linear in linears]).detach()  # (out, in)
-            return (w if norm is None else w * norm.weight).T.to(dtype).contiguous()
+            w = torch.cat([linear.weight for linear in linears])  # (out, in)
+            return Matrix(w if norm is None else w * norm.weight, *how)
 
         return cls(
             qkv=matrix(a.q_proj, a.k_proj, a.v_proj, norm=block.input_layernorm),
@@ -50,19 +52,14 @@ class Layer(NamedTuple):
         )
 
 
-def add_product(x, y, matrix):
-    """x + y @ matrix, in one operation where both have the same precision."""
-    return torch.addmm(x, y, matrix) if x.dtype == y.dtype else x + y @ matrix
-
-
 class SlotStep:
-    """A model's backbone for `batch_size` rows or fewer; the products are made in `dtype`."""
+    """A model's backbone for `batch_size` rows or fewer; see products.Matrix for dtype, weights."""
 
-    def __init__(self, model, batch_size, dtype):
+    def __init__(self, model, batch_size, dtype, weights=None):
         config, device = model.config, model.lm_head.weight.device
         self.H, self.G = config.num_attention_heads, config.key_value_heads
         self.d, self.width = config.head_width, padded_width(config.head_width)
-        self.layers = [Layer.of(block, dtype) for block in model.model.layers]
+        self.layers = [Layer.of(block, dtype, batch_size, weights) for block in model.model.layers]
         self.weight, self.dtype = model.model.norm.weight, dtype
         self.eps = self.weight.new_tensor(config.rms_norm_eps)
 
@@ -102,14 +99,27 @@ class SlotStep:
         channels[:, H : H + G, :2] = key_channels
         at = (self.heads[:A] * layers[0].size(2) + length[:, None]).flatten()  # (A*2G,) new places
         for weights, kv in zip(self.layers, layers, strict=True):
-            y = (self.norm(x).to(dtype) @ weights.qkv).view(A, H + 2 * G, d)
+            y = weights.qkv(self.norm(x).to(dtype)).view(A, H + 2 * G, d)
             y = torch.addcmul(y * cos, y.roll(d // 2, -1), sin)  # RoPE, as model.apply_rotary
             y = torch.cat([y, channels], dim=-1)  # (A, H+2G, d'), as attention.augment
             kv.view(-1, self.width).index_copy_(0, at, y[:, H:].reshape(-1, self.width))
             keys, values = kv[:A, :, :places].split(G, dim=1)  # (A, G, m, d')
             q = y[:, :H].reshape(A, G, H // G, -1)  # the heads of a group are its queries
             out = F.scaled_dot_product_attention(q, keys, values, scale=1 / math.sqrt(d))
-            x = add_product(x, out[..., :d].reshape(A, H * d), weights.out)
-            y = self.norm(x).to(dtype)
-            x = add_product(x, F.silu(y @ weights.gate) * (y @ weights.up), weights.down)
+            x = weights.out.added(x, out[..., :d].reshape(A, H * d))
+            y = gated(weights.gate, weights.up, self.norm(x).to(dtype))
+            x = weights.down.added(x, y)
         return self.norm(x) * self.weight
+
+
+def fastest_weights(model, batch_size):
+    """Which of products.WEIGHTS makes the products of a slot fastest on this machine, measured."""
+    seconds = {}
+    for weights in WEIGHTS:
+        step = SlotStep(model, batch_size, torch.float32, weights)
+        products = [
+            (matrix, torch.ones(batch_size, matrix.inputs)) for ms in step.layers for matrix in ms
+        ]
+        run = lambda: [matrix(x) for matrix, x in products]  # noqa: B023, E731
+        seconds[weights] = min(repeat(run, number=1, repeat=8))
+    return min(seconds, key=seconds.get)

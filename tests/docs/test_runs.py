@@ -226,7 +226,7 @@ def test_gpu_at_toy_size(part, tmp_path):
     assert all(row["status"] == "done" for row in summary["steps"])
     results = [row["result"] for row in summary["gates"]]
     assert set(results) <= {"pass", "skipped (no CUDA)", "skipped (toy size)"}
-    assert results.count("pass") == (3 if part == "a" else 0)
+    assert results.count("pass") == (4 if part == "a" else 0)
     assert all(row["measured"] is not None for row in summary["gates"])
     files = list((tmp_path / "out" / part).iterdir())
     assert len(files) <= 8 and all(file.stat().st_size < 2**24 for file in files)

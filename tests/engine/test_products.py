@@ -1,0 +1,112 @@
+"""Packed and quantized weights: products as the plain ones, and good enough to decode with."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import small_model
+
+from corpus.tokenizers import Tokenizer
+from engine.batching import Engine
+from engine.products import FEW, LARGE, WEIGHTS, Matrix, gated
+from engine.slot_step import fastest_weights
+from interop import INCLUDED, load
+from runtime import UserError
+
+TEXTS = (
+    "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\n"
+    "The slings and arrows of outrageous fortune",
+    "KING RICHARD:\nA thousand hearts are great within my bosom.\n"
+    "Advance our standards, set upon our foes;\nOur ancient word",
+    "First Citizen:\nWe are accounted poor citizens, the patricians good.\n"
+    "What authority surfeits on would relieve us",
+    "JULIET:\nMy bounty is as boundless as the sea,\nMy love as deep; the more I give to thee,\n"
+    "The more I have, for both are infinite.",
+    "Now is the winter of our discontent\nMade glorious summer by this sun of York;\n"
+    "And all the clouds that lour'd upon our house",
+    "PROSPERO:\nOur revels now are ended. These our actors,\nAs I foretold you, were all spirits"
+    " and\nAre melted into air, into thin air",
+)
+
+
+def randoms(*shapes):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=g) for shape in shapes]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1, 33])
+@pytest.mark.parametrize("inputs, outputs", [(8, 6), (96, 257), (300, 700), (512, 1376)])
+@torch.inference_mode()
+def test_products(weights, rows, inputs, outputs):
+    """Catches a form that computes another product, or adds or gates otherwise: in float32 to
+    1e-5 of its size, in bfloat16 to 2 %, by codes of 8 bits to 3 %."""
+    weight, x, other = randoms((outputs, inputs), (rows, inputs), (rows, outputs))
+    first, second = (Matrix(w, torch.float32, rows, weights) for w in (weight, weight.flip(0)))
+    tolerance = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2}[weights]
+    plain, flipped = x @ weight.T, x @ weight.flip(0).T
+    for found, expected in (
+        (first(x), plain),
+        (first.added(other, x) - other, plain),
+        (gated(first, second, x), F.silu(plain) * flipped),
+    ):
+        assert found.dtype == torch.float32
+        assert (found - expected).norm() < tolerance * expected.norm()
+
+
+def test_forms():
+    """Catches matrices that are never packed, or small ones that are."""
+    (weight,) = randoms((512, 512))
+    form = lambda rows, weights=None: Matrix(weight, torch.float32, rows, weights).form  # noqa: E731
+    assert form(8) == "packed" and form(LARGE // weight.numel() - 1) == "plain"
+    assert form(FEW, "int8") == "codes" and form(FEW + 1, "int8") == "packed"
+    assert Matrix(weight.double(), torch.float64, 8).form == "plain"
+
+
+@torch.inference_mode()
+def test_codes_do_not_depend_on_the_batch():
+    """Catches weights of 8 bits that are others for few rows than for many."""
+    weight, x = randoms((256, 96), (FEW, 96))
+    few, many = (Matrix(weight, torch.float32, rows, "int8")(x) for rows in (FEW, FEW + 1))
+    exact = x.bfloat16().float() @ weight.T
+    assert (few - many).norm() < 5e-3 * exact.norm()  # both are rounded to bfloat16
+    assert (few - exact).norm() > 1e-3 * exact.norm()
+
+
+def loss(model, monkeypatch, **options):
+    """Nats a byte of the texts but for their first bytes, as the engine decodes them."""
+    found = []
+    for text in TEXTS:
+        ids, seen = Tokenizer.bytes().encode(text), []
+
+        def forced(logits, u, *choice, ids=ids, seen=seen):  # what comes is what stands there
+            seen.append(logits[0])
+            return torch.tensor([ids[len(seen)]])
+
+        monkeypatch.setattr("engine.rows.pick", forced)
+        engine = Engine(model, 1, prefill="sequential", **options)
+        engine.generate([ids[:1]], len(ids) - 1)
+        found += F.cross_entropy(torch.stack(seen), torch.tensor(ids[1:]), reduction="none")
+    return torch.stack(found).mean()
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize("tau", [0.0, 5e-3, 1.0])
+def test_loss(weights, tau, monkeypatch):
+    """Catches weights of few bits whose errors pile up over the steps: the loss of the included
+    model with all steps, early exit, and without steps, to 0.002 nats; and that they are used."""
+    exact, found = (loss(load(INCLUDED), monkeypatch, tau=tau, weights=w) for w in (None, weights))
+    assert 0 < abs(found - exact) < 2e-3
+    assert exact < 6
+
+
+def test_fastest_weights(monkeypatch):
+    """Catches a choice that is not the fastest of what was measured."""
+    seconds = iter([[3.0, 2.0], [1.0, 4.0], [2.0, 2.0]])
+    monkeypatch.setattr("engine.slot_step.repeat", lambda *args, **kwargs: next(seconds))
+    assert fastest_weights(small_model().float(), 2) == "bfloat16"
+
+
+def test_refused():
+    """Catches weights of few bits that are silently left out."""
+    with pytest.raises(UserError, match="weights = int8 is for float32 on a CPU"):
+        Engine(small_model(), 1, weights="int8")  # float64
