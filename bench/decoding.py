@@ -24,7 +24,8 @@ from pydantic import Field
 from tqdm import tqdm
 
 from baselines import build, find
-from bench.timing import Some, machine, medians, print_table, write_results
+from bench.timing import Some, machine, medians, print_table, seconds_of, write_results
+from bench.training_step import matmul_peak
 from engine.batching import Engine
 from engine.choosing import check_request
 from engine.prefill import settle
@@ -44,14 +45,15 @@ class How(NamedTuple):
 
     precision: str = "float32"
     graphs: str = "off"  # or on, of CUDA
-    weights: str | None = None  # of few bits, on a CPU, see engine/products.py
+    weights: str = "float32"  # or of fewer bits, on a CPU, see engine/products.py
 
     @property
     def dtype(self):
         return getattr(torch, self.precision)
 
     def engine(self, model, batch_size, kind=Engine, **options):
-        options |= dict(graphs=self.graphs == "on", weights=self.weights)
+        weights = None if self.weights == "float32" else self.weights
+        options |= dict(graphs=self.graphs == "on", weights=weights)
         return kind(model, batch_size, dtype=self.dtype, **options)
 
 
@@ -61,8 +63,7 @@ HOW = How()
 def ways(precisions, graphs, weights, device):
     """All combinations; 'auto' is what an Engine does by itself."""
     graphs = [("on" if device.type == "cuda" else "off") if x == "auto" else x for x in graphs]
-    weights = [None if x == "float32" else x for x in weights]
-    return [How(*way) for way in product(precisions, dict.fromkeys(graphs), dict.fromkeys(weights))]
+    return [How(*way) for way in product(precisions, dict.fromkeys(graphs), weights)]
 
 
 def cells(label, *axes):
@@ -122,6 +123,21 @@ def timed(engine, prompts, new_tokens, samples=None, **choice):
     return engine.stats.seconds - before
 
 
+def limit(model, B, places, how):
+    """Seconds that a pass of B rows over so many places takes at least: it reads weights and cache,
+    or makes its products, at the speeds of this machine, measured now."""
+    config, device = model.config, model.lm_head.weight.device
+    matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
+    weights = sum(p.numel() for p in [*matrices, model.lm_head.weight])
+    of_weight = {"int8": 1, "bfloat16": 2}.get(how.weights, how.dtype.itemsize)
+    kv = 2 * B * places * config.key_value_heads * config.head_width * config.num_hidden_layers
+    size = of_weight * weights + how.dtype.itemsize * kv
+    memory = torch.zeros(-(-size // 8), dtype=torch.float64, device=device)
+    reading = min(seconds_of(memory.sum, device) for _ in range(10))
+    inner = torch.bfloat16 if of_weight < 4 else how.dtype
+    return max(reading, 2 * B * weights / matmul_peak(device, inner))
+
+
 def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats, how=HOW):
     """Adaptive against always K: which share of the skipped slots is saved time? (target: 0.9)
 
@@ -140,6 +156,8 @@ def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats
             for name, engine in engines.items()
         }
         seconds = medians(runs, repeats)
+        K, passes = model.config.ponder_steps, engines["always"].stats.passes / (repeats + 1)
+        least = passes * limit(model, B, (length + new_tokens // 2) * (K + 1), how)
         tokens = 2 * B * (new_tokens - 1)  # the first is chosen when the prompt has been read
         for alpha in alphas:
             steps = sum(sum(sample.steps[1:]) for sample in samples[alpha]) / tokens
@@ -149,6 +167,7 @@ def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats
             row |= {"steps": steps, "tokens_per_second": tokens / seconds[alpha]}
             row |= {"always_tokens_per_second": tokens / seconds["always"]}
             row |= {"slot_ratio": slot_ratio, "time_ratio": time_ratio}
+            row["limit_share"] = least / seconds["always"]
             saved = (1 - time_ratio) / (1 - slot_ratio) if slot_ratio < 0.9 else None
             rows.append(row | {"saved": saved})
     return rows
@@ -341,10 +360,11 @@ def decode(
 TABLES = {
     "exit": (
         "early exit against always K, after the prompt: ratios to always K\n"
-        "saved: saved time / saved slots, where a tenth is saved",
+        "saved: saved time / saved slots, where a tenth is saved\n"
+        "limit: share of what always K could not take less than, by this machine's speeds",
         {"batch": "batch", "prompt": "prompt", "tau": "tau:g", "alpha": "alpha:g"}
         | {"steps": "steps:.2f", "tok/s": "tokens_per_second:.0f", "slots": "slot_ratio:.2f"}
-        | {"time": "time_ratio:.2f", "saved": "saved:.2f"},
+        | {"time": "time_ratio:.2f", "saved": "saved:.2f", "limit": "limit_share:.2f"},
     ),
     "others": (
         "no cache: after the prompt; transformers: K = 0, untrained weights, prompt included",

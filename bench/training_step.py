@@ -1,7 +1,7 @@
 """A training step against plain forward and backward over as many slots: time and memory."""
 
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -85,6 +85,7 @@ def step_flops(shape, B, R):
     return B * total
 
 
+@cache
 def matmul_peak(device, dtype):
     """Operations a second of square matrix products, the best of some sizes."""
     best = 0

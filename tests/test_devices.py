@@ -347,7 +347,8 @@ def test_bench(tmp_path, monkeypatch):
     """Catches a benchmark that crashes on a GPU."""
     shape = replace(PRESETS["tiny"].model, block_size=4, num_hidden_layers=1)
     monkeypatch.setitem(PRESETS, "tiny", replace(PRESETS["tiny"], model=shape))
-    monkeypatch.setattr("bench.training_step.matmul_peak", lambda *where: 1.0)
+    for name in ("training_step", "decoding"):
+        monkeypatch.setattr(f"bench.{name}.matmul_peak", lambda *where: 1.0)
     monkeypatch.setattr("bench.decoding.llama", Mock(side_effect=ImportError))  # not ours
     model, val = small_model(block_size=64).float(), torch.from_numpy(windows().tokens)
     with pretended_cuda():

@@ -1,6 +1,7 @@
 """`python -m bench decode`: what it measures against, and what it refuses before it measures."""
 
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from bench.decoding import (
     decode,
     draw,
     exit_rows,
+    limit,
     llama,
     other_rows,
     prompt_rows,
@@ -64,6 +66,25 @@ def test_llama_beside_a_ponderlm():
     assert ours.config.hidden_size == model.config.hidden_size and ours.config.method == "vanilla"
 
 
+def test_limit():
+    """Catches weights, or a cache, that are counted in bytes of another size."""
+    model, sizes = small_model().float(), []
+    own = torch.zeros
+
+    def watched(*shape, **kwargs):
+        sizes.append(shape[0])
+        return own(*shape, **kwargs)
+
+    for weights in ("float32", "bfloat16", "int8"):
+        with patch("bench.decoding.torch.zeros", watched):
+            limit(model, 2, 10, How(weights=weights))
+    config, few = model.config, sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    few -= model.model.embed_tokens.weight.numel() + model.router.proj.weight.numel()
+    kv = 4 * 2 * 2 * 10 * config.key_value_heads * config.head_width * config.num_hidden_layers
+    found = [8 * n for n in sizes]
+    assert found == pytest.approx([4 * few + kv, 2 * few + kv, few + kv], abs=7)
+
+
 def test_same_prompt(model):
     """Catches a prompt that is copied with a slot too many, or read again for each sequence."""
     prompts, settings = 5 * [[3, 1, 4, 1, 5]], dict(seed=0, temperature=1.0)
@@ -75,7 +96,7 @@ def test_same_prompt(model):
     assert engine.stats.prompt_passes == once.stats.prompt_passes
 
 
-@pytest.mark.parametrize("how", [How(), How("bfloat16", "on")], ids="-".join)
+@pytest.mark.parametrize("how", [How(), How("bfloat16", "on"), How(weights="int8")], ids="-".join)
 def test_rows(model, val, how):
     """Catches a measurement that crashes, counts other slots than were run, or another way to
     decode than the one that its rows name."""
@@ -83,13 +104,14 @@ def test_rows(model, val, how):
     full, less = exit_rows(single, val, (2,), (5,), 4, 0.3, alphas, 1, how)
     assert 0 < less["slot_ratio"] < full["slot_ratio"] < 1 and less["time_ratio"] > 0
     assert less["slot_ratio"] == pytest.approx((1 + less["steps"]) / 4)
+    assert 0 < full["limit_share"] == less["limit_share"] < 1
     for row in (full, less):  # of 4 samples of 4 tokens, of which the first comes of the prompt
         engine = how.engine(single, 2, tau=0.3, alpha=row["alpha"])
         engine.generate(4 * prompts_of(val, 1, 5), 4, seed=0)
         assert (1 + row["steps"]) * 4 * 3 == pytest.approx(engine.stats.slots)
     always = less["tokens_per_second"] * less["time_ratio"]
     assert less["always_tokens_per_second"] == pytest.approx(always)
-    assert (less["precision"], less["graphs"], less["tau"]) == (*how, 0.3)
+    assert (less["precision"], less["graphs"], less["tau"]) == (*how[:2], 0.3)
     against = [row["against"] for row in other_rows(single, val, (2,), (5,), 4, 1, how)]
     assert against == ["no cache", "transformers"]
     for row in prompt_rows(single, val, (5,), alphas, 1, how):
@@ -100,9 +122,9 @@ def test_rows(model, val, how):
 def test_ways(model):
     """Catches a precision, or graphs, that an engine does not get; and 'auto' measured twice."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert ways(("float32",), ("auto", "off"), cpu) == [("float32", "off")]
-    both = [("bfloat16", "on"), ("bfloat16", "off")]
-    assert ways(("bfloat16",), ("auto", "off"), gpu) == both
+    assert ways(("float32",), ("auto", "off"), ("int8",), cpu) == [("float32", "off", "int8")]
+    both = [("bfloat16", "on", "float32"), ("bfloat16", "off", "float32")]
+    assert ways(("bfloat16",), ("auto", "off"), ("float32",), gpu) == both
     engine = How("bfloat16", "on").engine(model, 2, SamePrompt, tau=0.3)
     assert isinstance(engine, SamePrompt) and engine.dtype == torch.bfloat16
     assert (engine.options.graphs, engine.options.tau) == (True, 0.3)

@@ -7,6 +7,7 @@ from conftest import small_model
 from engine.batching import Engine
 from engine.choosing import Sample, choose
 from engine.cuda_graphs import rounded
+from engine.prefill import settle
 from runtime import UserError, command_line
 from sample import generate
 
@@ -151,6 +152,25 @@ def test_cache_holds_executed_slots(model, prefill):
             assert (kv[row, :, :n] - both).abs().max() < 1e-9
     expected = Engine(model, 3, tau=0.3, tolerance=0).generate(texts, 5, temperature=0)
     assert engine.generate(texts, 5, temperature=0) == expected  # nothing is left of the first call
+
+
+def test_shared_contexts(model, monkeypatch):
+    """Catches a context that is read again for every row that has it, or copied to another's."""
+    read = []
+
+    def counted(model, idx, *rest, **options):
+        read.append(len(idx))
+        return settle(model, idx, *rest, **options)
+
+    monkeypatch.setattr("engine.batching.settle", counted)
+    a, b, c = prompts(3, 9)
+    texts, steps, expected = [b, a, b, c, b, a], [[] for _ in range(6)], [[] for _ in range(6)]
+    found = Engine(model, 6, tau=0.3).generate(texts, 8, read=steps, **SAMPLING)
+    for i, text in enumerate(texts):
+        choice = SAMPLING | {"seed": SAMPLING["seed"] + i}
+        (sample,) = generate(model, [text], 8, tau=0.3, read=expected[i], **choice)
+        assert found[i] == sample
+    assert steps == expected and read[0] == 3
 
 
 def test_nobody_waits(model):
