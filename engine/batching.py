@@ -66,7 +66,8 @@ class EngineOptions:
     batch_size: Count = 8  # sequences that run at once
     tau: float = 1e-4  # as PonderLM.ponder_token
     alpha: float = 0.0
-    prefill: Literal["jacobi", "sequential"] = "jacobi"  # prompts in parallel, or slot by slot
+    # prompts in parallel, or slot by slot; auto: what has taken less time so far, on a CPU
+    prefill: Literal["jacobi", "sequential", "auto"] = "jacobi"
     # of the former, see prefill.settle. None: 1e-5; in half precision, whose rounding keeps the
     # latents moving by 3e-3, it is 1e-2
     tolerance: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -115,6 +116,7 @@ class Engine:
         self.passes = Graphs(self.rows) if o.graphs or (o.graphs is None and on_gpu) else self.rows
         self.running = []  # Sequence number i runs in row i
         self.stats = Stats()
+        self.seconds_of_a_slot = {}  # by rows; of prompts in parallel by rows and tokens
 
     def pick_weights(self, weights):
         if weights is None:
@@ -171,6 +173,8 @@ class Engine:
             if not found:
                 under_way.append(self.launch(how))
                 found = self.collect(under_way.popleft()) if len(under_way) > self.ahead else []
+                rows = len(running)
+                self.measured(rounded(rows), (time.perf_counter() - start) / rows)
             events = [self.append(q, token, end, until) for q, token in found]
             for row in reversed(range(len(running))):
                 if running[row].state == "ended":
@@ -198,6 +202,21 @@ class Engine:
 
     # -- Prompts -----------------------------------------------------------------------------------
 
+    def measured(self, what, seconds):
+        """Reading a slot has taken so long, and before it other times."""
+        before = self.seconds_of_a_slot.get(what, seconds)
+        self.seconds_of_a_slot[what] = 0.8 * before + 0.2 * seconds
+
+    def reads_in_parallel(self, sequences):
+        """Whether that is the way to read the contexts of sequences."""
+        if self.options.prefill != "auto":
+            return self.options.prefill == "jacobi"
+        one_by_one = self.seconds_of_a_slot.get(rounded(len(self.running)))
+        in_parallel = self.seconds_of_a_slot.get(parallel_size(sequences))
+        if self.device.type != "cpu" or None in (one_by_one, in_parallel):
+            return True
+        return in_parallel <= one_by_one
+
     def begin(self, choice):
         """Begin with the contexts of which nothing is in the cache.
 
@@ -220,7 +239,7 @@ class Engine:
             left = q.uniform[q.chosen :][:T]
             u[i, : len(left)] = left
         found = []
-        if self.options.prefill == "jacobi":
+        if self.reads_in_parallel(sequences):
             tokens = choose(self.read_shared(new, contexts), u[:, 0], *choice)
             found = list(zip(sequences, tokens.tolist(), strict=True))
         else:
@@ -253,7 +272,7 @@ class Engine:
 
     def read_prompts(self, rows, contexts):
         """Read the contexts (R, T) of rows in parallel -> logits (R, V) after their last tokens."""
-        sequences = [self.running[row] for row in rows]
+        sequences, start = [self.running[row] for row in rows], time.perf_counter()
         lengths = torch.tensor([len(q.context) for q in sequences])
         idx = contexts[:, : lengths.max()]
         at, lengths, idx = (x.to(self.device) for x in (torch.tensor(rows), lengths, idx))
@@ -271,6 +290,8 @@ class Engine:
             q.length = q.position + sum(steps)
             self.cache.clear(row, q.length)  # what earlier passes wrote behind its slots
         self.stats.prompt_passes += found.passes
+        slots = sum(q.length for q in sequences)
+        self.measured(parallel_size(sequences), (time.perf_counter() - start) / slots)
         h_hat = self.model.integrate(found.h, found.s, found.steps)
         rows = torch.arange(len(rows), device=self.device)
         return self.rows.logits(h_hat[rows, lengths - 1])
@@ -312,3 +333,8 @@ class Engine:
                         raise not_finite()
                     found.append((q, token))
         return found
+
+
+def parallel_size(sequences):
+    """Prompts that take about the same time for each slot: rows, and tokens of the longest."""
+    return rounded(len(sequences)), rounded(max(len(q.context) for q in sequences))

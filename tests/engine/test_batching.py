@@ -173,6 +173,23 @@ def test_shared_contexts(model, monkeypatch):
     assert steps == expected and read[0] == 3
 
 
+@pytest.mark.parametrize("slow", [None, "one by one", "in parallel"])
+def test_prefill_by_what_was_measured(model, slow, monkeypatch):
+    """Catches prompts that are read in the way that was measured to be slower, or without a
+    measurement slot by slot; and measurements that are not taken."""
+    engine, texts = Engine(model, 2, tau=0.3, prefill="auto"), prompts(2, 9)
+    first = engine.generate(texts, 4, **SAMPLING)
+    assert engine.stats.prompt_passes > 0  # nothing was known
+    assert engine.seconds_of_a_slot.keys() >= {2, (2, 12)}
+    assert all(seconds > 0 for seconds in engine.seconds_of_a_slot.values())
+    passes = engine.stats.prompt_passes
+    if slow:
+        engine.seconds_of_a_slot |= {2: 1.0} if slow == "one by one" else {(2, 12): 1.0}
+    assert engine.generate(texts, 4, **SAMPLING) == first
+    if slow:
+        assert (engine.stats.prompt_passes > passes) == (slow == "one by one")
+
+
 def test_nobody_waits(model):
     """Catches sequences that wait for the slowest token of a batch, or for the longest text."""
     texts = prompts(7, 9)
@@ -273,7 +290,11 @@ def test_until(model):
         (dict(alpha=1e40), {}, r"alpha = 1e\+40: it should be less than or equal to 1000000"),
         ({}, dict(seed=-1), "seed = -1"),
         (dict(batch_size=0), {}, "batch_size = 0"),
-        (dict(prefill="fast"), {}, "prefill = 'fast': it should be 'jacobi' or 'sequential'"),
+        (
+            dict(prefill="fast"),
+            {},
+            "prefill = 'fast': it should be 'jacobi', 'sequential' or 'auto'",
+        ),
         (dict(tolerance=-1.0), {}, "tolerance = -1.0"),
         (dict(max_passes=0), {}, "max_passes = 0"),
         ({}, dict(top_p=0), "top_p = 0: it should be greater than 0"),
