@@ -36,6 +36,8 @@ from engine.slot_step import fastest_weights
 from model import Count, settings
 from runtime import UserError, autocast
 
+PLACES = 16  # a CPU's passes see multiples of so many places
+
 
 @dataclass
 class Sequence:
@@ -311,6 +313,7 @@ class Engine:
             A = min(rounded(A), self.options.batch_size)
             places = min(max(rounded(places), self.cache.block), self.cache.layers[0].size(2))
         else:
+            places = -(-places // PLACES) * PLACES
             self.cache.reserve(places)
         with decoding_kernels(self.device):
             out = self.passes.advance(A, places, choice)

@@ -23,7 +23,7 @@ class SlotCache:
         self.dtype, self.device, self.block = dtype, device, BLOCK
         masked = torch.tensor(MASKED, device=device)
         self.masked = key_channels(masked, self.d, dtype)  # (d'-d,) of a key that is not there
-        self.layers = self.empty(0)
+        self.layers, self.seen = self.empty(0), {}
 
     def empty(self, places):
         """Layers in which every place is empty."""
@@ -40,6 +40,13 @@ class SlotCache:
             for new, old in zip(larger, self.layers, strict=True):
                 new[:, :, :before] = old
             self.layers = larger
+
+    def views(self, rows, places):
+        """The first rows and places of each layer: [keys, values], each (rows, G, places, d')."""
+        key = rows, places, self.layers[0].size(2)
+        if key not in self.seen:  # making them takes as long as a norm
+            self.seen = {key: [x[:rows, :, :places].split(self.G, dim=1) for x in self.layers]}
+        return self.seen[key]
 
     def clear(self, row, first=0):
         """Forget what a row holds from place `first` on."""

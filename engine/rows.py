@@ -140,7 +140,7 @@ class Rows:
         """The slot k of each row through the backbone. Counters (A,) -> (A, D)."""
         at = k[:, None, None].expand(A, 1, 2)
         channels = self.channels[:A].gather(1, at)
-        return self.step(self.x[:A], self.cache.layers, places, position, length, channels)
+        return self.step(self.x[:A], self.cache, places, position, length, channels)
 
     def route(self, h):
         """How far tokens go, by their h^(0) (R, D). -> s (R, S), channels (R, S, 2), K-hat (R,)"""

@@ -83,12 +83,12 @@ class SlotStep:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self.eps, length, length, value=1 / x.size(-1)).rsqrt()
 
-    def __call__(self, x, layers, places, position, length, key_channels):
+    def __call__(self, x, cache, places, position, length, key_channels):
         """(A, D) -> (A, D); the keys and values of the slot go into the cache.
 
         Args:
             x: (A, D) the slot's input.
-            layers: the cache, of which each row sees the first `places`, more than any length.
+            cache: of which each row sees the first `places`, more than any length.
             position, length: (A,) the token's place in the text, the slot's in the cache.
             key_channels: (A, 1, 2) that carry the bias of the slot's own key.
         """
@@ -97,13 +97,15 @@ class SlotStep:
         cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, d)
         channels = self.channels[:A]  # (A, H+2G, d'-d)
         channels[:, H : H + G, :2] = key_channels
-        at = (self.heads[:A] * layers[0].size(2) + length[:, None]).flatten()  # (A*2G,) new places
-        for weights, kv in zip(self.layers, layers, strict=True):
+        at = (
+            self.heads[:A] * cache.layers[0].size(2) + length[:, None]
+        ).flatten()  # (A*2G,) new places
+        views = cache.views(A, places)
+        for weights, kv, (keys, values) in zip(self.layers, cache.layers, views, strict=True):
             y = weights.qkv(self.norm(x).to(dtype)).view(A, H + 2 * G, d)
             y = torch.addcmul(y * cos, y.roll(d // 2, -1), sin)  # RoPE, as model.apply_rotary
             y = torch.cat([y, channels], dim=-1)  # (A, H+2G, d'), as attention.augment
             kv.view(-1, self.width).index_copy_(0, at, y[:, H:].reshape(-1, self.width))
-            keys, values = kv[:A, :, :places].split(G, dim=1)  # (A, G, m, d')
             q = y[:, :H].reshape(A, G, H // G, -1)  # the heads of a group are its queries
             out = F.scaled_dot_product_attention(q, keys, values, scale=1 / math.sqrt(d))
             x = weights.out.added(x, out[..., :d].reshape(A, H * d))
