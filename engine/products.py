@@ -3,80 +3,97 @@
 On a CPU such a product takes as long as reading its weights. So it matters how they lie in memory,
 and how many bits they have.
 
-weights     form      how W is kept
-float32     plain     (in, out) in memory; of one row up to 8 times as fast as (out, in)
-            packed    blocks of oneDNN, the same numbers: of 8 rows 2 to 3 times as fast as plain
-bfloat16    packed    the same in bfloat16; x and the product are rounded to it, too
-int8        codes     whole numbers up to 127 and a scale for each output, x in bfloat16
+weights     class     how W is kept
+float32     Plain     (in, out) in memory; of one row up to 8 times as fast as (out, in)
+            Packed    blocks of oneDNN, the same numbers: of 8 rows 2 to 3 times as fast as Plain
+bfloat16    Small     Packed in bfloat16; x and the product are rounded to it, too
+int8        Small     whole numbers up to 127 and a scale for each output, x in bfloat16
 
-Which form is the fastest was measured (docs/log.md): `Matrix` goes by the rows and the size alone,
-so that a model says the same every time. All but `plain` needs oneDNN, which PyTorch for a CPU has.
+Which class is the fastest was measured (docs/log.md): `matrix` goes by the rows and the size alone,
+so that a model says the same every time. All but Plain needs oneDNN, which PyTorch for a CPU has.
 """
 
 import torch
 import torch.nn.functional as F
 
 WEIGHTS = ("float32", "bfloat16", "int8")
-LARGE = 2**19  # products from so many multiplications on are worth the call of oneDNN
-FEW = 4  # rows up to which codes are read as they are
+LARGE = 2**20  # products from so many multiplications on are worth the call of oneDNN
+FEW = 4  # rows up to which whole numbers are read as 8 bits
 onednn = torch.ops.mkldnn
 
 
-def can_pack(device):
-    return device.type == "cpu" and torch.backends.mkldnn.is_available()
-
-
-class Matrix:
+def matrix(weight, dtype, rows, weights=None):
     """W for about `rows` rows at a time.
 
     Args:
         weight: (O, D), as a Linear has it.
         dtype: of x and of what comes out.
-        weights: one of WEIGHTS, on a CPU and with float32; None: as dtype is.
+        weights: one of WEIGHTS, on a CPU and with dtype float32; None: as dtype is.
     """
+    weight = weight.detach().to(dtype)
+    if weights in ("bfloat16", "int8"):
+        return Small(weight, rows, weights)
+    large = rows * weight.numel() >= LARGE and (rows > 1 or torch.get_num_threads() > 1)
+    pays = dtype == torch.bfloat16 or (dtype == torch.float32 and large)
+    if pays and weight.is_cpu and torch.backends.mkldnn.is_available():
+        return Packed(weight, rows)
+    return Plain(weight)
 
-    def __init__(self, weight, dtype, rows, weights=None):
-        self.dtype, self.inputs, self.scale = dtype, weight.size(1), None
-        packs = can_pack(weight.device) and dtype in (torch.float32, torch.bfloat16)
-        weight = weight.detach().to(dtype)
-        if weights == "int8":
-            self.scale = weight.abs().amax(1).clamp(min=1e-30) / 127  # (O,)
-            weight = (weight / self.scale[:, None]).round()
-        self.inner = torch.bfloat16 if weights in ("bfloat16", "int8") else dtype
-        large = rows * weight.numel() >= LARGE and (rows > 1 or torch.get_num_threads() > 1)
-        if weights == "int8" and rows <= FEW and weight.size(1) % 32 == 0:  # as its kernel wants it
-            self.form, self.weight = "codes", weight.to(torch.int8).contiguous()
-            self.ones = torch.ones_like(self.scale, dtype=self.inner)
-        elif packs and (large or self.inner != torch.float32):
-            weight = weight.to(self.inner).contiguous()
-            self.form, self.weight = "packed", onednn._reorder_linear_weight(weight, rows)
-        else:
-            self.form, self.weight = "plain", weight.T.to(self.inner).contiguous()
+
+class Plain:
+    def __init__(self, weight):
+        self.weight, self.inputs = weight.T.contiguous(), weight.size(1)
 
     def __call__(self, x):
-        """x @ W. (A, D) -> (A, O), both in `dtype`."""
-        x = x.to(self.inner)
-        if self.form == "plain":
-            y = x @ self.weight
-        elif self.form == "packed":
-            y = onednn._linear_pointwise(x, self.weight, None, "none", [], "")
-        else:
-            y = torch._weight_int8pack_mm(x, self.weight, self.ones)
-        y = y.to(self.dtype)
-        return y if self.scale is None else y * self.scale
+        """x @ W. (A, D) -> (A, O)"""
+        return x @ self.weight
 
     def added(self, residual, x):
         """residual + x @ W."""
-        if self.inner != residual.dtype:
+        if residual.dtype != x.dtype:
             return residual + self(x)
-        if self.form == "plain":
-            return torch.addmm(residual, x, self.weight)
+        return torch.addmm(residual, x, self.weight)
+
+
+class Packed:
+    def __init__(self, weight, rows):
+        self.weight = onednn._reorder_linear_weight(weight.contiguous(), rows)
+        self.inputs = weight.size(1)
+
+    def __call__(self, x):
+        return onednn._linear_pointwise(x, self.weight, None, "none", [], "")
+
+    def added(self, residual, x):
+        if residual.dtype != x.dtype:
+            return residual + self(x)
         return onednn._linear_pointwise.binary(x, residual, self.weight, None, "add")
+
+
+class Small:
+    """Weights of fewer bits than the float32 of x and of the product."""
+
+    def __init__(self, weight, rows, weights):
+        self.inputs, self.scale = weight.size(1), None
+        if weights == "int8":
+            self.scale = weight.abs().amax(1).clamp(min=1e-30) / 127  # (O,)
+            weight = (weight / self.scale[:, None]).round()
+        if self.scale is not None and rows <= FEW and self.inputs % 32 == 0:  # as its kernel wants
+            codes, ones = weight.to(torch.int8), torch.ones_like(self.scale).bfloat16()
+            self.product = lambda x: torch._weight_int8pack_mm(x, codes, ones)
+        else:  # bfloat16 holds these whole numbers exactly
+            self.product = Packed(weight.bfloat16(), rows)
+
+    def __call__(self, x):
+        y = self.product(x.bfloat16()).float()
+        return y if self.scale is None else y * self.scale
+
+    def added(self, residual, x):
+        return residual + self(x)
 
 
 def gated(gate, up, x):
     """silu(x @ gate) * (x @ up), SwiGLU without its last product; two operations where packed."""
-    if gate.form == up.form == "packed" and gate.inner == gate.dtype:
+    if isinstance(gate, Packed) and isinstance(up, Packed):
         y = onednn._linear_pointwise(x, gate.weight, None, "swish", [], "")
         return onednn._linear_pointwise.binary(x, y, up.weight, None, "mul")
     return F.silu(gate(x)) * up(x)

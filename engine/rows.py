@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from attention import key_channels
 from engine.cache import SlotCache
 from engine.choosing import pick
-from engine.products import Matrix
+from engine.products import matrix
 from engine.slot_step import SlotStep
 from router import mask_score
 
@@ -52,7 +52,7 @@ class Rows:
 
     Args:
         dtype: of the matrix products and the cache. tau, alpha: as PonderLM.ponder_token.
-        weights: see products.Matrix.
+        weights: see products.matrix.
     """
 
     def __init__(self, model, batch_size, dtype, tau, alpha, weights=None):
@@ -61,7 +61,7 @@ class Rows:
         self.model, self.tau, self.dtype, self.d = model, tau, dtype, config.head_width
         self.cache = SlotCache(config, B, dtype, device)
         self.step = SlotStep(model, B, dtype, weights)
-        self.head = Matrix(weight, dtype, B, weights)  # D -> V
+        self.head = matrix(weight, dtype, B, weights)  # D -> V
         self.x, self.h_hat = weight.new_zeros(2, B, config.hidden_size)
         s, _ = model.router(self.x)
         self.s = s.clone()  # for good, without a learned router; so are the channels

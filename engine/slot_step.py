@@ -11,6 +11,7 @@ d, d'                              head width without and with the bias channel
 """
 
 import math
+from collections.abc import Callable
 from timeit import repeat
 from typing import NamedTuple
 
@@ -18,42 +19,42 @@ import torch
 import torch.nn.functional as F
 
 from attention import padded_width, query_channels
-from engine.products import WEIGHTS, Matrix, gated
+from engine.products import WEIGHTS, gated, matrix
 from model import rotary_angles
 
 
 class Layer(NamedTuple):
-    """The weights of a block as one slot wants them.
+    """The products of a block as one slot wants them, see products.py.
 
     Projections of one input are one matrix, and the weight of a norm is part of the matrix behind
     it.
     """
 
-    qkv: Matrix  # D -> (H + 2G) d
-    out: Matrix  # H d -> D
-    gate: Matrix  # D -> F
-    up: Matrix  # D -> F
-    down: Matrix  # F -> D
+    qkv: Callable  # D -> (H + 2G) d
+    out: Callable  # H d -> D
+    gate: Callable  # D -> F
+    up: Callable  # D -> F
+    down: Callable  # F -> D
 
     @classmethod
     def of(cls, block, *how):
         a, m = block.self_attn, block.mlp
 
-        def matrix(*linears, norm=None):
+        def product(*linears, norm=None):
             w = torch.cat([linear.weight for linear in linears])  # (out, in)
-            return Matrix(w if norm is None else w * norm.weight, *how)
+            return matrix(w if norm is None else w * norm.weight, *how)
 
         return cls(
-            qkv=matrix(a.q_proj, a.k_proj, a.v_proj, norm=block.input_layernorm),
-            out=matrix(a.o_proj),
-            gate=matrix(m.gate_proj, norm=block.post_attention_layernorm),
-            up=matrix(m.up_proj, norm=block.post_attention_layernorm),
-            down=matrix(m.down_proj),
+            qkv=product(a.q_proj, a.k_proj, a.v_proj, norm=block.input_layernorm),
+            out=product(a.o_proj),
+            gate=product(m.gate_proj, norm=block.post_attention_layernorm),
+            up=product(m.up_proj, norm=block.post_attention_layernorm),
+            down=product(m.down_proj),
         )
 
 
 class SlotStep:
-    """A model's backbone for `batch_size` rows or fewer; see products.Matrix for dtype, weights."""
+    """A model's backbone for `batch_size` rows or fewer; see products.matrix for dtype, weights."""
 
     def __init__(self, model, batch_size, dtype, weights=None):
         config, device = model.config, model.lm_head.weight.device
@@ -119,9 +120,8 @@ def fastest_weights(model, batch_size):
     seconds = {}
     for weights in WEIGHTS:
         step = SlotStep(model, batch_size, torch.float32, weights)
-        products = [
-            (matrix, torch.ones(batch_size, matrix.inputs)) for ms in step.layers for matrix in ms
-        ]
-        run = lambda: [matrix(x) for matrix, x in products]  # noqa: B023, E731
+        products = [product for products in step.layers for product in products]
+        pairs = [(product, torch.ones(batch_size, product.inputs)) for product in products]
+        run = lambda: [product(x) for product, x in pairs]  # noqa: B023, E731
         seconds[weights] = min(repeat(run, number=1, repeat=8))
     return min(seconds, key=seconds.get)

@@ -7,7 +7,7 @@ from conftest import small_model
 
 from corpus.tokenizers import Tokenizer
 from engine.batching import Engine
-from engine.products import FEW, LARGE, WEIGHTS, Matrix, gated
+from engine.products import FEW, LARGE, WEIGHTS, Packed, Plain, Small, gated, matrix
 from engine.slot_step import fastest_weights
 from interop import INCLUDED, load
 from runtime import UserError
@@ -41,7 +41,7 @@ def test_products(weights, rows, inputs, outputs):
     """Catches a form that computes another product, or adds or gates otherwise: in float32 to
     1e-5 of its size, in bfloat16 to 2 %, by codes of 8 bits to 3 %."""
     weight, x, other = randoms((outputs, inputs), (rows, inputs), (rows, outputs))
-    first, second = (Matrix(w, torch.float32, rows, weights) for w in (weight, weight.flip(0)))
+    first, second = (matrix(w, torch.float32, rows, weights) for w in (weight, weight.flip(0)))
     tolerance = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2}[weights]
     plain, flipped = x @ weight.T, x @ weight.flip(0).T
     for found, expected in (
@@ -56,17 +56,18 @@ def test_products(weights, rows, inputs, outputs):
 def test_forms():
     """Catches matrices that are never packed, or small ones that are."""
     (weight,) = randoms((512, 512))
-    form = lambda rows, weights=None: Matrix(weight, torch.float32, rows, weights).form  # noqa: E731
-    assert form(8) == "packed" and form(LARGE // weight.numel() - 1) == "plain"
-    assert form(FEW, "int8") == "codes" and form(FEW + 1, "int8") == "packed"
-    assert Matrix(weight.double(), torch.float64, 8).form == "plain"
+    kind = lambda rows, *weights: type(matrix(weight, torch.float32, rows, *weights))  # noqa: E731
+    assert kind(8) is Packed and kind(LARGE // weight.numel() - 1) is Plain
+    assert kind(8, "float32") is Packed and kind(8, "int8") is kind(1, "bfloat16") is Small
+    assert type(matrix(weight.double(), torch.float64, 8)) is Plain
+    assert type(matrix(weight, torch.bfloat16, 1)) is Packed
 
 
 @torch.inference_mode()
 def test_codes_do_not_depend_on_the_batch():
     """Catches weights of 8 bits that are others for few rows than for many."""
     weight, x = randoms((256, 96), (FEW, 96))
-    few, many = (Matrix(weight, torch.float32, rows, "int8")(x) for rows in (FEW, FEW + 1))
+    few, many = (matrix(weight, torch.float32, rows, "int8")(x) for rows in (FEW, FEW + 1))
     exact = x.bfloat16().float() @ weight.T
     assert (few - many).norm() < 5e-3 * exact.norm()  # both are rounded to bfloat16
     assert (few - exact).norm() > 1e-3 * exact.norm()
