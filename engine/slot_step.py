@@ -98,9 +98,8 @@ class SlotStep:
         cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, d)
         channels = self.channels[:A]  # (A, H+2G, d'-d)
         channels[:, H : H + G, :2] = key_channels
-        at = (
-            self.heads[:A] * cache.layers[0].size(2) + length[:, None]
-        ).flatten()  # (A*2G,) new places
+        heads = self.heads[:A] * cache.layers[0].size(2)
+        at = (heads + length[:, None]).flatten()  # (A*2G,) the slot's places
         views = cache.views(A, places)
         for weights, kv, (keys, values) in zip(self.layers, cache.layers, views, strict=True):
             y = weights.qkv(self.norm(x).to(dtype)).view(A, H + 2 * G, d)
