@@ -235,7 +235,12 @@ def test_backend_of_a_training(config, monkeypatch, tmp_path):
     with pytest.raises(UserError, match=r"'cudnn' needs a CUDA device .*; use 'sdpa', or 'auto'"):
         train(parse(["--resume", "--backend", "cudnn"]))
     asked = []
-    monkeypatch.setattr("train.fastest_backend", lambda *found: asked.append(found) or "sdpa")
+
+    def measured(shape, G, device, dtype, *, biased, compiled):
+        asked.append((shape, G, biased, compiled))
+        return "sdpa"
+
+    monkeypatch.setattr("train.fastest_backend", measured)
     train(parse(["--resume", "--steps", "2"]))
     assert not asked
     cpu = torch.device("cpu")
@@ -245,10 +250,10 @@ def test_backend_of_a_training(config, monkeypatch, tmp_path):
     B, H, T, d = 4, 2, 16, 16  # 8 windows by 2 processes, K = 2
     sizes = [((B, H, N, d), 1, biased) for N, biased in ((3 * T, True), (3 * T, False))]
     sizes += 3 * [((B, H, T, d), 1, False)]
-    assert [(shape, G, biased) for shape, G, _, _, biased in asked] == sizes
-    micro = replace(config, micro_batch_size=2)
+    assert asked == [(*size, False) for size in sizes]
+    micro = replace(config, micro_batch_size=2, compile=True)
     train_module.choose_backend(micro, 1, cpu, torch.float32)
-    assert asked[-1][0][0] == 2
+    assert asked[-1][0][0] == 2 and asked[-1][3]
 
 
 def test_learning_rate():
