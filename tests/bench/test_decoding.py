@@ -69,14 +69,14 @@ def test_llama_beside_a_ponderlm():
 def test_limit():
     """Catches weights, or a cache, that are counted in bytes of another size."""
     model, sizes = small_model().float(), []
-    own = torch.zeros
+    own = torch.ones
 
     def watched(*shape, **kwargs):
         sizes.append(shape[0])
         return own(*shape, **kwargs)
 
     for weights in ("float32", "bfloat16", "int8"):
-        with patch("bench.decoding.torch.zeros", watched):
+        with patch("bench.decoding.torch.ones", watched):
             limit(model, 2, 10, How(weights=weights))
     config, few = model.config, sum(p.numel() for p in model.parameters() if p.dim() == 2)
     few -= model.model.embed_tokens.weight.numel() + model.router.proj.weight.numel()
