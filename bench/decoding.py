@@ -52,8 +52,7 @@ class How(NamedTuple):
         return getattr(torch, self.precision)
 
     def engine(self, model, batch_size, kind=Engine, **options):
-        weights = None if self.weights == "float32" else self.weights
-        options |= dict(graphs=self.graphs == "on", weights=weights)
+        options |= dict(graphs=self.graphs == "on", weights=self.weights)
         return kind(model, batch_size, dtype=self.dtype, **options)
 
 
@@ -132,7 +131,9 @@ def limit(model, B, places, how):
     of_weight = {"int8": 1, "bfloat16": 2}.get(how.weights, how.dtype.itemsize)
     kv = 2 * B * places * config.key_value_heads * config.head_width * config.num_hidden_layers
     size = of_weight * weights + how.dtype.itemsize * kv
-    memory = torch.ones(-(-size // 8), dtype=torch.float64, device=device)  # pages of zeros are one
+    memory = torch.ones(
+        -(-size // 8), dtype=torch.float64, device=device
+    )  # zeros would share one page
     reading = min(seconds_of(memory.sum, device) for _ in range(10))
     inner = torch.bfloat16 if of_weight < 4 else how.dtype
     return max(reading, 2 * B * weights / matmul_peak(device, inner))

@@ -64,7 +64,7 @@ def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
     engine = Engine(
         model, min(o.batch_size, n), dtype=request.dtype, tau=request.choice["tau"], alpha=o.alpha,
         prefill=o.prefill, graphs=None if o.graphs else False,
-        weights=None if o.weights == "float32" else o.weights,
+        weights=o.weights,
     )  # fmt: skip
     events = engine.stream(
         request.ids, o.max_new_tokens, end=request.end, read=request.read, seed=o.seed,

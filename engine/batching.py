@@ -77,8 +77,8 @@ class EngineOptions:
     # replay each pass as a CUDA graph; None: where there is CUDA. Elsewhere True runs passes of the
     # same static shapes
     graphs: bool | None = None
-    # how products keep the weights, see products.py; None: in `dtype`. auto: the fastest here
-    weights: Literal[*WEIGHTS, "auto"] | None = None
+    # in which products keep a float32 model on a CPU, see products.py; auto: the fastest here
+    weights: Literal[*WEIGHTS, "auto"] = "float32"
 
 
 class Engine:
@@ -121,8 +121,8 @@ class Engine:
         self.seconds_of_a_slot = {}  # by rows; of prompts in parallel by rows and tokens
 
     def pick_weights(self, weights):
-        if weights is None:
-            return None
+        if weights == "float32":
+            return weights
         if self.device.type != "cpu" or self.dtype != torch.float32:
             raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")
         if weights != "auto":
@@ -255,7 +255,7 @@ class Engine:
         return found
 
     def read_shared(self, rows, contexts):
-        """As `read_prompts`, which reads every context once: rows that share it get copies."""
+        """As `read_prompts`, but each context once: rows that share it get copies."""
         first = {}  # of each context: the number of its first row among these
         same = [first.setdefault(tuple(self.running[row].context), i) for i, row in enumerate(rows)]
         if len(first) == len(rows):

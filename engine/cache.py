@@ -39,14 +39,14 @@ class SlotCache:
             larger = self.empty(-(-places // self.block) * self.block)
             for new, old in zip(larger, self.layers, strict=True):
                 new[:, :, :before] = old
-            self.layers = larger
+            self.layers, self.seen = larger, {}
 
     def views(self, rows, places):
         """The first rows and places of each layer: [keys, values], each (rows, G, places, d')."""
-        key = rows, places, self.layers[0].size(2)
-        if key not in self.seen:  # making them takes as long as a norm
-            self.seen = {key: [x[:rows, :, :places].split(self.G, dim=1) for x in self.layers]}
-        return self.seen[key]
+        if (rows, places) not in self.seen:  # making them takes as long as a norm
+            views = [x[:rows, :, :places].split(self.G, dim=1) for x in self.layers]
+            self.seen = {(rows, places): views}
+        return self.seen[rows, places]
 
     def clear(self, row, first=0):
         """Forget what a row holds from place `first` on."""

@@ -9,8 +9,9 @@ float32     Plain     (in, out) in memory; of one row up to 8 times as fast as (
 bfloat16    Small     Packed in bfloat16; x and the product are rounded to it, too
 int8        Small     whole numbers up to 127 and a scale for each output, x in bfloat16
 
-Which class is the fastest was measured (docs/log.md): `matrix` goes by the rows and the size alone,
-so that a model says the same every time. All but Plain needs oneDNN, which PyTorch for a CPU has.
+Which class is the fastest was measured (docs/log.md). `matrix` goes by rows, size and threads, not
+by a clock, so that a model says the same every time. All but Plain needs oneDNN, which PyTorch for
+a CPU has.
 """
 
 import torch
@@ -22,13 +23,13 @@ FEW = 4  # rows up to which whole numbers are read as 8 bits
 onednn = torch.ops.mkldnn
 
 
-def matrix(weight, dtype, rows, weights=None):
+def matrix(weight, dtype, rows, weights="float32"):
     """W for about `rows` rows at a time.
 
     Args:
         weight: (O, D), as a Linear has it.
         dtype: of x and of what comes out.
-        weights: one of WEIGHTS, on a CPU and with dtype float32; None: as dtype is.
+        weights: one of WEIGHTS; those of fewer bits on a CPU and with dtype float32.
     """
     weight = weight.detach().to(dtype)
     if weights in ("bfloat16", "int8"):

@@ -26,8 +26,7 @@ from model import rotary_angles
 class Layer(NamedTuple):
     """The products of a block as one slot wants them, see products.py.
 
-    Projections of one input are one matrix, and the weight of a norm is part of the matrix behind
-    it.
+    Projections of one input are one, and the weight of a norm is part of the matrix behind it.
     """
 
     qkv: Callable  # D -> (H + 2G) d
@@ -56,7 +55,7 @@ class Layer(NamedTuple):
 class SlotStep:
     """A model's backbone for `batch_size` rows or fewer; see products.matrix for dtype, weights."""
 
-    def __init__(self, model, batch_size, dtype, weights=None):
+    def __init__(self, model, batch_size, dtype, weights="float32"):
         config, device = model.config, model.lm_head.weight.device
         self.H, self.G = config.num_attention_heads, config.key_value_heads
         self.d, self.width = config.head_width, padded_width(config.head_width)
