@@ -130,13 +130,14 @@ def for_products(x):
 
 
 def rotary_angles(positions, config):
-    """Position ids (N,) or (B, N) -> cos, sin (1, N, d/2) or (B, 1, N, d/2) of RoPE, in float32."""
+    """Position ids (...,) -> the factors of a head and of its halves exchanged, both (..., d)."""
     d = config.head_width
     frequency = config.rope_theta ** -(torch.arange(0, d, 2, device=positions.device) / d)  # (d/2,)
     if config.rope_scaling:
         frequency = llama3_scaling(frequency, *config.rope_scaling)
-    angle = positions.float()[..., None, :, None] * frequency  # the same for all heads
-    return angle.cos(), angle.sin()
+    angle = positions.float()[..., None] * frequency
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def llama3_scaling(frequency, factor, low, high, window):
@@ -150,11 +151,11 @@ def llama3_scaling(frequency, factor, low, high, window):
     return frequency * (fast + (1 - fast) / factor)
 
 
-def apply_rotary(x, angles):
-    """Turn the halves of x (B, H, N, d) against each other: RoPE in its half-split form."""
-    a, b = x.chunk(2, dim=-1)  # (B, H, N, d/2) each
-    cos, sin = (y.to(x.dtype) for y in angles)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+def apply_rotary(x, angles, d):
+    """Turn the halves of every head in x (B, N, heads*d) against each other: RoPE, half-split."""
+    cos, sin = angles  # of all heads: with those of one a CPU would take twice the time
+    exchanged = x.unflatten(-1, (-1, d)).roll(d // 2, -1).flatten(-2)
+    return torch.addcmul(x * cos, exchanged, sin)
 
 
 class Attention(nn.Module):
@@ -173,9 +174,10 @@ class Attention(nn.Module):
             qkv = F.linear(x, torch.cat([linear.weight for linear in projections]))
         else:  # which would take longer than the products
             qkv = torch.cat([linear(x) for linear in projections], dim=-1)
-        qkv = qkv.view(B, N, -1, self.d).transpose(1, 2)  # (B, H+2G, N, d)
-        qk, v = qkv.split((self.H + self.G, self.G), dim=1)
-        q, k = apply_rotary(qk, angles).split((self.H, self.G), dim=1)
+        qk, v = qkv.split(((self.H + self.G) * self.d, self.G * self.d), dim=-1)
+        qk, v = apply_rotary(qk, angles, self.d).view(B, N, -1, self.d), v.view(B, N, -1, self.d)
+        q, k = qk.transpose(1, 2).split((self.H, self.G), dim=1)
+        v = v.transpose(1, 2)
         if cache is None:
             out = soft_mask_attention(q, k, v, key_bias, backend)
         else:
@@ -226,7 +228,9 @@ class Llama(nn.Module):
 
     def stack(self, x, positions, key_bias, backend="auto", cache=None):
         """The same without the final norm: what LoopedLM and MoR apply again and again."""
-        angles = [for_products(y) for y in rotary_angles(positions, self.config)]
+        heads = self.config.num_attention_heads + self.config.key_value_heads
+        angles = rotary_angles(positions, self.config)
+        angles = [for_products(y).tile(heads) for y in angles]  # (.., N, heads*d)
         for i, layer in enumerate(self.layers):
             x = layer(x, angles, key_bias, backend, cache and cache[i])
         return x
