@@ -19,6 +19,7 @@ shares the product out among factors that half precision holds exactly: key_chan
 
     backend        kernel
     eager          none: the definition, with the N x N scores in memory
+    kept           none: their softmax is kept for the backward pass; short texts on a CPU
     sdpa           the one that torch takes
     cudnn, flash   the one of that name in torch
     fa2            the package flash-attn
@@ -43,8 +44,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from runtime import UserError
 
 MASKED = -1e4  # exp(-1e4) is 0, and what a key carries of it is finite in float16, too
-BACKENDS = ("auto", "eager", "sdpa", "cudnn", "flash", "fa2", "fa4", "flex")
+BACKENDS = ("auto", "eager", "kept", "sdpa", "cudnn", "flash", "fa2", "fa4", "flex")
+ANYWHERE = ("eager", "kept", "sdpa")  # on every device, in every precision
 HALF = (torch.float16, torch.bfloat16)
+SHORT = 512  # slots up to which a CPU trains faster in half precision with `kept`
 COMPILED = 64  # forms of one function that torch.compile may make, one for each shape; usually 8
 
 
@@ -161,7 +164,7 @@ def soft_mask_attention(q, k, v, key_bias=None, backend="sdpa"):
         raise ValueError(f"{H} query heads cannot share {G} key heads: {H} % {G} != 0")
     if key_bias is not None and key_bias.shape != (B, N):
         raise ValueError(f"key_bias has shape {tuple(key_bias.shape)}, but q needs {(B, N)}")
-    if backend not in ("eager", "sdpa"):
+    if backend not in ANYWHERE:
         backend = pick_backend(backend, q.device, q.dtype)
     return FORMS[backend](q, k, v, key_bias)
 
@@ -195,7 +198,43 @@ def decoding_kernels(device):
     return sdpa_kernel(list(kinds))
 
 
-# -- More kernels for a GPU, and which is the fastest ----------------------------------------------
+# -- More forms, and which is the fastest ----------------------------------------------------------
+
+
+def kept(q, k, v, key_bias):
+    (B, H, N, d), shared = q.shape, q.size(1) // k.size(1)
+    k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))  # (B, H, N, d)
+    q, k, v = (x.reshape(B * H, N, -1) for x in augment(q, k, v, key_bias))
+    return KeptSoftmax.apply(q, k, v, 1 / math.sqrt(d)).view(B, H, N, -1)[..., :d]
+
+
+class KeptSoftmax(torch.autograd.Function):
+    """Causal attention of q, k, v (B*H, N, d'), with P = softmax(scale q k^T + M) in memory.
+
+    Its backward pass is four products where flash kernels compute P again. In half precision scores
+    are float32, P and the products are not, as in these kernels.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale):
+        wide, N = torch.promote_types(q.dtype, torch.float32), q.size(1)
+        with torch.autocast(q.device.type, enabled=False):
+            M = torch.full((N, N), -torch.inf, dtype=wide, device=q.device).triu(1)
+            scores = torch.baddbmm(M, q.to(wide), k.to(wide).mT, alpha=scale)
+            P = scores.softmax(-1).to(v.dtype)
+            out = P @ v
+        ctx.save_for_backward(q, k, v, P, out)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, P, out = ctx.saved_tensors
+        # dS = P (grad v^T - D), D the sum of grad out, which is a channel of that product.
+        D = (grad * out).sum(-1, keepdim=True)
+        grad_D, v_1 = torch.cat([grad, D], dim=-1), torch.cat([v, -torch.ones_like(D)], dim=-1)
+        dS = (grad_D @ v_1.mT).mul_(P).mul_(ctx.scale)
+        return dS @ k, dS.mT @ q, P.mT @ grad, None
 
 
 def cudnn(q, k, v, key_bias):
@@ -250,7 +289,7 @@ def causal_blocks(N, device):
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device=device)
 
 
-FORMS = dict(eager=eager, sdpa=sdpa, cudnn=cudnn, flash=flash, fa2=fa2, fa4=fa4, flex=flex)
+FORMS = dict(eager=eager, kept=kept, sdpa=sdpa, cudnn=cudnn, flash=flash, fa2=fa2, fa4=fa4, flex=flex)
 
 
 def has_versions():
@@ -271,7 +310,7 @@ def installed(name):
 
 def missing(name, device, dtype):
     """What a backend lacks for tensors of `dtype` on `device`, in words."""
-    if name in ("eager", "sdpa"):
+    if name in ANYWHERE:
         return []
     found = {f"a CUDA device (this is {device.type})": device.type == "cuda"}
     if name != "flex":
@@ -307,7 +346,7 @@ def pick_backend(name, device, dtype=torch.bfloat16):
 
 
 def fastest_backend(shape, G, device, dtype, *, biased=True, compiled=False):
-    """The backend with the fastest forward and backward pass, measured on CUDA; elsewhere 'sdpa'.
+    """The backend with the fastest forward and backward pass: measured on CUDA, else by a rule.
 
     Args:
         shape: (B, H, N, d) of the queries. G: key heads. biased: whether keys have a bias.
@@ -317,8 +356,9 @@ def fastest_backend(shape, G, device, dtype, *, biased=True, compiled=False):
         UserError: none of them runs.
     """
     if device.type != "cuda":
-        return "sdpa"
-    names = [name for name in BACKENDS[2:] if not missing(name, device, dtype)]
+        short = device.type == "cpu" and dtype in HALF and shape[2] <= SHORT and not compiled
+        return "kept" if short else "sdpa"
+    names = [name for name in BACKENDS[3:] if not missing(name, device, dtype)]
     if shape[-1] % 64 or not biased or compiled:
         # To compile takes a minute: only where one more channel makes the others' heads wider.
         names.remove("flex")
@@ -389,7 +429,7 @@ def print_comparison(N=1024):
     gpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for backend in BACKENDS[1:]:
         device, dtype = gpu, torch.bfloat16
-        if backend in ("eager", "sdpa"):
+        if backend in ANYWHERE:
             device, dtype = torch.device("cpu"), torch.float32
         if needs := missing(backend, device, dtype):
             print(f"{backend:8}needs {' and '.join(needs)}: not run")

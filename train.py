@@ -44,7 +44,7 @@ from runtime import (
     reduce,
     write_json,
 )
-from training import runs
+from training import on_cpu, runs
 from training.settings import TrainConfig, check, describe_corpus, open_corpus, open_run, parse
 from training.validation import evaluate, final_report
 from training.warm_start import adapt, offset_at, start_from
@@ -241,8 +241,12 @@ def open_training(config, run, vocab_size, checkpoint, device):
         model = start_from(locate(config.init_from), shape) if config.init_from else build(shape)
     model.to(device).train()
     model.recompute = config.recompute
+    if device.type == "cpu":
+        on_cpu.keep_freed_memory()
     if config.compile:
         compile_blocks(model)
+    elif device.type == "cpu":
+        on_cpu.use_fused_norms(model)
     optimizer = make_optimizer(model, config, device)
     step, seconds = runs.read_trainer(checkpoint, optimizer) if checkpoint else (0, 0.0)
     if step > config.steps:

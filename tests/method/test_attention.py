@@ -39,7 +39,7 @@ def inputs(H=4, G=4, N=17, d=8, dtype=torch.float64, log_w=(-80.0, 0.0), seed=0)
 def outputs_and_gradients(function, leaves):
     out = function(*leaves)
     g = torch.Generator().manual_seed(1)
-    weights = torch.randn(out.shape, generator=g, dtype=out.dtype)
+    weights = torch.randn(out.shape, generator=g, dtype=torch.float64).to(out.dtype)
     return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
 
 
@@ -68,18 +68,19 @@ def test_eager_is_the_definition():
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-11), (torch.float32, 5e-5)])
 @pytest.mark.parametrize("H,G", [(4, 4), (4, 2), (4, 1)])
 @pytest.mark.parametrize("N,d", [(1, 8), (17, 7), (33, 8), (40, 56), (19, 64)])
-def test_sdpa_equals_eager(dtype, tolerance, H, G, N, d):
+@pytest.mark.parametrize("backend", ["sdpa", "kept"])
+def test_forms_equal_eager(backend, dtype, tolerance, H, G, N, d):
     """Catches errors of the augmentation (scale, channel, padding) in outputs and all gradients."""
     leaves = inputs(H, G, N, d, dtype)
     expected = outputs_and_gradients(attention.eager, leaves)
-    actual = outputs_and_gradients(attention.sdpa, leaves)
+    actual = outputs_and_gradients(attention.FORMS[backend], leaves)
     for name, a, b in zip(("out", "dq", "dk", "dv", "dlog_w"), actual, expected, strict=True):
         torch.testing.assert_close(
             a, b, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m
         )
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", ["eager", "kept", "sdpa"])
 @pytest.mark.parametrize("value", [0.0, -80.0, MASKED])
 def test_extreme_masks(backend, value):
     """Catches NaN and overflow: w = 1 is plain attention, a masked key is one that is not there."""
@@ -96,6 +97,23 @@ def test_extreme_masks(backend, value):
         expected = results[0].clone()
         expected[:, :, rest] = soft_mask_attention(q[:, :, rest], k[:, :, rest], v[:, :, rest])
     torch.testing.assert_close(results[0], expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("H,G", [(4, 4), (4, 2)])
+def test_kept_scores_in_half_precision(H, G):
+    """Catches scores, or differences of the backward pass, that are rounded to 8 bits, also under
+    autocast: `kept` is about as near to float64 as the flash kernel."""
+    leaves = [x.detach().bfloat16().requires_grad_() for x in inputs(H, G, 65, 24, log_w=(-9, 0))]
+    leaves[3] = leaves[3].detach().float().requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected = outputs_and_gradients(attention.eager, exact)
+    errors = {}
+    for name in ("kept", "sdpa"):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = outputs_and_gradients(attention.FORMS[name], leaves)
+        pairs = zip(found, expected, strict=True)
+        errors[name] = torch.stack([(a - b).norm() / b.norm() for a, b in pairs])
+    assert (errors["kept"] < 2 * errors["sdpa"]).all(), errors
 
 
 @pytest.mark.parametrize("d", [24, 56, 64, 120, 128])
@@ -285,7 +303,10 @@ def test_fastest_backend(monkeypatch, capsys):
     def resolve(d, **kwargs):
         return fastest_backend((2, 4, 12, d), 2, CUDA, torch.bfloat16, **kwargs)
 
-    assert fastest_backend((2, 4, 12, 8), 2, CPU, torch.bfloat16) == "sdpa"  # nothing is measured
+    rule = {(12, torch.bfloat16): "kept", (513, torch.bfloat16): "sdpa", (12, torch.float32): "sdpa"}
+    for (N, dtype), backend in rule.items():  # nothing is measured
+        assert fastest_backend((2, 4, N, 8), 2, CPU, dtype) == backend
+    assert fastest_backend((2, 4, 12, 8), 2, CPU, torch.bfloat16, compiled=True) == "sdpa"
     monkeypatch.setattr(attention, "milliseconds", measure)
     assert resolve(56) == "cudnn" and resolve(64) == "flex" and resolve(64, biased=False) == "cudnn"
     first = capsys.readouterr().out.splitlines()[0]
@@ -313,7 +334,7 @@ def test_auto_and_refusals():
     """Catches a silent fallback: what cannot run is refused by name, with the way out."""
     assert pick_backend("auto", "cpu") == "sdpa"
     assert set(attention.FORMS) == {*BACKENDS} - {"auto"}
-    for name in BACKENDS[3:]:
+    for name in BACKENDS[4:]:
         with pytest.raises(
             UserError, match=rf"'{name}' needs a CUDA device \(this is cpu\).*'sdpa'"
         ):
@@ -321,7 +342,7 @@ def test_auto_and_refusals():
     with pytest.raises(UserError, match=r"'cudnn' needs half precision \(this is torch.float32\);"):
         pick_backend("cudnn", "cuda", torch.float32)
     assert pick_backend("flex", "cuda", torch.float32) == "flex"
-    with pytest.raises(ValueError, match="'fa3' is not one of auto, eager, sdpa, cudnn"):
+    with pytest.raises(ValueError, match="'fa3' is not one of auto, eager, kept, sdpa, cudnn"):
         pick_backend("fa3", "cpu")
     q, k, v, log_w = inputs()
     with pytest.raises(UserError, match="'flash' needs"):
