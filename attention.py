@@ -356,7 +356,7 @@ def fastest_backend(shape, G, device, dtype, *, biased=True, compiled=False):
         UserError: none of them runs.
     """
     if device.type != "cuda":
-        short = device.type == "cpu" and dtype in HALF and shape[2] <= SHORT and not compiled
+        short = device.type == "cpu" and dtype in HALF and shape[2] <= SHORT
         return "kept" if short else "sdpa"
     names = [name for name in BACKENDS[3:] if not missing(name, device, dtype)]
     if shape[-1] % 64 or not biased or compiled:

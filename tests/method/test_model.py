@@ -337,10 +337,11 @@ def test_backprop_passes(n):
     assert torch.is_grad_enabled() and model(x, iters=0).logits.requires_grad
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "kept"])
 @pytest.mark.parametrize(
     "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
-def test_compiled_blocks(compiler, monkeypatch):
+def test_compiled_blocks(compiler, backend, monkeypatch):
     """Catches a block that compiles to something else (loss and gradients to 1e-5 in float32), a
     block that is compiled for each layer, and lengths beyond torch's limit (8, here 2), which would
     run uncompiled without a word."""
@@ -355,7 +356,7 @@ def test_compiled_blocks(compiler, monkeypatch):
     )
     torch._dynamo.reset()
     model, idx = small_model(ponder_steps=K).float().train(), tokens(B=2)
-    model.backend = "sdpa"
+    model.backend = backend
     loss, expected = gradients(model, idx, iters=2)
     with torch._dynamo.config.patch(recompile_limit=2):
         compile_blocks(model)
