@@ -289,7 +289,8 @@ def causal_blocks(N, device):
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device=device)
 
 
-FORMS = dict(eager=eager, kept=kept, sdpa=sdpa, cudnn=cudnn, flash=flash, fa2=fa2, fa4=fa4, flex=flex)
+FORMS = dict(eager=eager, kept=kept, sdpa=sdpa, cudnn=cudnn, flash=flash)
+FORMS |= dict(fa2=fa2, fa4=fa4, flex=flex)
 
 
 def has_versions():

@@ -78,7 +78,14 @@ def prompts_of(val, n, length):
     return [val[start : start + length].tolist() for start in starts]
 
 
-class SamePrompt(Engine):
+class AtOnce(Engine):
+    """Prompts are given to read_prompts."""
+
+    def reads_in_parallel(self, sequences):
+        return True
+
+
+class SamePrompt(AtOnce):
     """All sequences go on from one prompt, which is read once and then copied."""
 
     known = None
@@ -100,7 +107,7 @@ class SamePrompt(Engine):
         return logits.expand(len(rows), -1)
 
 
-class Unread(Engine):
+class Unread(AtOnce):
     """A prompt's slots are in the cache, all that it may take, but nobody has computed them."""
 
     def read_prompts(self, rows, contexts):

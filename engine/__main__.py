@@ -24,8 +24,8 @@ from sample import Options, Request
 @settings
 class ManyOptions(Options):
     batch_size: Count = 8  # how many sequences run at once
-    # prompts in parallel, or slot by slot; auto: what has taken less time so far, on a CPU
-    prefill: Literal["jacobi", "sequential", "auto"] = "jacobi"
+    # prompts in parallel, or slot by slot; auto: what takes less time, measured, on a CPU
+    prefill: Literal["jacobi", "sequential", "auto"] = "auto"
     graphs: bool = True  # on CUDA, replay each pass as one graph
     # on a CPU: float32 is exact, bfloat16 and int8 are faster where reading the weights is what
     # takes time; auto: the fastest here, measured

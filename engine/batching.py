@@ -20,13 +20,14 @@ What `sample.stream` does for one sequence, with the same results. Four things m
 import time
 from collections import deque
 from dataclasses import dataclass
+from timeit import repeat
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 
 from attention import decoding_kernels
-from engine.cache import PromptLayer
+from engine.cache import PromptLayer, SlotCache
 from engine.choosing import Sample, check_request, choose, not_finite, uniform
 from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import settle
@@ -37,6 +38,7 @@ from model import Count, settings
 from runtime import UserError, autocast
 
 PLACES = 16  # a CPU's passes see multiples of so many places
+PASSES = 16  # that reading a prompt in parallel takes, about, before one has been read
 
 
 @dataclass
@@ -68,8 +70,8 @@ class EngineOptions:
     batch_size: Count = 8  # sequences that run at once
     tau: float = 1e-4  # as PonderLM.ponder_token
     alpha: float = 0.0
-    # prompts in parallel, or slot by slot; auto: what has taken less time so far, on a CPU
-    prefill: Literal["jacobi", "sequential", "auto"] = "jacobi"
+    # prompts in parallel, or slot by slot; auto: what takes less time, measured, on a CPU
+    prefill: Literal["jacobi", "sequential", "auto"] = "auto"
     # of the former, see prefill.settle. None: 1e-5; in half precision, whose rounding keeps the
     # latents moving by 3e-3, it is 1e-2
     tolerance: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -211,13 +213,31 @@ class Engine:
 
     def reads_in_parallel(self, sequences):
         """Whether that is the way to read the contexts of sequences."""
-        if self.options.prefill != "auto":
-            return self.options.prefill == "jacobi"
-        one_by_one = self.seconds_of_a_slot.get(rounded(len(self.running)))
-        in_parallel = self.seconds_of_a_slot.get(parallel_size(sequences))
-        if self.device.type != "cpu" or None in (one_by_one, in_parallel):
-            return True
-        return in_parallel <= one_by_one
+        if self.options.prefill != "auto" or self.device.type != "cpu":
+            return self.options.prefill != "sequential"
+        one_by_one, in_parallel = rounded(len(self.running)), parallel_size(sequences)
+        if one_by_one not in self.seconds_of_a_slot:
+            self.measured(one_by_one, self.try_slot(len(self.running)))
+        if in_parallel not in self.seconds_of_a_slot:
+            longest = max(len(q.context) for q in sequences)
+            self.measured(in_parallel, self.try_pass(len(sequences), longest))
+        return self.seconds_of_a_slot[in_parallel] <= self.seconds_of_a_slot[one_by_one]
+
+    def try_slot(self, A):
+        """Seconds of one of A slots that run at once."""
+        cache = SlotCache(self.model.config, A, self.dtype, self.device)
+        cache.reserve(PLACES)
+        first, bias = torch.zeros(A, dtype=torch.long), torch.zeros(A, 1, 2, dtype=self.dtype)
+        x = torch.zeros_like(self.rows.x[:A])
+        run = lambda: self.rows.step(x, cache, PLACES, first, first, bias)  # noqa: E731
+        return min(repeat(run, number=1, repeat=3)) / A
+
+    def try_pass(self, R, N):
+        """Seconds that each slot of R prompts of N tokens takes in parallel, about."""
+        e = self.model.embed(torch.zeros(R, N, dtype=torch.long))
+        run = lambda: self.model.transform(e, torch.arange(N))  # noqa: E731
+        passes = min(PASSES, self.model.config.ponder_steps * N + 1)
+        return passes * min(repeat(run, number=1, repeat=2)) / (R * N)
 
     def begin(self, choice):
         """Begin with the contexts of which nothing is in the cache.

@@ -88,10 +88,10 @@ def test_limit():
 def test_same_prompt(model):
     """Catches a prompt that is copied with a slot too many, or read again for each sequence."""
     prompts, settings = 5 * [[3, 1, 4, 1, 5]], dict(seed=0, temperature=1.0)
-    engine, other = SamePrompt(model, 2, tau=0.3), Engine(model, 2, tau=0.3)
+    engine, other = SamePrompt(model, 2, tau=0.3), Engine(model, 2, tau=0.3, prefill="jacobi")
     for _ in range(2):
         assert engine.generate(prompts, 6, **settings) == other.generate(prompts, 6, **settings)
-    once = Engine(model, 1, tau=0.3)
+    once = Engine(model, 1, tau=0.3, prefill="jacobi")
     once.generate(prompts[:1], 1)
     assert engine.stats.prompt_passes == once.stats.prompt_passes
 
@@ -106,7 +106,7 @@ def test_rows(model, val, how):
     assert less["slot_ratio"] == pytest.approx((1 + less["steps"]) / 4)
     assert 0 < full["limit_share"] == less["limit_share"] < 1
     for row in (full, less):  # of 4 samples of 4 tokens, of which the first comes of the prompt
-        engine = how.engine(single, 2, tau=0.3, alpha=row["alpha"])
+        engine = how.engine(single, 2, tau=0.3, alpha=row["alpha"], prefill="jacobi")
         engine.generate(4 * prompts_of(val, 1, 5), 4, seed=0)
         assert (1 + row["steps"]) * 4 * 3 == pytest.approx(engine.stats.slots)
     always = less["tokens_per_second"] * less["time_ratio"]

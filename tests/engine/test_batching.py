@@ -165,7 +165,8 @@ def test_shared_contexts(model, monkeypatch):
     monkeypatch.setattr("engine.batching.settle", counted)
     a, b, c = prompts(3, 9)
     texts, steps, expected = [b, a, b, c, b, a], [[] for _ in range(6)], [[] for _ in range(6)]
-    found = Engine(model, 6, tau=0.3).generate(texts, 8, read=steps, **SAMPLING)
+    engine = Engine(model, 6, tau=0.3, prefill="jacobi")
+    found = engine.generate(texts, 8, read=steps, **SAMPLING)
     for i, text in enumerate(texts):
         choice = SAMPLING | {"seed": SAMPLING["seed"] + i}
         (sample,) = generate(model, [text], 8, tau=0.3, read=expected[i], **choice)
@@ -173,21 +174,31 @@ def test_shared_contexts(model, monkeypatch):
     assert steps == expected and read[0] == 3
 
 
-@pytest.mark.parametrize("slow", [None, "one by one", "in parallel"])
+@pytest.mark.parametrize("slow", ["one by one", "in parallel"])
 def test_prefill_by_what_was_measured(model, slow, monkeypatch):
-    """Catches prompts that are read in the way that was measured to be slower, or without a
-    measurement slot by slot; and measurements that are not taken."""
-    engine, texts = Engine(model, 2, tau=0.3, prefill="auto"), prompts(2, 9)
+    """Catches prompts that are read in the way that was measured to be slower, at first by a trial;
+    and measurements that are not taken."""
+    engine, texts, tried = Engine(model, 2, tau=0.3), prompts(2, 9), []
+    trials = {"try_slot": slow == "one by one", "try_pass": slow == "in parallel"}
+    for name, is_slow in trials.items():
+        monkeypatch.setattr(engine, name, lambda *_, x=is_slow: tried.append(1) or float(x))
     first = engine.generate(texts, 4, **SAMPLING)
-    assert engine.stats.prompt_passes > 0  # nothing was known
-    assert engine.seconds_of_a_slot.keys() >= {2, (2, 12)}
-    assert all(seconds > 0 for seconds in engine.seconds_of_a_slot.values())
     passes = engine.stats.prompt_passes
-    if slow:
-        engine.seconds_of_a_slot |= {2: 1.0} if slow == "one by one" else {(2, 12): 1.0}
+    assert (passes > 0) == (slow == "one by one") and len(tried) == 2
+    other = {2: 0.0, (2, 12): 1.0} if slow == "one by one" else {2: 1.0, (2, 12): 0.0}
+    assert engine.seconds_of_a_slot[2] not in (0.0, 1.0)  # slots were measured
+    engine.seconds_of_a_slot |= other
     assert engine.generate(texts, 4, **SAMPLING) == first
-    if slow:
-        assert (engine.stats.prompt_passes > passes) == (slow == "one by one")
+    assert (engine.stats.prompt_passes > passes) == (slow == "in parallel") and len(tried) == 2
+
+
+def test_trials_of_prompts(model):
+    """Catches a trial that fails, changes what is decoded, or takes no time."""
+    engine, texts = Engine(model, 3, tau=0.3), prompts(3, 9)
+    expected = Engine(model, 3, tau=0.3, prefill="sequential").generate(texts, 4, **SAMPLING)
+    with torch.inference_mode():
+        assert engine.try_slot(3) > 0 and engine.try_pass(2, 9) > 0
+    assert engine.generate(texts, 4, **SAMPLING) == expected
 
 
 def test_nobody_waits(model):

@@ -303,7 +303,8 @@ def test_fastest_backend(monkeypatch, capsys):
     def resolve(d, **kwargs):
         return fastest_backend((2, 4, 12, d), 2, CUDA, torch.bfloat16, **kwargs)
 
-    rule = {(12, torch.bfloat16): "kept", (513, torch.bfloat16): "sdpa", (12, torch.float32): "sdpa"}
+    half, full = torch.bfloat16, torch.float32
+    rule = {(12, half): "kept", (513, half): "sdpa", (12, full): "sdpa"}
     for (N, dtype), backend in rule.items():  # nothing is measured
         assert fastest_backend((2, 4, N, 8), 2, CPU, dtype) == backend
     monkeypatch.setattr(attention, "milliseconds", measure)
