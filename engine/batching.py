@@ -121,6 +121,7 @@ class Engine:
         self.running = []  # Sequence number i runs in row i
         self.stats = Stats()
         self.seconds_of_a_slot = {}  # by rows; of prompts in parallel by rows and tokens
+        self.trials = {}  # the same, of what was not measured yet
 
     def pick_weights(self, weights):
         if weights == "float32":
@@ -215,13 +216,18 @@ class Engine:
         """Whether that is the way to read the contexts of sequences."""
         if self.options.prefill != "auto" or self.device.type != "cpu":
             return self.options.prefill != "sequential"
-        one_by_one, in_parallel = rounded(len(self.running)), parallel_size(sequences)
-        if one_by_one not in self.seconds_of_a_slot:
-            self.measured(one_by_one, self.try_slot(len(self.running)))
-        if in_parallel not in self.seconds_of_a_slot:
-            longest = max(len(q.context) for q in sequences)
-            self.measured(in_parallel, self.try_pass(len(sequences), longest))
-        return self.seconds_of_a_slot[in_parallel] <= self.seconds_of_a_slot[one_by_one]
+        A, longest = len(self.running), max(len(q.context) for q in sequences)
+        one_by_one = self.expected(rounded(A), self.try_slot, A)
+        size = parallel_size(sequences)
+        return self.expected(size, self.try_pass, len(sequences), longest) <= one_by_one
+
+    def expected(self, what, trial, *args):
+        """Seconds that a slot takes: as measured, or if it never was by a trial."""
+        if what in self.seconds_of_a_slot:
+            return self.seconds_of_a_slot[what]
+        if what not in self.trials:
+            self.trials[what] = trial(*args)
+        return self.trials[what]
 
     def try_slot(self, A):
         """Seconds of one of A slots that run at once."""
@@ -234,10 +240,11 @@ class Engine:
 
     def try_pass(self, R, N):
         """Seconds that each slot of R prompts of N tokens takes in parallel, about."""
-        e = self.model.embed(torch.zeros(R, N, dtype=torch.long))
-        run = lambda: self.model.transform(e, torch.arange(N))  # noqa: E731
-        passes = min(PASSES, self.model.config.ponder_steps * N + 1)
-        return passes * min(repeat(run, number=1, repeat=2)) / (R * N)
+        K, D = self.model.config.ponder_steps, self.model.config.hidden_size
+        slots = N * (K + 2) // 2  # tokens may take 0 to K steps
+        x, positions = self.rows.x.new_zeros(R, slots, D), torch.zeros(slots, dtype=torch.long)
+        run = lambda: self.model.transform(x, positions)  # noqa: E731
+        return min(PASSES, K * N + 1) * min(repeat(run, number=1, repeat=2)) / (R * slots)
 
     def begin(self, choice):
         """Begin with the contexts of which nothing is in the cache.
