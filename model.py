@@ -59,6 +59,9 @@ class LlamaConfig:
     rope_scaling: tuple[Positive, Positive, Positive, Positive] | None = None
     tie_word_embeddings: bool = False  # the head is the embedding table
     embed_scale: Positive | None = None  # None: sqrt(2.5 D)
+    backbone: str = "llama"  # or a file of backbones/: gpt_neox, which alone follows the next two
+    rotary_pct: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of a head that RoPE turns
+    parallel_residual: bool = True  # attention and MLP read the same x
 
     def __post_init__(self):
         D, H = self.hidden_size, self.num_attention_heads
@@ -66,8 +69,9 @@ class LlamaConfig:
             raise ValueError(f"{H} heads cannot share {self.key_value_heads} key/value heads")
         if self.head_dim is None and D % H:
             raise ValueError(f"hidden_size = {D} is not divisible by {H} heads; give head_dim")
-        if self.head_width % 2:
-            raise ValueError(f"head_dim = {self.head_width} is odd, but RoPE rotates pairs")
+        if self.rotary_width % 2 or not self.rotary_width:
+            share = "" if self.rotary_pct == 1 else f" times rotary_pct = {self.rotary_pct}"
+            raise ValueError(f"head_dim = {self.head_width}{share} is odd, but RoPE rotates pairs")
         if self.rope_scaling and not self.rope_scaling[1] < self.rope_scaling[2]:
             raise ValueError(f"rope_scaling = {self.rope_scaling}: low is not below high")
 
@@ -78,6 +82,10 @@ class LlamaConfig:
     @property
     def head_width(self):  # d
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_width(self):
+        return int(self.head_width * self.rotary_pct)
 
     @property
     def scale(self):
@@ -130,8 +138,11 @@ def for_products(x):
 
 
 def rotary_angles(positions, config):
-    """Position ids (...,) -> the factors of a head and of its halves exchanged, both (..., d)."""
-    d = config.head_width
+    """Position ids (...,) -> the factors of a head and of its halves exchanged, both (..., d).
+
+    d: the numbers of a head that are turned, in LLaMA all.
+    """
+    d = config.rotary_width
     frequency = config.rope_theta ** -(torch.arange(0, d, 2, device=positions.device) / d)  # (d/2,)
     if config.rope_scaling:
         frequency = llama3_scaling(frequency, *config.rope_scaling)
@@ -206,18 +217,25 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
+    def writers(self):
+        """The layers that write to the residual stream."""
+        return self.self_attn.o_proj, self.mlp.down_proj
+
     def forward(self, x, angles, key_bias, backend, cache):
         x = x + self.self_attn(self.input_layernorm(x), angles, key_bias, backend, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Llama(nn.Module):
+    name, unused = "llama", ("rotary_pct", "parallel_residual")  # settings that it does not follow
+    Block, Norm = Block, nn.RMSNorm
+
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(self.Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = self.Norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x, positions, key_bias, backend="auto", cache=None):
         """Input vectors (B, N, D), positions (N,) or (B, N), key bias (B, N) or None -> (B, N, D).
@@ -301,15 +319,16 @@ class PonderLM(nn.Module):
     interleaves = True  # its longest pass runs all S slots of every token, not one
     penalty_form = "token"  # see bottom_mass_penalty
 
-    def __init__(self, config):
+    def __init__(self, config, Backbone=Llama):
         super().__init__()
-        if config.method != self.method:
-            raise ValueError(f"{config.method} is not {self.method}; build it by baselines.build")
+        if (config.method, config.backbone) != (self.method, Backbone.name):
+            found = f"{config.method} ({config.backbone})"
+            raise ValueError(f"{found} is not {self.method}; build it by baselines.build")
         self.config = config
         self.backend = "auto"  # attention backend; how it runs is no property of the weights
         self.recompute = False  # keep no activations of a pass, compute them again in backward
         D, K = config.hidden_size, config.ponder_steps
-        self.model = Llama(config)
+        self.model = Backbone(config)
         self.lm_head = nn.Linear(D, config.vocab_size, bias=False)
         self.router = Router(D, K, config.offset) if self.has_router else FixedDepth(K)
         self.apply(self._init_weights)
@@ -324,8 +343,8 @@ class PonderLM(nn.Module):
         std = math.sqrt(2 / (5 * self.config.hidden_size))
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
-        if isinstance(module, Block):  # after its children
-            for linear in (module.self_attn.o_proj, module.mlp.down_proj):
+        if isinstance(module, self.model.Block):  # after its children
+            for linear in module.writers():
                 linear.weight.data /= math.sqrt(2 * self.config.num_hidden_layers)
         if isinstance(module, Router):
             nn.init.zeros_(module.proj.weight)

@@ -54,6 +54,8 @@ def check(path, model, tokenizer):
     """Refuse what the page's model is not. UserError."""
     if model.method != "ponderlm3":
         raise UserError(f"{path} is of method {model.method}; the page runs ponderlm3 alone")
+    if model.config.backbone != "llama":
+        raise UserError(f"{path} is of {model.config.backbone}; the page runs llama alone")
     if tokenizer.name != "bytes" or model.config.vocab_size != tokenizer.vocab_size:
         raise UserError(
             f"{path} has the tokenizer {tokenizer.name} and a vocabulary of "

@@ -18,7 +18,8 @@ import pkgutil
 from dataclasses import asdict, fields
 from importlib import import_module
 
-from model import PonderLM
+import backbones
+from model import Llama, PonderLM
 from runtime import UserError
 
 
@@ -54,6 +55,20 @@ def find(name):
     return found[0]
 
 
+def find_backbone(name):
+    """The class of a transformer: model.Llama, or the one in the file of backbones/ of that name.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    others = [file.name for file in pkgutil.iter_modules(backbones.__path__)]
+    if name in others:
+        return import_module(f"backbones.{name}").Backbone
+    if name != Llama.name:
+        raise UserError(f"backbone {name!r} is not one of {', '.join([Llama.name, *others])}")
+    return Llama
+
+
 def configure(config, method, **changes):
     """The settings of another method: what `config` says, then what the name `method` implies."""
     kind = find(method)
@@ -73,22 +88,27 @@ def check_settings(config):
     """Refuse what the method of a config would not follow.
 
     Raises:
-        UserError: an unknown method, or a setting that it ignores.
+        UserError: an unknown method or backbone, or a setting that it ignores.
     """
-    kind = find(config.method)
+    kind, backbone = find(config.method), find_backbone(config.backbone)
     if not isinstance(config, kind.Config):
         raise ValueError(f"{config.method} has a {kind.Config.__name__}; make it by configure()")
     for field in fields(config):
-        if field.name in unused_settings(kind) and getattr(config, field.name) != field.default:
-            value = getattr(config, field.name)
-            raise UserError(f"{field.name} = {value}: {config.method} does not follow it; leave it")
+        if (value := getattr(config, field.name)) == field.default:
+            continue
+        for who, unused in (
+            (config.method, unused_settings(kind)),
+            (backbone.name, backbone.unused),
+        ):
+            if field.name in unused:
+                raise UserError(f"{field.name} = {value}: {who} does not follow it; leave it")
 
 
 def build(config):
-    """A new model of the method that config.method names, with random weights.
+    """A new model of the method and backbone that a config names, with random weights.
 
     Raises:
         UserError: as check_settings.
     """
     check_settings(config)
-    return find(config.method)(config)
+    return find(config.method)(config, find_backbone(config.backbone))

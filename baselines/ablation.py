@@ -42,8 +42,9 @@ class UniformRouter(PonderLM):
     method, title, marker = "ablation-router", "PonderLM-3, uniform s", "D"
     unused = ("router_offset",)
 
-    def __init__(self, config):
-        super().__init__(replace(config, router_offset=(0.0,) * (config.ponder_steps + 1)))
+    def __init__(self, config, *backbone):
+        offset = (0.0,) * (config.ponder_steps + 1)
+        super().__init__(replace(config, router_offset=offset), *backbone)
         self.config = config
         self.router.requires_grad_(False)  # its weights start at 0, and stay there
 

@@ -110,8 +110,8 @@ class ExpertChoice(MoR):
     color, marker = "#56B4E9", "P"
     Config = ExpertChoiceConfig
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, *backbone):
+        super().__init__(config, *backbone)
         D, S = config.hidden_size, config.ponder_steps + 1
         self.routers = nn.ModuleList(nn.Linear(D, 1, bias=False) for _ in range(S))
         self.routers.apply(self._init_weights)
@@ -179,8 +179,8 @@ class TokenChoice(MoR):
     method, title = "mor-token", "MoR, token choice"
     color, marker = "#777777", "X"
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, *backbone):
+        super().__init__(config, *backbone)
         self.depths = nn.Linear(config.hidden_size, config.ponder_steps + 1, bias=False)
         self.depths.apply(self._init_weights)
 

@@ -28,8 +28,8 @@ class Pause(PonderLM):
     Config = PauseConfig
     has_router = iterates = False
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, *backbone):
+        super().__init__(config, *backbone)
         if config.pause_token is None:
             self.pause = nn.Embedding(1, config.hidden_size)
             self.pause.apply(self._init_weights)

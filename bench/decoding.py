@@ -182,8 +182,8 @@ def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats
 
 
 def llama(config):
-    """A vanilla model of the same shape, untrained, and the same as transformers' Llama."""
-    from transformers import LlamaForCausalLM
+    """A vanilla model of the same shape, untrained, and the same in transformers."""
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -192,7 +192,7 @@ def llama(config):
     vanilla = build(find("vanilla").Config(**shape, method="vanilla", ponder_steps=0))
     with tempfile.TemporaryDirectory() as directory:
         save(vanilla, directory)
-        return LlamaForCausalLM.from_pretrained(directory).eval(), vanilla.eval()
+        return AutoModelForCausalLM.from_pretrained(directory).eval(), vanilla.eval()
 
 
 def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, how=HOW):

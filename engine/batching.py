@@ -34,7 +34,7 @@ from engine.prefill import settle
 from engine.products import WEIGHTS
 from engine.rows import HostRows, Rows
 from engine.slot_step import fastest_weights
-from model import Count, settings
+from model import Count, Llama, settings
 from runtime import UserError, autocast
 
 PLACES = 16  # a CPU's passes see multiples of so many places
@@ -128,7 +128,7 @@ class Engine:
             return weights
         if self.device.type != "cpu" or self.dtype != torch.float32:
             raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")
-        if weights != "auto":
+        if weights != "auto" or type(self.model.model) is not Llama:
             return weights
         return fastest_weights(self.model, self.options.batch_size)
 

@@ -29,7 +29,7 @@ from attention import key_channels
 from engine.cache import SlotCache
 from engine.choosing import pick
 from engine.products import matrix
-from engine.slot_step import SlotStep
+from engine.slot_step import make_step
 from router import mask_score
 
 
@@ -60,7 +60,7 @@ class Rows:
         B, T, S, device = batch_size, config.block_size, config.ponder_steps + 1, weight.device
         self.model, self.tau, self.dtype, self.d = model, tau, dtype, config.head_width
         self.cache = SlotCache(config, B, dtype, device)
-        self.step = SlotStep(model, B, dtype, weights)
+        self.step = make_step(model, B, dtype, weights)
         self.head = matrix(weight, dtype, B, weights)  # D -> V
         self.x, self.h_hat = weight.new_zeros(2, B, config.hidden_size)
         s, _ = model.router(self.x)

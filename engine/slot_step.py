@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from attention import padded_width, query_channels
+from attention import attend_to_cache, padded_width, query_channels
 from engine.products import WEIGHTS, gated, matrix
-from model import rotary_angles
+from model import Llama, rotary_angles
+from runtime import UserError, autocast
 
 
 class Layer(NamedTuple):
@@ -110,6 +111,52 @@ class SlotStep:
             y = gated(weights.gate, weights.up, self.norm(x).to(dtype))
             x = weights.down.added(x, y)
         return self.norm(x) * self.weight
+
+
+class BackboneStep:
+    """As SlotStep for any other backbone, through its own blocks: right, and slower."""
+
+    def __init__(self, model, dtype):
+        self.backbone, self.dtype = model.model, dtype
+
+    def __call__(self, x, cache, places, position, length, key_channels):
+        views = cache.views(len(x), places)
+        layers = [SlotLayer(*kv, length, key_channels) for kv in views]
+        half = self.dtype in (torch.bfloat16, torch.float16)
+        with autocast(x.device, self.dtype if half else torch.float32):
+            return self.backbone(x[:, None], position[:, None], None, cache=layers)[:, 0].to(x)
+
+
+class SlotLayer:
+    """One layer's attention of BackboneStep, where a LayerCache stands when one token is decoded.
+
+    keys, values (A, G, M, d'): of the cache; length (A,): the slot's place in them.
+    """
+
+    def __init__(self, keys, values, length, key_channels):
+        self.keys, self.values, self.length, self.key_channels = keys, values, length, key_channels
+
+    def attend(self, q, k, v, key_bias):
+        """q (A, H, 1, d), k and v (A, G, 1, d) -> (A, H, 1, d). The bias is in the channels."""
+        d, rows = q.size(-1), torch.arange(len(q), device=q.device)
+        for places, new in ((self.keys, k), (self.values, v)):
+            places[rows, :, self.length, :d] = new[:, :, 0].to(places.dtype)
+        self.keys[rows, :, self.length, d : d + 2] = self.key_channels
+        q = torch.cat([q, query_channels(d, q.dtype, q.device).expand(*q.shape[:-1], -1)], dim=-1)
+        return attend_to_cache(q.to(self.keys.dtype), self.keys, self.values, d)
+
+
+def make_step(model, batch_size, dtype, weights="float32"):
+    """The step of a model's backbone; see products.matrix for dtype and weights.
+
+    Raises:
+        UserError: weights of few bits for another backbone than LLaMA.
+    """
+    if type(model.model) is Llama:
+        return SlotStep(model, batch_size, dtype, weights)
+    if weights != "float32":
+        raise UserError(f"weights = {weights} is for llama, not {model.model.name}; leave it")
+    return BackboneStep(model, dtype)
 
 
 def fastest_weights(model, batch_size):

@@ -1,15 +1,17 @@
-"""Directories of weights: ours, Hugging Face's Llama, the official PonderLM-2; read and written.
+"""Directories of weights: ours, Hugging Face's Llama and GPT-NeoX, the official PonderLM-2; read
+and written.
 
     model/
         config.json         what the model is, in one of three forms
-        model.safetensors   the tensors, under the names of Hugging Face Llama, plus router.proj;
+        model.safetensors   the tensors, under the names of Hugging Face, plus router.proj;
                             or shards, listed by model.safetensors.index.json
 
 form of config.json     known by                     read as
 our own                 "format": "ponderlm-3"       every field of the method's Config
 Hugging Face Llama      "model_type": "llama"        K = 0, embedding scale 1
-official PonderLM-2     the same, and                K = num_latent_thoughts, method ponderlm2
-                        "recurrent_model": true      (of num_jacobi_iterations 0: looped)
+Hugging Face GPT-NeoX   "model_type": "gpt_neox"     the same, as Pythia
+official PonderLM-2     one of these two, and        K = num_latent_thoughts, method ponderlm2
+                        num_latent_thoughts          (`load` can be told that it is looped)
 
 Only JSON and safetensors are read: loading a model never runs code from its files. A setting that
 is not understood is refused by name: a misread model would talk nonsense. Beside its
@@ -85,14 +87,18 @@ def locate(name):
 # -- config.json -----------------------------------------------------------------------------------
 
 # Fields that older files lack.
-LATER = {"rope_scaling", "feedback_scale"}
+LATER = {"rope_scaling", "feedback_scale", "backbone", "rotary_pct", "parallel_residual"}
 # Fields that PonderConfig once had. Now they are methods, or settings of one method.
 OLD = {"router", "ablation", "printed_mask_index", "penalty"}
 OF_OTHERS = {"accumulate", "pause_token", "capacities"}
 
 
-def read_config(directory):
+def read_config(directory, method=None):
     """The settings of a directory of weights, a PonderConfig or a subclass of it.
+
+    Args:
+        method: None, or 'looped' where an official directory holds the looped model of that code:
+            its config.json may be the same as that of a PonderLM-2.
 
     Raises:
         UserError: a file that is missing or damaged, unknown or missing fields, wrong values, or a
@@ -115,8 +121,11 @@ def read_config(directory):
         raise UserError(f"{file} has format {form!r}; only {FORMAT!r} can be read, and Llama")
     try:
         if form is None:
-            content = asdict(PonderConfig()) | from_llama(content)
-        return parse_config(content)
+            content = asdict(PonderConfig()) | from_others(content, method)
+        config = parse_config(content)
+        if method not in (None, config.method):
+            raise UserError(f"it is a {config.method}, not a {method}")
+        return config
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: a field is missing or of a wrong type: {error!r}") from None
     except UserError as error:
@@ -176,42 +185,51 @@ def rename(content):
 
 # -- Other people's config.json --------------------------------------------------------------------
 
-# Of config.json: what a Llama may have here.
+# Of config.json: what a model may have here.
 ONLY = {
-    "model_type": ("llama",),
-    "architectures": (None, ["LlamaForCausalLM"]),
-    "hidden_act": (None, "swish", "silu"),  # two names of one function
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
+    "model_type": ("llama", "gpt_neox"),
     "sliding_window": (None,),
     "quantization_config": (None,),
-    "partial_rotary_factor": (None, 1),
     "interpolation": (None, False),  # of PonderLM-2: weights the states by their predictions
     "tie_word_embeddings": (None, False, True),
     "scale_embeds": (None, False, True),
     "recurrent_model": (None, False, True),
+}
+ONLY_OF = {
+    "llama": {
+        "architectures": (None, ["LlamaForCausalLM"]),
+        "hidden_act": (None, "swish", "silu"),  # two names of one function
+        "attention_bias": (None, False),
+        "mlp_bias": (None, False),
+        "partial_rotary_factor": (None, 1),
+    },
+    "gpt_neox": {
+        "architectures": (None, ["GPTNeoXForCausalLM"]),
+        "hidden_act": (None, "gelu"),
+        "attention_bias": (None, True),
+        "use_parallel_residual": (None, False, True),
+    },
 }
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 SIZES += ("num_attention_heads",)
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def from_llama(config):
-    """config.json of a Llama, or of an official PonderLM-2 -> the fields of PonderConfig it sets.
+def from_others(config, method=None):
+    """config.json of a Llama, a GPT-NeoX or an official PonderLM-2 -> the fields of PonderConfig
+    that it sets. `method`: see read_config.
 
     Raises:
         UserError: something that PonderConfig cannot represent, by the name of its field.
         KeyError, TypeError, AttributeError: a field that is missing or of a wrong type.
     """
-    for name, known in ONLY.items():
-        if (value := config.get(name)) not in known:
-            raise UserError(f"{name} = {value!r}: it has to be {' or '.join(map(repr, known))}")
-    theta, scaling = rope_of(config)
+    check_only(config, ONLY)
+    check_only(config, ONLY_OF[config["model_type"]])
+    neox = config["model_type"] == "gpt_neox"
+    theta, scaling, share = rope_of(config, neox)
     given = dict(
-        num_key_value_heads=config.get("num_key_value_heads"),
-        head_dim=config.get("head_dim"),
+        backbone=config["model_type"],
         block_size=config.get("max_position_embeddings", 2048),
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         embed_scale=math.sqrt(2.5 * config["hidden_size"]) if config.get("scale_embeds") else 1.0,
         rope_theta=theta,
@@ -220,40 +238,75 @@ def from_llama(config):
         ponder_steps=0,
     )
     given |= {name: config[name] for name in SIZES}
-    return given | (from_ponderlm2(config) if config.get("recurrent_model") else {})
+    if neox:
+        given |= dict(
+            rms_norm_eps=config.get("layer_norm_eps", 1e-5),
+            rotary_pct=share,
+            parallel_residual=config.get("use_parallel_residual") is not False,
+        )
+    else:
+        given |= dict(
+            num_key_value_heads=config.get("num_key_value_heads"),
+            head_dim=config.get("head_dim"),
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        )
+    ponders = config.get("recurrent_model", bool(config.get("num_latent_thoughts")))
+    return given | (from_ponderlm2(config, method) if ponders else {})
 
 
-def rope_of(config):
-    """theta and llama3's scaling (or None), from either of the two ways to write them down.
+def check_only(config, only):
+    for name, known in only.items():
+        if (value := config.get(name)) not in known:
+            raise UserError(f"{name} = {value!r}: it has to be {' or '.join(map(repr, known))}")
+
+
+def rope_of(config, neox):
+    """theta, llama3's scaling (or None) and the share of a head that is turned, from either of the
+    two ways to write them down.
 
     Where the two differ, the choice is that of transformers 5.
     """
+    names = ("rotary_emb_base", "rotary_pct") if neox else ("rope_theta", "partial_rotary_factor")
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(place) or {}
-    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    theta = rope.get("rope_theta", config.get(names[0], 10_000.0))
+    share = rope.get("partial_rotary_factor", config.get(names[1]))
+    share = (0.25 if neox else 1) if share is None else share
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1) != 1:
-        raise UserError(f"partial_rotary_factor = {rope['partial_rotary_factor']}: only 1 is read")
+    if not neox and share != 1:
+        raise UserError(f"partial_rotary_factor = {share}: only 1 is read")
     if kind == "default":
-        return theta, None
+        return theta, None, share
     if kind != "llama3":
         raise UserError(f"{place} is of type {kind!r}: only 'default' and 'llama3' are known")
-    return theta, [rope[name] for name in LLAMA3]
+    return theta, [rope[name] for name in LLAMA3], share
 
 
-def from_ponderlm2(config):
-    """The fields that the official code of PonderLM-2 adds to a Llama's."""
+def from_ponderlm2(config, method=None):
+    """The fields that the official code of PonderLM-2 adds to others'.
+
+    The looped model of that code runs the stack of layers K more times, without latents. A released
+    script trains it with 3 Jacobi iterations in config.json, which it does not follow.
+    """
     K, J = config["num_latent_thoughts"], config["num_jacobi_iterations"]
-    if J == 0:  # their way to say that the stack of layers runs K more times, without latents
+    if method == "looped":
         return dict(method="looped", ponder_steps=K)
-    iters = (2, 3) if config.get("random_jacobi_iterations") else (J, J)
+    if J == 0:
+        print(
+            "note: num_jacobi_iterations = 0 is read as a PonderLM-2 without refinements; of the "
+            "looped model of that code make a directory of ours: "
+            "python -m interop DIR --to OTHER --method looped"
+        )
+    iters = (J, J)
+    if config.get("random_jacobi_iterations"):  # what the code draws from in training
+        iters = (2, 4) if config["model_type"] == "gpt_neox" else (2, 3)
     return dict(method="ponderlm2", ponder_steps=K, iters=iters)
 
 
-def to_llama(config, tensors):
-    """Fields and tensors of a model with K = 0 -> config.json and tensors of a Llama.
+def to_others(config, tensors):
+    """Fields and tensors of a model with K = 0 -> config.json and tensors of a Llama or GPT-NeoX.
 
-    A Llama has no embedding scale: it goes into the table. A head that shared the table then keeps
+    They have no embedding scale: it goes into the table. A head that shared the table then keeps
     the unscaled one.
     """
     scale, table = config["embed_scale"], "model.embed_tokens.weight"
@@ -261,26 +314,57 @@ def to_llama(config, tensors):
     tied = config["tie_word_embeddings"] and scale == 1
     if tied:
         tensors.pop("lm_head.weight", None)
-    same = (*SIZES, "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
+    neox = config["backbone"] == "gpt_neox"
     rope = {"rope_type": "default"}
     if config["rope_scaling"]:
         rope = {"rope_type": "llama3", **dict(zip(LLAMA3, config["rope_scaling"], strict=True))}
         rope[LLAMA3[-1]] = int(rope[LLAMA3[-1]])
-    llama = {name: config[name] for name in same} | dict(
-        architectures=["LlamaForCausalLM"],
-        model_type="llama",
+    fields = {name: config[name] for name in SIZES} | dict(
+        model_type=config["backbone"],
         max_position_embeddings=config["block_size"],
         tie_word_embeddings=tied,
         rope_scaling=rope if config["rope_scaling"] else None,  # transformers 4, with rope_theta
         rope_parameters={"rope_theta": config["rope_theta"], **rope},  # transformers 5
-        hidden_act="silu",
-        attention_bias=False,
-        mlp_bias=False,
+        attention_bias=neox,
         torch_dtype="float32",
         bos_token_id=None,  # the tokenizer's: interop/__main__.py sets both
         eos_token_id=None,
     )
-    return llama, tensors
+    if neox:
+        fields["rope_parameters"]["partial_rotary_factor"] = config["rotary_pct"]
+        fields |= dict(
+            architectures=["GPTNeoXForCausalLM"],
+            hidden_act="gelu",
+            layer_norm_eps=config["rms_norm_eps"],
+            rotary_emb_base=config["rope_theta"],
+            rotary_pct=config["rotary_pct"],
+            use_parallel_residual=config["parallel_residual"],
+        )
+        tensors = {neox_name(name): tensor for name, tensor in tensors.items()}
+    else:
+        same = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
+        fields |= {name: config[name] for name in same} | dict(
+            architectures=["LlamaForCausalLM"], hidden_act="silu", mlp_bias=False
+        )
+    return fields, tensors
+
+
+# A GPT-NeoX has other names outside of its blocks.
+NEOX_NAMES = {
+    "model.embed_tokens.": "gpt_neox.embed_in.",
+    "model.layers.": "gpt_neox.layers.",
+    "model.norm.": "gpt_neox.final_layer_norm.",
+    "lm_head.": "embed_out.",
+}
+
+
+def neox_name(name, back=False):
+    """A tensor's name here -> as GPT-NeoX has it, or back; others as they are."""
+    for ours, theirs in NEOX_NAMES.items():
+        before, after = (theirs, ours) if back else (ours, theirs)
+        if name.startswith(before):
+            return after + name.removeprefix(before)
+    return name
 
 
 # -- Tensors -----------------------------------------------------------------------------------
@@ -309,6 +393,10 @@ def shards(directory):
     return found
 
 
+# What old Llamas and Pythias saved and nobody needs: the frequencies of RoPE, the causal mask.
+LEFTOVERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
+
+
 def read_tensors(directory):
     """Yield (name, tensor), in torch's default type (float32), of a directory of weights.
 
@@ -324,7 +412,7 @@ def read_tensors(directory):
             with safe_open(file, "pt") as tensors:
                 names = names or list(tensors.keys())
             for name in names:
-                if name.endswith("rotary_emb.inv_freq"):  # old Llamas saved what config.json says
+                if name.endswith(LEFTOVERS):
                     continue
                 with safe_open(file, "pt") as tensors:
                     tensor = tensors.get_tensor(name)
@@ -333,7 +421,7 @@ def read_tensors(directory):
                     tensor = tensor.to(torch.get_default_dtype(), copy=True)
                 if not tensor.sum().isfinite():  # in place of a mask as large as the tensor
                     raise UserError(f"{file}: {name} has numbers that are not finite; damaged?")
-                yield name, tensor
+                yield neox_name(name, back=True), tensor
         except (SafetensorError, OSError) as error:
             with open(file, "rb") as start:
                 if start.read(30).startswith(b"version https://git-lfs"):
@@ -372,13 +460,16 @@ def write_directory(directory, config, tensors):
 # -- Models ----------------------------------------------------------------------------------------
 
 
-def load(directory):
+def load(directory, method=None):
     """The model of a directory of weights, whatever its method, in float32 on the CPU, to evaluate.
+
+    Args:
+        method: see read_config.
 
     Raises:
         UserError: as read_config and read_tensors; or tensors that do not fit the config.
     """
-    config, tensors = read_config(directory), dict(read_tensors(directory))
+    config, tensors = read_config(directory, method), dict(read_tensors(directory))
     table = tensors.get("model.embed_tokens.weight")
     if config.tie_word_embeddings and table is not None:
         head = tensors.setdefault("lm_head.weight", table)
@@ -396,12 +487,12 @@ def load(directory):
 def save(model, directory, exact=False):
     """Write config.json and model.safetensors.
 
-    With K = 0 that is a Llama, which transformers.LlamaForCausalLM.from_pretrained loads, too. It
-    has the embedding scale in its table. `exact` keeps the two apart, for training to go on.
+    With K = 0 that is a Llama or a GPT-NeoX, which transformers loads, too. It has the embedding
+    scale in its table. `exact` keeps the two apart, for training to go on.
     """
     config, tensors = asdict(model.config), model.state_dict()
     if model.config.method == "vanilla" and not exact:
-        config, tensors = to_llama(config | {"embed_scale": model.config.scale}, tensors)
+        config, tensors = to_others(config | {"embed_scale": model.config.scale}, tensors)
     else:
         config = {"format": FORMAT, **config}
         if model.config.tie_word_embeddings:

@@ -3,10 +3,12 @@
 python -m interop DIR                 what it holds
 python -m interop DIR --to OTHER      write it anew; a model without pondering as a Llama
 python -m interop DIR --to OTHER --half      in half the size
+python -m interop DIR --to OTHER --method looped      of the looped model of PonderLM-2's code
 """
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -15,7 +17,12 @@ from interop import load, locate, save
 from runtime import UserError, command_line, read_json, write_json
 
 
-def main(directory: tyro.conf.Positional[str], to: Path | None = None, half: bool = False):
+def main(
+    directory: tyro.conf.Positional[str],
+    to: Path | None = None,
+    half: bool = False,
+    method: Literal["looped"] | None = None,
+):
     """Show what a directory of weights holds, and write it anew.
 
     Args:
@@ -23,11 +30,12 @@ def main(directory: tyro.conf.Positional[str], to: Path | None = None, half: boo
         to: a new directory. A model without pondering becomes a Hugging Face Llama, which
             transformers loads, any other one a directory of our own
         half: weights in float16, 2 bytes each, read as float32 again
+        method: what a directory of PonderLM-2's code holds where config.json does not tell
     """
     if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
         raise UserError(f"{to} exists already; give a new directory")
     place = locate(directory)
-    model = load(place)
+    model = load(place, method)
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     print(f"{place}: {config.method}, K = {config.ponder_steps}, {size:,} parameters")

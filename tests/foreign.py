@@ -42,6 +42,32 @@ def make_llama(directory, tied=False, G=2, rope=None, old=False, shard="5GB", **
     return llama
 
 
+def make_neox(directory, tied=False, rotary_pct=0.25, old=False, shard="5GB", **kwargs):
+    """A random transformers GPT-NeoX, as make_llama."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "partial_rotary_factor": rotary_pct, "rope_theta": 500.0}
+    config = transformers.GPTNeoXConfig(
+        **dict(
+            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, max_position_embeddings=128, tie_word_embeddings=tied,
+            rope_parameters=rope, initializer_range=0.1, bos_token_id=None, eos_token_id=None,
+            layer_norm_eps=1e-4,
+        ) | kwargs
+    )  # fmt: skip
+    neox = transformers.GPTNeoXForCausalLM(config).eval()
+    for name, parameter in neox.named_parameters():
+        if "bias" in name:  # which transformers starts at 0
+            torch.nn.init.normal_(parameter, std=0.1)
+        elif "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    neox.save_pretrained(directory, max_shard_size=shard)
+    if old:
+        fields = read_json(directory)
+        del fields["rope_parameters"]
+        write_json(directory, fields | {"rotary_pct": rotary_pct, "rotary_emb_base": 500.0})
+    return neox
+
+
 def read_json(directory):
     return json.loads((directory / "config.json").read_text())
 

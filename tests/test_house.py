@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("runtime", "corpus", "baselines", "interop", "training", "engine")
+ROOMS = ("runtime", "corpus", "backbones", "baselines", "interop", "training", "engine")
 TOP = ("analysis", "evaluation", "bench", "docs")
 SCRIPTS = ("attention", "router", "model", "train", "sample", "analyze")
 # What each may import, of the layers below it.
@@ -21,7 +21,8 @@ BELOW = {
     "router": ("runtime", "attention"),
     "model": ("runtime", "attention", "router"),
 }
-BELOW["baselines"] = (*BELOW["model"], "model")
+BELOW["backbones"] = (*BELOW["model"], "model")
+BELOW["baselines"] = (*BELOW["backbones"], "backbones")
 BELOW["interop"] = (*BELOW["baselines"], "baselines", "corpus")
 BELOW["training"] = (*BELOW["interop"], "interop")
 BELOW["train"] = (*BELOW["training"], "training")

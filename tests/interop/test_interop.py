@@ -210,13 +210,33 @@ def test_official_ponderlm2(tmp_path):
     )
 
 
-def test_official_loop(tmp_path):
-    """Catches the looped model of the same code taken for latents without refinement."""
-    expected = official(tmp_path, "loop_K2.safetensors")
-    model = load(tmp_path)
+@pytest.mark.parametrize("J", [0, 3])
+def test_official_loop(tmp_path, capsys, J):
+    """Catches the looped model of the same code that cannot be read, with the number of iterations
+    that the released script writes, or with none."""
+    expected = official(tmp_path / "loop", "loop_K2.safetensors", num_jacobi_iterations=J)
+    interop_main(str(tmp_path / "loop"), to=tmp_path / "ours", method="looped")
+    assert "note" not in capsys.readouterr().out
+    model = load(tmp_path / "ours")
     assert (model.config.method, model.config.ponder_steps) == ("looped", 2)
     actual = logits(model, expected["input_ids"])
     torch.testing.assert_close(actual, expected["logits"], atol=1e-5, rtol=0)
+
+
+def test_no_refinement(tmp_path, capsys):
+    """Catches a PonderLM-2 of zero refinements taken for the looped model, without a word: its
+    logits are those of the official code's pass before the refinement."""
+    expected = official(tmp_path, "fwd_K2_J1.safetensors", num_jacobi_iterations=0)
+    model = load(tmp_path)
+    assert "note: num_jacobi_iterations = 0 is read as a PonderLM-2" in capsys.readouterr().out
+    assert model.config.method == "ponderlm2" and model.config.iters == (0, 0)
+    with torch.no_grad():
+        actual = model(expected["input_ids"], iters=model.config.iters[0]).logits
+        h = expected["pass_out.2"].view(*expected["input_ids"].shape, 3, -1)[:, :, 2]
+        torch.testing.assert_close(actual, model.lm_head(h), atol=1e-5, rtol=0)
+    make_llama(tmp_path / "llama")
+    with pytest.raises(UserError, match="it is a vanilla, not a looped"):
+        load(tmp_path / "llama", "looped")
 
 
 def test_official_settings(tmp_path):

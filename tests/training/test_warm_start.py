@@ -12,9 +12,11 @@ from pydantic import ValidationError
 
 from baselines import all_methods
 from corpus.batches import Windows
+from engine.batching import Engine
 from interop import is_model, load, read_config, save
 from model import PonderLM
 from runtime import UserError
+from sample import generate
 from train import train
 from training.runs import checkpoints
 from training.settings import TrainConfig, open_corpus, parse, validation_windows
@@ -64,6 +66,23 @@ def test_step_0_is_the_llama(config, llama):
     assert plain < 0.5  # it has learned its text, so that there is something to spoil
     assert abs(fixed_point_loss(model, config) - plain) < 0.01 * plain
     assert ponders_at_once > 1.1 * plain
+
+
+def test_from_a_gpt_neox(config, tmp_path, monkeypatch):
+    """Catches a Pythia that cannot learn to ponder, by its shape or by its names: trained as one,
+    read back, continued as PonderLM-3, decoded."""
+    monkeypatch.chdir(tmp_path)
+    shape = dict(method="vanilla", ponder_steps=0, head_dim=None, backbone="gpt_neox")
+    model = replace(config.model, rotary_pct=0.25, **shape)
+    run, _ = train(replace(config, name="plain", model=model))
+    save(load(run), tmp_path / "pythia")
+    shutil.copy(run / "tokenizer.json", tmp_path / "pythia")
+    taught, results = train(replace(going_on(config, tmp_path / "pythia"), name="taught"))
+    model = load(taught)
+    assert (model.config.method, model.config.backbone) == ("ponderlm3", "gpt_neox")
+    assert model.config.rotary_pct == 0.25 and results["fixed"]["loss"] < 2.5
+    prompt = [list(b"the quick")]
+    assert Engine(model, 1).generate(prompt, 8, seed=0) == generate(model, prompt, 8, seed=0)
 
 
 def test_feedback_scale(config, llama):
