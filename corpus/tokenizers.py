@@ -114,6 +114,50 @@ class Tokenizer(Saved):
         tokens = [base64.b64encode(token).decode() for token in self.tokens]
         return {"name": self.name, "pattern": self.pattern, "tokens": tokens}
 
+    def save_pretrained(self, directory):
+        """As Hugging Face has it, for transformers' AutoTokenizer: the same ids of any text."""
+        ranks = {token: i for i, token in enumerate(self.tokens)}
+        character = {byte: text for text, byte in byte_characters().items()}
+        text_of = {token: "".join(character[byte] for byte in token) for token in self.tokens}
+        # tiktoken joins any two neighbours that are a token together, so all such pairs are merges.
+        pairs = [
+            sorted((ranks[a], ranks[b]) for a, b in halves(token) if a in ranks and b in ranks)
+            for token in self.tokens
+        ]
+        merges = [[text_of[self.tokens[i]] for i in pair] for of in pairs for pair in of]
+        levels = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+        words = {"type": "Split", "pattern": {"Regex": self.pattern}, "behavior": "Isolated"}
+        cuts = [words | {"invert": False}, levels | {"use_regex": False}]
+        end = {"id": self.end_of_text, "content": END_OF_TEXT, "special": True}
+        end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        definition = {
+            "version": "1.0",
+            "added_tokens": [end],
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": cuts},
+            "decoder": levels,
+            "model": {
+                "type": "BPE",
+                "vocab": {text_of[token]: i for token, i in ranks.items()},
+                "merges": merges,
+            },
+        }
+        write_pretrained(
+            directory, definition, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT,
+            split_special_tokens=True,  # nothing in a text is taken for one
+        )  # fmt: skip
+
+
+def halves(token):
+    """All ways to cut a token's bytes in two."""
+    return [(token[:i], token[i:]) for i in range(1, len(token))]
+
+
+def write_pretrained(directory, definition, **settings):
+    """tokenizer.json and, with such settings, tokenizer_config.json: what AutoTokenizer reads."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    write_json(Path(directory, "tokenizer.json"), definition)
+    write_json(Path(directory, "tokenizer_config.json"), settings)
+
 
 def check_bpe_size(vocab_size):
     """Refuse a BPE without a merge: the 256 bytes and the end of text are 257 tokens."""
@@ -183,10 +227,15 @@ class HuggingFaceTokenizer(Saved):
 
     def save_pretrained(self, directory):
         """As Hugging Face has it: what transformers' AutoTokenizer loads."""
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end}
-        settings["bos_token"] = self.library.id_to_token(self.begin[0]) if self.begin else None
-        write_json(Path(directory, "tokenizer.json"), self.definition)
-        write_json(Path(directory, "tokenizer_config.json"), settings)
+        begin = self.library.id_to_token(self.begin[0]) if self.begin else None
+        write_pretrained(directory, self.definition, eos_token=self.end, bos_token=begin)
+
+
+def byte_characters():
+    """The byte that each character of ByteLevel's alphabet stands for: {character: byte}."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]  # these stand for themselves
+    others = [b for b in range(256) if b not in visible]  # U+0100, U+0101, .. stand for these
+    return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 def token_bytes(library, decoder):
@@ -199,9 +248,7 @@ def token_bytes(library, decoder):
     added = library.get_added_tokens_decoder()
     tokens = [b""] * (max(vocabulary.values()) + 1)
     kinds = {part["type"] for part in (decoder or {}).get("decoders", [decoder or {"type": None}])}
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]  # these stand for themselves
-    others = [b for b in range(256) if b not in visible]  # U+0100, U+0101, .. stand for these
-    byte = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(others)}
+    byte = byte_characters()
     if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
         raise UserError(f"its tokenizer.json has an unknown decoder, {sorted(map(str, kinds))}")
     for text, i in vocabulary.items():

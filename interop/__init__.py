@@ -35,6 +35,7 @@ from model import PonderConfig
 from runtime import UserError, one_line, read_json, write_json
 
 FORMAT = "ponderlm-3"
+FOR_TRANSFORMERS = "ponderlm"  # model_type where export.py has put our form into config.json
 INCLUDED = Path(__file__).parent.parent / "models" / "shakespeare"  # a model to begin with
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -116,6 +117,8 @@ def read_config(directory, method=None):
     if not file.is_file():
         raise UserError(f"{directory} holds no trained model: it has no config.json")
     content = read_json(file)
+    if content.get("model_type") == FOR_TRANSFORMERS and isinstance(content.get("ponder"), dict):
+        content = content["ponder"]
     form = content.pop("format", None)
     if form not in (FORMAT, None):
         raise UserError(f"{file} has format {form!r}; only {FORMAT!r} can be read, and Llama")

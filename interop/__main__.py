@@ -1,9 +1,10 @@
 """`python -m interop`: what a directory of weights holds, and the same written anew.
 
-python -m interop DIR                 what it holds
-python -m interop DIR --to OTHER      write it anew; a model without pondering as a Llama
-python -m interop DIR --to OTHER --half      in half the size
-python -m interop DIR --to OTHER --method looped      of the looped model of PonderLM-2's code
+python -m interop DIR                                what it holds
+python -m interop DIR --to OTHER                     write it anew; without pondering as others do
+python -m interop DIR --to OTHER --transformers      as a model that transformers runs
+python -m interop DIR --to OTHER --half              in half the size
+python -m interop DIR --to OTHER --method looped     of the looped model of PonderLM-2's code
 """
 
 from dataclasses import fields
@@ -14,7 +15,9 @@ import tyro
 
 from corpus.tokenizers import HuggingFaceTokenizer, load_tokenizer
 from interop import load, locate, save
+from interop.export import export
 from runtime import UserError, command_line, read_json, write_json
+from sample import scored_tau
 
 
 def main(
@@ -22,6 +25,8 @@ def main(
     to: Path | None = None,
     half: bool = False,
     method: Literal["looped"] | None = None,
+    transformers: bool = False,
+    tau: float | None = None,
 ):
     """Show what a directory of weights holds, and write it anew.
 
@@ -31,6 +36,8 @@ def main(
             transformers loads, any other one a directory of our own
         half: weights in float16, 2 bytes each, read as float32 again
         method: what a directory of PonderLM-2's code holds where config.json does not tell
+        transformers: what transformers' AutoModelForCausalLM and AutoTokenizer load, of any method
+        tau: where that stops by default; None: as sample.py, where the run was scored, else 1e-4
     """
     if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
         raise UserError(f"{to} exists already; give a new directory")
@@ -48,16 +55,26 @@ def main(
         print(f"tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} tokens")
     if to is None:
         return
-    save(model.half() if half else model, to)
+    model = model.half() if half else model
+    begin, end = None, None
+    if tokenizer:
+        begin, end = tokenizer.begin[0] if tokenizer.begin else None, tokenizer.end_of_text
+    if transformers:
+        export(model, to, scored_tau(place) if tau is None else tau, begin, end)
+    else:
+        save(model, to)
     if tokenizer and config.method == "vanilla":
-        ids = {"eos_token_id": tokenizer.end_of_text}
-        ids["bos_token_id"] = tokenizer.begin[0] if tokenizer.begin else None
+        ids = {"eos_token_id": end, "bos_token_id": begin}
         write_json(to / "config.json", read_json(to / "config.json") | ids)
-    if isinstance(tokenizer, HuggingFaceTokenizer):
+    if hasattr(tokenizer, "save_pretrained") and (
+        transformers or isinstance(tokenizer, HuggingFaceTokenizer)
+    ):
         tokenizer.save_pretrained(to)
     elif tokenizer:
         tokenizer.save(to / "tokenizer.json")
-    kind = "a Hugging Face Llama" if config.method == "vanilla" else "our own form"
+    kinds = {"llama": "a Hugging Face Llama", "gpt_neox": "a Hugging Face GPT-NeoX"}
+    kind = "for transformers" if transformers else "our own form"
+    kind = kinds[config.backbone] if config.method == "vanilla" else kind
     print(f"written: {to}, {kind}")
 
 

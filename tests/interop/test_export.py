@@ -1,0 +1,296 @@
+"""Models that ponder, in transformers: the directory that interop.export writes."""
+
+import ast
+import json
+import sys
+
+import pytest
+import torch
+import transformers
+from conftest import small_model
+from foreign import read_json
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
+
+from baselines import all_methods
+from corpus.tokenizers import Tokenizer, load_tokenizer
+from evaluation.harness import harness_lm
+from evaluation.scoring import states
+from interop import load, save
+from interop.__main__ import main as interop_main
+from interop.export import export
+from runtime import UserError
+from sample import generate
+
+METHODS = [kind.method for kind in all_methods() if kind.method != "vanilla"]
+NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, rotary_pct=0.5)
+TEXT = "the quick brown fox jumps over the lazy dog, and then it naps.\n" * 3
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path, monkeypatch):
+    """Where transformers puts modelling files, and what it says."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "hf"))
+    monkeypatch.syspath_prepend(str(tmp_path / "hf"))
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        del sys.modules[name]
+
+
+def ponders(method="ponderlm3", **kwargs):
+    return small_model(method=method, **{"router_scale": 12.0} | kwargs).float()
+
+
+def from_pretrained(directory, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, **kwargs)
+
+
+def exported(model, directory, tau=0.1):
+    export(model, directory, tau, end=30)
+    return from_pretrained(directory)
+
+
+def padded(rows, side):
+    """Rows of ids -> input_ids and attention_mask, as a tokenizer pads them."""
+    T = max(map(len, rows))
+    pad = [[0] * (T - len(row)) for row in rows]
+    left = side == "left"
+    ids = [p + row if left else row + p for p, row in zip(pad, rows, strict=True)]
+    ones = [[1] * len(row) for row in rows]
+    mask = [p + row if left else row + p for p, row in zip(pad, ones, strict=True)]
+    return dict(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask))
+
+
+def prompts(*lengths):
+    g = torch.Generator().manual_seed(1)
+    return [torch.randint(30, (n,), generator=g).tolist() for n in lengths]
+
+
+def scores(model, row, tau):
+    """Logits (T, V) and steps of one row by the project itself."""
+    h, s, steps = states(model, torch.tensor([row]), tau, torch.tensor([len(row)]))
+    return model.lm_head(model.integrate(h, s, steps if model.has_router else None))[0], steps[0]
+
+
+def check_equal(model, theirs, tau=0.1, sides=("left", "right")):
+    """Scores and greedy texts, with padding; one text outgrows the window. -> steps of the texts"""
+    rows = prompts(3, 9, 28)
+    expected = generate(model, rows, 8, tau=tau, temperature=0)
+    for side in sides:
+        batch = padded(rows, side)
+        with torch.no_grad():
+            out = theirs(**batch)
+            for i, row in enumerate(rows):
+                real = batch["attention_mask"][i].bool()
+                logits, steps = scores(model, row, tau)
+                torch.testing.assert_close(out.logits[i, real], logits, atol=1e-5, rtol=0)
+                assert out.steps[i, real].equal(steps) and not out.logits[i, ~real].any()
+        found = theirs.generate(
+            **batch, max_new_tokens=8, do_sample=False, eos_token_id=None,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        for i, sample in enumerate(expected):
+            assert found.sequences[i, 28:].tolist() == sample.tokens
+            assert found.past_key_values.steps[i][-8:] == sample.steps
+    return {step for sample in expected for step in sample.steps}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method(tmp_path, method):
+    """Catches code that the file lacks, and any difference between it and the project: logits to
+    1e-5, ids and steps."""
+    model = ponders(method)
+    steps = check_equal(model, exported(model, tmp_path / "a"), sides=("left",))
+    if method == "ponderlm3":
+        assert len(steps) > 2
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        NEOX,
+        NEOX | dict(method="ponderlm2", parallel_residual=False),
+        dict(tie_word_embeddings=True, feedback_scale=0.7),
+        dict(rope_scaling=(8.0, 1.0, 4.0, 16.0), router_offset=(1.0, 0.0, 0.5, 0.2)),
+    ],
+    ids=str,
+)
+def test_every_setting(tmp_path, kwargs):
+    """Catches a setting that the file forgets, a backbone that it lacks, a head that is not tied;
+    padding on the left and on the right."""
+    model = ponders(**kwargs)
+    theirs = exported(model, tmp_path / "a")
+    check_equal(model, theirs)
+    again = load(tmp_path / "a")  # by the project itself
+    assert again.config == model.config
+    theirs.save_pretrained(tmp_path / "b")
+    assert load(tmp_path / "b").config == model.config
+    check_equal(load(tmp_path / "b"), from_pretrained(tmp_path / "b"), sides=("left",))
+
+
+def test_tau(tmp_path):
+    """Catches a tau that is not read from the generation config, or not followed."""
+    model = ponders()
+    theirs, row = exported(model, tmp_path), prompts(9)
+    batch = padded(row, "left") | dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+
+    def steps(**kwargs):
+        out = theirs.generate(**batch, return_dict_in_generate=True, **kwargs)
+        return out.past_key_values.steps[0][-6:]
+
+    def expected(tau):
+        return generate(model, row, 6, tau=tau, temperature=0)[0].steps
+
+    assert expected(0.1) != expected(0) != expected(0.9)
+    assert steps() == expected(0.1)
+    assert steps(tau=0) == expected(0) == [3] * 6
+    config = GenerationConfig(tau=0.9, max_new_tokens=6, do_sample=False)
+    del batch["max_new_tokens"], batch["do_sample"]
+    assert steps(generation_config=config) == expected(0.9)
+    theirs.generation_config.tau = 0.9
+    with torch.no_grad():
+        assert theirs(batch["input_ids"]).steps[0].equal(scores(model, row[0], 0.9)[1])
+    with pytest.raises(Exception, match="tau = 2 is not a probability"):
+        steps(tau=2)
+
+
+def test_loss_beams_and_sampling(tmp_path):
+    """Catches labels that are shifted twice, a cache that beams share, rows that sampling mixes
+    up; and a training that would learn nothing."""
+    model = ponders()
+    theirs, batch = exported(model, tmp_path), padded(prompts(12, 12), "left")
+    ids = batch["input_ids"]
+    loss = theirs(**batch, labels=ids).loss
+    with torch.no_grad():
+        logits = torch.stack([scores(model, row.tolist(), 0.1)[0] for row in ids])
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=0)
+
+    beams = theirs.generate(**batch, max_new_tokens=5, num_beams=3, eos_token_id=None,
+                            return_dict_in_generate=True, output_scores=True)  # fmt: skip
+    for text, score in zip(beams.sequences, beams.sequences_scores, strict=True):
+        with torch.no_grad():
+            log_p = scores(model, text.tolist(), 0.1)[0].log_softmax(-1)[11:-1]
+        chosen = log_p.gather(1, text[12:, None]).sum()
+        torch.testing.assert_close(score * 5, chosen, atol=1e-4, rtol=0)
+    out = theirs.generate(**batch, max_new_tokens=5, do_sample=True, num_return_sequences=2)
+    assert out.shape[0] == 4
+    with pytest.raises(RuntimeError, match=r"train with the project's train\.py"):
+        theirs.train()(ids, labels=ids)
+
+
+def test_bfloat16(tmp_path):
+    """Catches a part that needs float32 throughout."""
+    exported(ponders(), tmp_path)
+    half = from_pretrained(tmp_path, dtype=torch.bfloat16)
+    batch = padded(prompts(5, 9), "left")
+    assert half(**batch).logits.dtype == torch.bfloat16
+    assert half.generate(**batch, max_new_tokens=4, eos_token_id=None).shape == (2, 13)
+
+
+def test_needs_nothing_else(tmp_path):
+    """Catches a file that does not run where the project and its packages are not."""
+    export(ponders(**NEOX), tmp_path)
+    tree = ast.parse((tmp_path / "modeling_ponderlm.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [getattr(node, "module", None) or node.names[0].name for node in imports]
+    packages = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
+    assert packages == {"torch", "transformers"}
+
+
+# -- With a tokenizer ------------------------------------------------------------------------------
+
+
+def tokenizers():
+    return {"bytes": Tokenizer.bytes(), "bpe": Tokenizer.train([TEXT + "日本 naïve\r\n"], 300)}
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """A run with a tokenizer of ours, exported by the command."""
+    model = small_model(vocab_size=257, block_size=64, router_scale=12.0).float()
+    save(model, tmp_path / "run")
+    Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
+    interop_main(str(tmp_path / "run"), to=tmp_path / "exported", transformers=True, tau=0.1)
+    return tmp_path / "exported"
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_tokenizers(tmp_path, name):
+    """Catches other ids than ours, of any text, and a special token that a text can spell."""
+    ours = tokenizers()[name]
+    ours.save_pretrained(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path / "tokenizer.json")
+    assert len(theirs) == ours.vocab_size == again.vocab_size
+    assert theirs.eos_token_id == theirs.pad_token_id == ours.end_of_text == again.end_of_text
+
+    @given(st.text() | st.text("the fox's\n\t \u00a0\u3000\u0085é日<|endoftext|>0'lLv"))
+    def check(text):
+        ids = ours.encode(text)
+        assert theirs.encode(text) == ids == again.encode(text)
+        assert theirs.decode(ids) == text and again.decode(ids).decode() == text
+
+    check()
+    check.hypothesis.inner_test("<|endoftext|>")
+
+
+def test_pipeline(directory):
+    """Catches a directory that the pipeline of text generation cannot use, alone and in a batch."""
+    pipe = pipeline("text-generation", model=str(directory), trust_remote_code=True)
+    texts = ["the quick", "a lazy dog jumps"]
+    model = load(directory)
+    expected = generate(model, [list(t.encode()) for t in texts], 6, tau=0.1, temperature=0)
+    for out in (
+        pipe(texts, max_new_tokens=6, do_sample=False, batch_size=2, return_tensors=True),
+        [pipe(t, max_new_tokens=6, do_sample=False, return_tensors=True) for t in texts],
+    ):
+        for text, (one,), sample in zip(texts, out, expected, strict=True):
+            ids = list(text.encode()) + sample.tokens
+            assert one["generated_token_ids"][-len(ids) :] == ids  # behind padding
+
+
+def test_lm_eval(directory):
+    """Catches answers of lm-evaluation-harness's own `hf` model that are not ours: log-likelihoods
+    to 1e-4, whether greedy decoding has them, generated texts."""
+    ours = harness_lm(load(directory), load_tokenizer(directory / "tokenizer.json"), tau=0.1)
+    theirs = HFLM(str(directory), trust_remote_code=True, batch_size=2, device="cpu")
+    assert theirs.max_length == 64
+
+    def ask(kind, *requests):
+        instances = [Instance(kind, {}, request, i) for i, request in enumerate(requests)]
+        return [getattr(lm, kind)(instances) for lm in (ours, theirs)]
+
+    a, b = ask("loglikelihood", ("the quick", " brown"), ("a", "b c"), (TEXT[:50], " dog"))
+    for (x, greedy), (y, other) in zip(a, b, strict=True):
+        assert x == pytest.approx(y, abs=1e-4) and greedy == other
+    a, b = ask("loglikelihood_rolling", (TEXT,), ("a fox",))
+    assert a == pytest.approx(b, abs=1e-3)
+    a, b = ask("generate_until", ("the quick", {"max_gen_toks": 6, "until": ["e"]}),
+               ("a lazy dog", {"max_gen_toks": 6, "until": ["e"]}))  # fmt: skip
+    assert a == b
+
+
+# -- The command -----------------------------------------------------------------------------------
+
+
+def test_command(directory, tmp_path, capsys):
+    """Catches a tau of the run that is lost, a K = 0 that is no Llama, a directory that is
+    overwritten."""
+    config = json.loads((directory / "generation_config.json").read_text())
+    assert config["tau"] == 0.1 and config["eos_token_id"] == config["pad_token_id"] == 256
+    (tmp_path / "run" / "train.json").write_text('{"config": {"tau": 0.25}}')
+    interop_main(str(tmp_path / "run"), to=tmp_path / "scored", transformers=True, half=True)
+    config = json.loads((tmp_path / "scored" / "generation_config.json").read_text())
+    assert config["tau"] == 0.25 and read_json(tmp_path / "scored")["dtype"] == "float16"
+    save(small_model(vocab_size=257, ponder_steps=0).float(), tmp_path / "plain")
+    Tokenizer.bytes().save(tmp_path / "plain" / "tokenizer.json")
+    interop_main(str(tmp_path / "plain"), to=tmp_path / "llama", transformers=True)
+    assert "a Hugging Face Llama" in capsys.readouterr().out
+    llama = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    assert llama.generation_config.eos_token_id == llama.config.eos_token_id == 256
+    assert AutoTokenizer.from_pretrained(tmp_path / "llama").encode("ab") == [97, 98]
+    with pytest.raises(UserError, match="exists already"):
+        interop_main(str(tmp_path / "run"), to=directory, transformers=True)
