@@ -39,6 +39,10 @@ def main(
         transformers: what transformers' AutoModelForCausalLM and AutoTokenizer load, of any method
         tau: where that stops by default; None: as sample.py, where the run was scored, else 1e-4
     """
+    if tau is not None and not transformers:
+        raise UserError("--tau without --transformers: it would change nothing; leave it out")
+    if transformers and to is None:
+        raise UserError("--transformers writes a directory: say which with --to")
     if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
         raise UserError(f"{to} exists already; give a new directory")
     place = locate(directory)
