@@ -101,7 +101,8 @@ def check_settings(config):
             (backbone.name, backbone.unused),
         ):
             if field.name in unused:
-                raise UserError(f"{field.name} = {value}: {who} does not follow it; leave it")
+                way_out = f"leave it at {field.default}"
+                raise UserError(f"{field.name} = {value}: {who} does not follow it; {way_out}")
 
 
 def build(config):

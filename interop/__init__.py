@@ -2,7 +2,7 @@
 and written.
 
     model/
-        config.json         what the model is, in one of three forms
+        config.json         what the model is, in one of these forms
         model.safetensors   the tensors, under the names of Hugging Face, plus router.proj;
                             or shards, listed by model.safetensors.index.json
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import tyro
 
-from corpus.tokenizers import HuggingFaceTokenizer, load_tokenizer
+from corpus.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from interop import load, locate, save
 from interop.export import export
 from runtime import UserError, command_line, read_json, write_json
@@ -32,8 +32,8 @@ def main(
 
     Args:
         directory: a model's directory, or its name on the Hugging Face Hub
-        to: a new directory. A model without pondering becomes a Hugging Face Llama, which
-            transformers loads, any other one a directory of our own
+        to: a new directory. A model without pondering becomes a Hugging Face Llama or GPT-NeoX,
+            which transformers loads, any other one a directory of our own
         half: weights in float16, 2 bytes each, read as float32 again
         method: what a directory of PonderLM-2's code holds where config.json does not tell
         transformers: what transformers' AutoModelForCausalLM and AutoTokenizer load, of any method
@@ -70,15 +70,14 @@ def main(
     if tokenizer and config.method == "vanilla":
         ids = {"eos_token_id": end, "bos_token_id": begin}
         write_json(to / "config.json", read_json(to / "config.json") | ids)
-    if hasattr(tokenizer, "save_pretrained") and (
-        transformers or isinstance(tokenizer, HuggingFaceTokenizer)
-    ):
+    others_form = isinstance(tokenizer, HuggingFaceTokenizer)
+    if others_form or (transformers and isinstance(tokenizer, Tokenizer)):
         tokenizer.save_pretrained(to)
     elif tokenizer:
         tokenizer.save(to / "tokenizer.json")
-    kinds = {"llama": "a Hugging Face Llama", "gpt_neox": "a Hugging Face GPT-NeoX"}
     kind = "for transformers" if transformers else "our own form"
-    kind = kinds[config.backbone] if config.method == "vanilla" else kind
+    if config.method == "vanilla":
+        kind = "a Hugging Face " + {"llama": "Llama", "gpt_neox": "GPT-NeoX"}[config.backbone]
     print(f"written: {to}, {kind}")
 
 

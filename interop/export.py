@@ -17,7 +17,7 @@ from pathlib import Path
 
 from baselines import find, find_backbone
 from interop import FOR_TRANSFORMERS, FORMAT, save, write_directory
-from runtime import write_json, write_text
+from runtime import UserError, write_json, write_text
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = ROOT / "interop" / "templates" / "modeling_ponderlm.py.txt"
@@ -32,7 +32,12 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
 
     Args:
         tau: of the generation config. begin, end: the tokenizer's ids, for the same.
+
+    Raises:
+        UserError: tau is outside [0, 1].
     """
+    if not 0 <= tau <= 1:
+        raise UserError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
     directory = Path(directory)
     ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
     if model.config.method == "vanilla":

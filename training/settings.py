@@ -34,7 +34,7 @@ class TrainConfig:
     name: str | None = None  # of the run, in --out; by default preset and time
     out: str = "out"  # where runs are kept
     resume: bool = False  # go on with the run --name, or the newest, with its settings
-    # Begin from a model: a directory (Hugging Face Llama, PonderLM-2, a run) or a name of the Hub.
+    # Begin from a model: a directory (Llama or GPT-NeoX, PonderLM-2, a run) or a name of the Hub.
     # Its shape, tokenizer and window (as far as the preset's goes) become the defaults.
     init_from: str | None = None
     data: str = "pydocs"  # or pysource, shakespeare, a file, a folder of texts or of .bin files

@@ -292,5 +292,12 @@ def test_command(directory, tmp_path, capsys):
     llama = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
     assert llama.generation_config.eos_token_id == llama.config.eos_token_id == 256
     assert AutoTokenizer.from_pretrained(tmp_path / "llama").encode("ab") == [97, 98]
-    with pytest.raises(UserError, match="exists already"):
-        interop_main(str(tmp_path / "run"), to=directory, transformers=True)
+    for message, wrong in (
+        ("exists already", dict(to=directory, transformers=True)),
+        ("tau = 2 is not a probability", dict(to=tmp_path / "x", transformers=True, tau=2)),
+        ("--tau without --transformers", dict(to=tmp_path / "x", tau=0.1)),
+        ("say which with --to", dict(transformers=True)),
+    ):
+        with pytest.raises(UserError, match=message):
+            interop_main(str(tmp_path / "run"), **wrong)
+    assert not (tmp_path / "x").exists()
