@@ -248,7 +248,7 @@ class Llama(nn.Module):
         """The same without the final norm: what LoopedLM and MoR apply again and again."""
         heads = self.config.num_attention_heads + self.config.key_value_heads
         angles = rotary_angles(positions, self.config)
-        angles = [for_products(y).tile(heads) for y in angles]  # (.., N, heads*d)
+        angles = [for_products(y.to(x.dtype)).tile(heads) for y in angles]  # (.., N, heads*d)
         for i, layer in enumerate(self.layers):
             x = layer(x, angles, key_bias, backend, cache and cache[i])
         return x
