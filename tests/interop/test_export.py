@@ -16,7 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 from baselines import all_methods
-from corpus.tokenizers import Tokenizer, load_tokenizer
+from corpus.tokenizers import WORDS, Tokenizer, load_tokenizer
 from evaluation.harness import harness_lm
 from evaluation.scoring import states
 from interop import load, save
@@ -133,7 +133,7 @@ def test_every_setting(tmp_path, kwargs):
 def test_tau(tmp_path):
     """Catches a tau that is not read from the generation config, or not followed."""
     model = ponders()
-    theirs, row = exported(model, tmp_path), prompts(9)
+    theirs, row = exported(model, tmp_path), prompts(10)
     batch = padded(row, "left") | dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
 
     def steps(**kwargs):
@@ -143,7 +143,7 @@ def test_tau(tmp_path):
     def expected(tau):
         return generate(model, row, 6, tau=tau, temperature=0)[0].steps
 
-    assert expected(0.1) != expected(0) != expected(0.9)
+    assert len({tuple(expected(tau)) for tau in (0, 0.1, 0.9)}) == 3
     assert steps() == expected(0.1)
     assert steps(tau=0) == expected(0) == [3] * 6
     config = GenerationConfig(tau=0.9, max_new_tokens=6, do_sample=False)
@@ -168,8 +168,9 @@ def test_loss_beams_and_sampling(tmp_path):
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=0)
 
-    beams = theirs.generate(**batch, max_new_tokens=5, num_beams=3, eos_token_id=None,
-                            return_dict_in_generate=True, output_scores=True)  # fmt: skip
+    beams = theirs.generate(**batch, max_new_tokens=5, num_beams=3, num_return_sequences=3,
+                            eos_token_id=None, return_dict_in_generate=True,
+                            output_scores=True)  # fmt: skip
     for text, score in zip(beams.sequences, beams.sequences_scores, strict=True):
         with torch.no_grad():
             log_p = scores(model, text.tolist(), 0.1)[0].log_softmax(-1)[11:-1]
@@ -204,7 +205,12 @@ def test_needs_nothing_else(tmp_path):
 
 
 def tokenizers():
-    return {"bytes": Tokenizer.bytes(), "bpe": Tokenizer.train([TEXT + "日本 naïve\r\n"], 300)}
+    one_way = [bytes([i]) for i in range(256)] + [b"he", b"ef", b"hef"]  # h + ef is never met
+    return {
+        "bytes": Tokenizer.bytes(),
+        "bpe": Tokenizer.train([TEXT + "日本 naïve\r\n"], 300),
+        "two ways": Tokenizer("bpe", WORDS, one_way),
+    }
 
 
 @pytest.fixture
@@ -217,7 +223,7 @@ def directory(tmp_path):
     return tmp_path / "exported"
 
 
-@pytest.mark.parametrize("name", ["bytes", "bpe"])
+@pytest.mark.parametrize("name", ["bytes", "bpe", "two ways"])
 def test_tokenizers(tmp_path, name):
     """Catches other ids than ours, of any text, and a special token that a text can spell."""
     ours = tokenizers()[name]
@@ -234,7 +240,8 @@ def test_tokenizers(tmp_path, name):
         assert theirs.decode(ids) == text and again.decode(ids).decode() == text
 
     check()
-    check.hypothesis.inner_test("<|endoftext|>")
+    for text in ("<|endoftext|>", "the hefty chef"):
+        check.hypothesis.inner_test(text)
 
 
 def test_pipeline(directory):
