@@ -41,15 +41,21 @@ def show(
         print("    " + repr(tokenizer.decode(tokens[:60]).decode("utf-8", "replace")))
 
 
-def lookup(folder: Path = CACHE / "lookup", lines: int = 100_000, seed: int = 0):
+def lookup(
+    folder: Path = CACHE / "lookup",
+    lines: int = 100_000,
+    seed: int = 0,
+    lookups: tuple[int, ...] = (),
+):
     """Prepare the lookup task: chains of 1 to 6 lookups, to train on and to measure with.
 
     Args:
         folder: where to
         lines: number of lines, of 64 tokens each; one in 20 is for validation
         seed: of the random lines
+        lookups: of a question, all equally often; by default 1 to 6, few more often
     """
-    prepare_lookup(folder, lines, seed)
+    prepare_lookup(folder, lines, seed, lookups)
     show(str(folder))
     print(f"next: python train.py --data {folder}")
 

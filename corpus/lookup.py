@@ -8,12 +8,12 @@
                 lookups have to happen at that token; the number is known before it.
     now, the    filler, which needs no lookup
 
-Questions have 1 to 6 lookups, short ones more often. Answers to earlier questions of a line help
-with later ones (a letter may come again), so that only the first question of a line is scored. A
-model that cannot follow a chain guesses one of the 4 ends of the table, or of fewer: it can rule
-out chains that are too short. Each word is one token, and so is a pair: a lookup takes one layer,
-which attends to the pair that begins with the letter at hand. A line has 64 tokens, the end of text
-included: windows of 64 are lines.
+Questions have 1 to 6 lookups, short ones more often, or those that are chosen, equally often.
+Answers to earlier questions of a line help with later ones (a letter may come again), so that only
+the first question of a line is scored. A model that cannot follow a chain guesses one of the 4 ends
+of the table, or of fewer: it can rule out chains that are too short. Each word is one token, and so
+is a pair: a lookup takes one layer, which attends to the pair that begins with the letter at hand.
+A line has 64 tokens, the end of text included: windows of 64 are lines.
 """
 
 import random
@@ -32,8 +32,11 @@ LOOKUPS = range(1, 7)
 CHANCES = (6, 4, 2, 1.5, 1.2, 1)  # of a question with 1, 2, .. 6 lookups
 
 
-def line(rng):
-    """One text of the task: a table, its questions with their answers, and the end -> str."""
+def line(rng, lookups=()):
+    """One text of the task: a table, its questions with their answers, and the end -> str.
+
+    `lookups`: how many a question may take, equally often; none: all of LOOKUPS, by CHANCES.
+    """
     letters, words, at = rng.sample(LETTERS, len(LETTERS)), [], {n: [] for n in LOOKUPS}
     cuts = [0, *sorted(rng.sample(range(1, 7), 2)), 7, 13]  # where chains begin
     for (first, stop), end in zip(pairwise(cuts), rng.sample(ENDS, CHAINS), strict=True):
@@ -43,15 +46,15 @@ def line(rng):
             at[n].append((chain[-1 - n], end))  # n lookups from the end
     rng.shuffle(words)
     for _ in range(QUESTIONS):
-        (n,) = rng.choices(LOOKUPS, CHANCES)
+        (n,) = rng.choices(lookups) if lookups else rng.choices(LOOKUPS, CHANCES)
         words += ["now", str(n), *rng.choice(at[n])]
     return "".join(" " + word for word in [*words, "the", "end"])
 
 
-def documents(lines=100_000, seed=0):
+def documents(lines=100_000, seed=0, lookups=()):
     """The corpus: a document a line, (name, bytes)."""
     rng = random.Random(seed)
-    return [(str(i), line(rng).encode()) for i in range(lines)]
+    return [(str(i), line(rng, lookups).encode()) for i in range(lines)]
 
 
 def tokenizer():
@@ -62,17 +65,22 @@ def tokenizer():
     return Tokenizer("lookup", r" ?[^ ]+| ", tokens)
 
 
-def prepare_lookup(folder=CACHE / "lookup", lines=100_000, seed=0):
+def prepare_lookup(folder=CACHE / "lookup", lines=100_000, seed=0, lookups=()):
     """Write the prepared corpus of the task, unless it is there. One line in 20 is for validation.
 
     Raises:
-        UserError: too few lines to hold some out whole, or a folder that holds something else.
+        UserError: too few lines to hold some out whole, a number of lookups that no chain has, or a
+            folder that holds something else.
     """
     if lines < 100:
         raise UserError(f"--lines {lines} is too few: some are held out, so give at least 100")
+    if unknown := [n for n in lookups if n not in LOOKUPS]:
+        raise UserError(f"--lookups {unknown[0]}: chains have {LOOKUPS[0]} to {LOOKUPS[-1]}")
     source = f"lookup, {lines} lines, seed {seed}"
+    if lookups:
+        source += f", lookups {' '.join(map(str, lookups))}"
     if not folder.exists():
-        write_corpus(folder, source, documents(lines, seed), tokenizer())
+        write_corpus(folder, source, documents(lines, seed, lookups), tokenizer())
     elif read_meta(folder).get("source") != source:
         raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
 

@@ -51,6 +51,7 @@ class TrainConfig:
     # steps that lead the router from hardly any pondering to where it starts (warm_start.py); with
     # --init-from and a model that does not ponder 3 in 10, else 0
     ponder_warmup: NonNegativeInt = 0
+    ponder_from: NonNegativeInt = 0  # steps that the model of --init-from takes already
     weight_decay: Share = 0.1  # on matrices only
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW
     clip: Annotated[float, Field(ge=0)] = 1.0  # gradient norm; 0: off
@@ -143,6 +144,7 @@ def parse(argv=None, description=None):
     first.add_argument("--method")
     first.add_argument("--init-from", "--init_from")
     first.add_argument("--steps", type=int)
+    first.add_argument("--ponder-steps", "--ponder_steps", type=int)
     first.add_argument("--device", default="auto")
     first.add_argument("--out", default="out")
     first.add_argument("--name")
@@ -157,7 +159,8 @@ def parse(argv=None, description=None):
             preset = "small" if pick_device(known.device).type == "cuda" else "tiny"
         defaults = PRESETS[preset]
         if known.init_from:
-            defaults = start_defaults(defaults, known.init_from, known.method, known.steps)
+            flags = known.method, known.steps, known.ponder_steps
+            defaults = start_defaults(defaults, known.init_from, *flags)
         elif known.method:
             defaults = replace(defaults, model=configure(defaults.model, known.method))
 
@@ -220,7 +223,8 @@ def read_settings(out, name=None):
         model, corpus = parse_config(content["config"].pop("model")), dict(content["corpus"])
         if content["config"]["data"] == "hops":  # its name before it was a folder
             content["config"]["data"] = "data/lookup"
-        config = from_json(TrainConfig, content["config"], ("model", "init_from", "ponder_warmup"))
+        optional = ("model", "init_from", "ponder_warmup", "ponder_from")  # added later
+        config = from_json(TrainConfig, content["config"], optional)
         return run, replace(config, model=model), corpus
     except (UserError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} does not hold the settings of a run: {error}") from None

@@ -10,6 +10,8 @@ SHALLOW          At step 0 the router hardly ponders: 0.7 % of s lies beyond ste
 ponder_warmup    But from there the router would never open, since states that count for nothing get
                  no gradient. So in the first steps it learns nothing, and its offset is led to
                  where a model from scratch starts. The other weights have time to follow.
+ponder_from      A model that takes K steps learns to take more in the same way. The new rows of its
+                 router are copies of the last, and their offset is led from SHALLOW to the last's.
 """
 
 from dataclasses import fields, replace
@@ -39,22 +41,30 @@ def feeds_back(method):
     return "feedback_scale" not in unused_settings(find(method))
 
 
-def start_defaults(defaults, name, method=None, steps=None):
+def start_defaults(defaults, name, method=None, steps=None, ponder_steps=None):
     """A TrainConfig whose `defaults` become those of a training that begins from the model `name`.
 
-    A model that ponders goes on as it is. One that does not becomes a `method` (None: ponderlm3)
-    with what `defaults` says of that, after a warm-up of 3 in 10 of the `steps`.
+    A model that ponders goes on as it is, or with more `ponder_steps`. One that does not becomes a
+    `method` (None: ponderlm3) with what `defaults` says of that. A router that is led to more steps
+    has a warm-up of 3 in 10 of the `steps`.
     """
     base, shape = read_config(locate(name)), defaults.model
     window = min(base.block_size, shape.block_size)
     rate = defaults.learning_rate / 2
+    warmup = round(0.3 * (steps or defaults.steps))
     if base.method != "vanilla" and method in (None, base.method):
-        return replace(defaults, model=replace(base, block_size=window), learning_rate=rate)
+        K, more = base.ponder_steps, (ponder_steps or 0) - base.ponder_steps
+        model = replace(base, block_size=window)
+        if more <= 0 or not can_warm_up(base.method):
+            return replace(defaults, model=model, learning_rate=rate)
+        offset = (*base.offset, *base.offset[-1:] * more)
+        model = replace(model, ponder_steps=ponder_steps, router_offset=offset)
+        led = dict(ponder_warmup=warmup, ponder_from=K)
+        return replace(defaults, model=model, learning_rate=rate, **led)
     backbone = {name: getattr(base, name) for name in BACKBONE}
     shape = configure(shape, method or "ponderlm3", **backbone, block_size=window)
-    warmup = 0
-    if base.method == "vanilla" and can_warm_up(shape.method):
-        warmup = round(0.3 * (steps or defaults.steps))
+    if base.method != "vanilla" or not can_warm_up(shape.method):
+        warmup = 0
     return replace(defaults, model=shape, learning_rate=rate, ponder_warmup=warmup)
 
 
@@ -91,10 +101,10 @@ def start_from(directory, config):
         ours, theirs = getattr(config, what), getattr(base.config, what)
         if ours != theirs:
             raise UserError(f"{name} = {ours}: {directory} has {theirs}; leave it as it is")
-    if base.has_router and config.ponder_steps != base.config.ponder_steps:
+    if config.ponder_steps < base.config.ponder_steps:
         raise UserError(
-            f"ponder_steps = {config.ponder_steps}: the router of {directory} is for "
-            f"{base.config.ponder_steps}; leave it as it is"
+            f"ponder_steps = {config.ponder_steps}: {directory} takes {base.config.ponder_steps}, "
+            "which can become more, not fewer; leave it as it is"
         )
     if config.block_size > base.config.block_size:
         raise UserError(
@@ -105,6 +115,9 @@ def start_from(directory, config):
     backbone = ("model.", "lm_head.")
     new = {k: x for k, x in model.state_dict().items() if not k.startswith(backbone)}
     tensors = new | base.state_dict()
+    if base.has_router:
+        rows, more = tensors["router.proj.weight"], config.ponder_steps - base.config.ponder_steps
+        tensors["router.proj.weight"] = torch.cat([rows, rows[-1:].expand(more, -1)])
     if wrong := differences(tensors, model.state_dict()):
         raise UserError(f"{directory} does not fit {config.method}: {wrong}")
     model.load_state_dict(tensors)
@@ -145,14 +158,16 @@ def adapt(config, windows):
 
 
 def offset_at(step, config):
-    """The router's offset at a step of a training, in the first of which it hardly ponders.
+    """The router's offset at a step of a training, in the first of which it hardly ponders, or
+    hardly more than the model that it began from.
 
     Step 0 has SHALLOW, the end of the warm-up config.model's own; between them the two
     distributions over the steps are mixed.
     """
     if step >= config.ponder_warmup:
         return config.model.router_offset
-    target, done = config.model.offset, step / config.ponder_warmup
-    shallow = torch.arange(len(target), dtype=torch.float64) * SHALLOW
-    mixed = (1 - done) * shallow.softmax(0) + done * torch.tensor(target).double().softmax(0)
+    target, done = torch.tensor(config.model.offset).double(), step / config.ponder_warmup
+    beyond = (torch.arange(len(target)) - config.ponder_from).clamp(min=0)  # 0 .. 0, 1, 2, ..
+    shallow = torch.where(beyond > 0, target[config.ponder_from] + SHALLOW * beyond, target)
+    mixed = (1 - done) * shallow.softmax(0) + done * target.softmax(0)
     return tuple(mixed.log().tolist())

@@ -1,12 +1,13 @@
 import random
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from corpus import lookup
-from corpus.batches import Windows, load_tokens
+from corpus.batches import Windows, load_tokens, read_meta
 from corpus.preparation import prepare
 from corpus.tokenizers import load_tokenizer
 from runtime import UserError
@@ -58,6 +59,22 @@ def test_corpus(corpus):
     x, _ = windows.batch(0, windows.count)
     assert (x[:, -1] == tokenizer.end_of_text).all()
     assert tokens.bytes is None and load_tokens(folder, "val", 600, 64).bytes == 1336
+
+
+def test_chosen_lookups(tmp_path):
+    """Catches questions of other kinds than were asked for, or some of them too rarely, a corpus
+    that does not say which, and a number that no chain has."""
+    rng = random.Random(0)
+    words = "".join(lookup.line(rng, lookups=(1, 3)) for _ in range(50)).split()
+    asked = [b for a, b in pairwise(words) if a == "now"]
+    assert set(asked) == {"1", "3"} and 250 < asked.count("3") < 350
+    folder = tmp_path / "some"
+    lookup.prepare_lookup(folder, lines=100, lookups=(1, 3))
+    assert read_meta(folder)["source"] == "lookup, 100 lines, seed 0, lookups 1 3"
+    with pytest.raises(UserError, match="holds something else"):
+        lookup.prepare_lookup(folder, lines=100)
+    with pytest.raises(UserError, match="--lookups 7: chains have 1 to 6"):
+        lookup.prepare_lookup(tmp_path / "none", lookups=(1, 7))
 
 
 def test_prepared_once(corpus, monkeypatch):

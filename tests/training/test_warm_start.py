@@ -176,8 +176,44 @@ def test_pondering_model_goes_on(config, llama):
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     with pytest.raises(UserError, match="is a ponderlm3 and can only go on as that"):
         start_from(first, going_on(config, first, "--method", "looped").model)
-    with pytest.raises(UserError, match="ponder_steps = 3: the router of out/first is for 2"):
-        start_from(first, replace(second.model, ponder_steps=3))
+    with pytest.raises(UserError, match="ponder_steps = 1: out/first takes 2, which"):
+        start_from(first, replace(second.model, ponder_steps=1))
+
+
+def test_more_steps(config, llama):
+    """Catches a model that forgets what it knew when it may take more steps: a router that uses
+    them at once, another offset for the steps that it has, a row that is not the last one's copy;
+    and a resume in the middle that is another training."""
+    first, _ = train(replace(going_on(config, llama, "--ponder-steps", "2"), name="first"))
+    grown = going_on(config, first, "--ponder-steps", "4")
+    assert (grown.model.ponder_steps, grown.ponder_from, grown.ponder_warmup) == (4, 2, 6)
+    before, model = load(first), start_from(first, grown.model)
+    assert grown.model.offset == (*before.config.offset, *2 * before.config.offset[-1:])
+    for name, x in before.state_dict().items():
+        assert torch.equal(model.state_dict()[name][: len(x)], x), name
+    rows = model.router.proj.weight
+    assert rows[2:].eq(rows[2]).all() and rows[2].ne(0).any()
+    expected = fixed_point_loss(before, config)
+    model.set_offset(offset_at(0, grown))
+    assert fixed_point_loss(model, config) == pytest.approx(expected, rel=0.01)
+    assert model.config.offset[3] - model.config.offset[2] == pytest.approx(-5)
+    whole, _ = train(replace(grown, name="whole", ponder_warmup=15))
+    parts, _ = train(replace(grown, name="parts", ponder_warmup=15))
+    shutil.rmtree(checkpoints(parts)[1])
+    shutil.rmtree(first)
+    train(parse(["--resume", "--name", "parts"]))
+    a, b = (load(run).state_dict() for run in (whole, parts))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_more_steps_without_router(config, llama):
+    """Catches a PonderLM-2 that cannot take more steps, or takes them with other weights."""
+    flags = "--method", "ponderlm2", "--ponder-steps"
+    first, _ = train(replace(going_on(config, llama, *flags, "1"), name="first"))
+    grown = going_on(config, first, "--ponder-steps", "3")
+    assert (grown.model.ponder_steps, grown.ponder_from, grown.ponder_warmup) == (3, 0, 0)
+    a, b = load(first).state_dict(), start_from(first, grown.model).state_dict()
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.parametrize(
