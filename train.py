@@ -5,6 +5,7 @@
     python train.py --data my_texts/ --steps 2000
     python train.py --init-from DIR_OR_NAME          go on with a Llama, and teach it to ponder
     python train.py --resume                         go on with the newest run, exactly
+    python train.py --grow 1:300,2:300,3:400         one step a token at first, then two, then three
     torchrun --nproc_per_node=2 train.py --micro-batch-size 4     by 2 processes
 
 Every flag and its default: python train.py --help
@@ -12,6 +13,7 @@ Every flag and its default: python train.py --help
 
 import math
 import shlex
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -45,6 +47,7 @@ from runtime import (
     write_json,
 )
 from training import on_cpu, runs
+from training.growing import stages
 from training.settings import TrainConfig, check, describe_corpus, open_corpus, open_run, parse
 from training.validation import evaluate, final_report
 from training.warm_start import adapt, offset_at, start_from
@@ -329,7 +332,10 @@ def train(config):
 
 
 def main():
-    train(parse(description=__doc__))
+    for flags in stages(sys.argv[1:]):
+        _, results = train(parse(flags, description=__doc__))
+        if results is None:
+            break
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -203,7 +203,8 @@ def join_processes(device):
             raise UserError(f"--nproc_per_node is more than the {count} GPUs of this machine")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if not dist.is_initialized():  # by an earlier training
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if dist.get_rank():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     return dist.get_rank(), dist.get_world_size(), device

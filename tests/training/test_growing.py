@@ -1,0 +1,81 @@
+"""`train.py --grow`: stages that begin from each other, in one command that can be stopped."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from interop import load
+from runtime import UserError
+from training.growing import stages
+from training.runs import checkpoints, read_lines
+
+SHAPE = "--hidden-size 16 --intermediate-size 16 --num-hidden-layers 1 --num-attention-heads 2"
+FLAGS = f"--data text.txt --preset tiny {SHAPE} --head-dim 8 --block-size 16 --eval-every 3"
+
+
+@pytest.fixture
+def grow(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"{i} and {i * i}\n" for i in range(2000)))
+
+    def run(schedule, *flags):
+        monkeypatch.setattr(sys, "argv", ["train.py", "--grow", schedule, *FLAGS.split(), *flags])
+        train.main()
+
+    return run
+
+
+def test_stages(grow, capsys):
+    """Catches a stage that does not begin from the one before, sees the same text again, or has
+    other steps; and a command that, given again, is another training or trains anew."""
+    grow("1:4,3:6")
+    one, three = load("out/grown-K1"), load("out/grown-K3")
+    assert (one.config.ponder_steps, three.config.ponder_steps) == (1, 3)
+    assert read_lines(Path("out/grown-K3/log.jsonl"))[-1]["step"] == 6
+    first = capsys.readouterr().out
+    trained = three.state_dict()
+    for lost in (1, 2):  # stopped after 3 of 6 steps, or before the first of them was saved
+        for checkpoint in checkpoints(Path("out/grown-K3"))[-lost:]:
+            shutil.rmtree(checkpoint)
+        Path("out/grown-K3/results.json").unlink()
+        grow("1:4,3:6")
+        out = capsys.readouterr().out
+        assert "resumed at step" in out and "grown-K1:" not in out
+        again = load("out/grown-K3").state_dict()
+        assert all(torch.equal(trained[name], again[name]) for name in trained)
+    grow("1:4,3:6")
+    assert capsys.readouterr().out == "" and "step 4/4" in first and "step 6/6" in first
+
+
+def test_flags(tmp_path):
+    """Catches a stage with another name, seed or start than the page says, and other commands that
+    are changed."""
+    argv = ["--grow", "1:5,2:6", "--out", str(tmp_path), "--name", "a", "--seed", "4", "--x", "1"]
+    first, second = stages(argv)
+    where = ["--out", str(tmp_path), "--name"]
+    of_first = ["--seed", "4", "--ponder-steps", "1", "--steps", "5"]
+    assert first == ["--x", "1", *where, "a-K1", *of_first]
+    start = ["--init-from", str(tmp_path / "a-K1")]
+    of_second = ["--seed", "5", "--ponder-steps", "2", "--steps", "6"]
+    assert second == [*start, "--x", "1", *where, "a-K2", *of_second]
+    assert [*stages(["--steps", "3"])] == [["--steps", "3"]]
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        ("--grow 1", "--grow 1: it should be K:steps"),
+        ("--grow 0:5,1:5", "it should be K:steps"),
+        ("--grow 2:5,2:5", "needs more steps a token than the one before"),
+        ("--grow 1:5 --steps 3", "--steps does not go with --grow"),
+        ("--grow 1:5 --ponder_steps=3", "--ponder-steps does not go with --grow"),
+    ],
+)
+def test_refusals(flags, message):
+    """Catches a schedule that would train something else than it says."""
+    with pytest.raises(UserError, match=message):
+        next(stages(flags.split()))

@@ -1,0 +1,49 @@
+"""`train.py --grow 1:2000,2:500,3:500`: learn to take one step, then two, then three (K : steps).
+
+Each stage is a run of its own, NAME-K1, NAME-K2, .., which begins from the one before
+(warm_start.py): another part of the text (seed + 1, ..), its own warm-up and cosine, and half the
+default learning rate after the first. The same command goes on where it was stopped.
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+from runtime import UserError
+
+
+def stages(argv):
+    """The command lines of the stages that `argv` asks for, those left; itself without --grow.
+
+    Raises:
+        UserError: no schedule, or a flag that the schedule sets.
+    """
+    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    known.add_argument("--grow")
+    known.add_argument("--name", default="grown")
+    known.add_argument("--out", default="out")
+    known.add_argument("--seed", type=int, default=0)
+    o, flags = known.parse_known_args(argv)
+    if o.grow is None:
+        yield argv
+        return
+    if not re.fullmatch(r"[1-9]\d*:[1-9]\d*(,[1-9]\d*:[1-9]\d*)*", o.grow):
+        raise UserError(f"--grow {o.grow}: it should be K:steps,K:steps,.., as in 1:2000,2:500")
+    schedule = [tuple(map(int, stage.split(":"))) for stage in o.grow.split(",")]
+    depths = [K for K, _ in schedule]
+    if depths != sorted(set(depths)):
+        raise UserError(f"--grow {o.grow}: each stage needs more steps a token than the one before")
+    for flag in ("--steps", "--ponder-steps", "--resume", "--init-from"):
+        if any(re.match(f"{flag}(=|$)", x.replace("_", "-")) for x in flags):
+            raise UserError(f"{flag} does not go with --grow, which says it for each stage")
+    before = None
+    for i, (K, steps) in enumerate(schedule):
+        run = Path(o.out, f"{o.name}-K{K}")
+        where = ["--out", o.out, "--name", run.name]
+        if not (run / "train.json").is_file():
+            start = ["--init-from", str(before)] if before else []
+            of_stage = ["--seed", str(o.seed + i), "--ponder-steps", str(K), "--steps", str(steps)]
+            yield [*start, *flags, *where, *of_stage]
+        elif not (run / "results.json").is_file():
+            yield ["--resume", *where]
+        before = run
