@@ -23,21 +23,20 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import pydantic
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import attend_to_cache, augment, soft_mask_attention
 from router import FixedDepth, Router, slot_bias, stop_step, upcast
+from runtime import settings
 
 # -- Settings --------------------------------------------------------------------------------------
 
-# A dataclass that checks types and bounds: no "3" for 3, no unknown field.
-settings = pydantic.dataclasses.dataclass(config=dict(strict=True, extra="forbid"))
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Size = Annotated[int, Field(ge=1, le=2**20)]  # of a matrix: two of them can be multiplied
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -45,13 +44,13 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class LlamaConfig:
     """The shape of the backbone. The fields are named as in Hugging Face's Llama."""
 
-    vocab_size: Count = 257  # V
-    hidden_size: Count = 128  # D
-    intermediate_size: Count = 344  # of SwiGLU
-    num_hidden_layers: Count = 4  # blocks
-    num_attention_heads: Count = 4  # H
-    num_key_value_heads: Count | None = None  # None: as many as query heads
-    head_dim: Count | None = None  # None: hidden_size / num_attention_heads
+    vocab_size: Size = 257  # V
+    hidden_size: Size = 128  # D
+    intermediate_size: Size = 344  # of SwiGLU
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1000)] = 4  # blocks
+    num_attention_heads: Size = 4  # H
+    num_key_value_heads: Size | None = None  # None: as many as query heads
+    head_dim: Size | None = None  # None: hidden_size / num_attention_heads
     block_size: Count = 64  # the window, in tokens
     rms_norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
     rope_theta: Positive = 10_000.0
@@ -99,9 +98,11 @@ class PonderConfig(LlamaConfig):
 
     # or of baselines/: ponderlm2, vanilla, looped, .., ablation-mask, ..; try --method NAME --help
     method: str = "ponderlm3"
-    ponder_steps: Annotated[int, Field(ge=0)] = 3  # K, steps beyond the first of any method
-    router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6
-    iters: tuple[Annotated[int, Field(ge=0)], int] = (2, 3)  # training draws R from this range
+    # K, steps beyond the first of any method
+    ponder_steps: Annotated[int, Field(ge=0, le=1000)] = 3
+    # None: rising linearly from 0 to 6
+    router_offset: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] | None = None
+    iters: tuple[NonNegativeInt, Annotated[int, Field(lt=2**31)]] = (2, 3)  # R is drawn from these
     # what multiplies a state that is fed back; None: 1. Of a former Llama it is measured
     feedback_scale: Positive | None = None
     backprop_passes: Count | None = None  # gradients through the last n passes; None: all

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 from tqdm import tqdm
 
 from corpus.tokenizers import load_tokenizer
 from engine.choosing import Choice, Sample, Temperature, check_request, choose, uniform
 from engine.printing import Printer, paint, read_prompts, replacing, summary, write_sample
 from interop import INCLUDED, find_model, load
-from model import Count, settings
+from model import settings
 from runtime import UserError, autocast, command_line, pick_device, pick_precision, read_json
 
 
@@ -93,8 +93,8 @@ class Options(Choice):
     run: str | None = None
     prompt: str = ""  # text to go on from; - reads it from standard input
     prompts: str | None = None  # file of prompts, one a line; empty lines do not count
-    max_new_tokens: NonNegativeInt = 200  # tokens to generate
-    num_samples: Count = 1  # how many continuations of each prompt
+    max_new_tokens: Annotated[int, Field(ge=0, le=10**7)] = 200  # tokens to generate
+    num_samples: Annotated[int, Field(ge=1, le=10**6)] = 1  # how many continuations of each prompt
     stop: bool = True  # a text ends where the model ends it
     show_steps: bool = False  # colour each token by the steps taken before it was chosen, or read
     out: Path | None = None  # write the samples to this file, one JSON a line, in place of printing
@@ -106,7 +106,7 @@ class Options(Choice):
 def scored_tau(directory):
     """The tau at which a run counted its steps; of another model that of a Choice."""
     file = Path(directory) / "train.json"
-    config = read_json(file).get("config", {}) if file.exists() else {}
+    config = read_json(file, dict[str, dict]).get("config", {}) if file.exists() else {}
     return config.get("tau", Choice.tau)
 
 
@@ -118,7 +118,7 @@ class Request:
 
     def __init__(self, options):
         o = self.options = options
-        texts = read_prompts(o.prompt, o.prompts)
+        texts = read_prompts(o.prompt, o.prompts, o.out)
         self.texts = [text for text in texts for _ in range(o.num_samples)]
         self.directory = find_model(o.run, otherwise=INCLUDED)
         self.device = pick_device(o.device)
@@ -171,7 +171,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     request, o = Request(options), options
     request.describe("simple")
     total, n, start = 0, len(request.ids), time.perf_counter()
-    with autocast(request.device, request.dtype), replacing(o.out, o.prompts, n) as file:
+    with autocast(request.device, request.dtype), replacing(o.out, n) as file:
         for i in tqdm(range(n), unit=" samples", leave=False, disable=file is None):
             seed = None if o.seed is None else o.seed + i
             pairs = stream(

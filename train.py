@@ -97,7 +97,8 @@ def make_optimizer(model, config, device):
     if config.ponder_warmup:  # the router waits: the last group, with a learning rate of its own
         router = model.router.proj.weight
         groups[0]["params"] = [p for p in matrices if p is not router]
-        groups.append({"params": [router], "weight_decay": config.weight_decay})
+        alone = [p for p in matrices if p is router]  # none, if it does not learn
+        groups.append({"params": alone, "weight_decay": config.weight_decay})
     fused = device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
@@ -291,7 +292,7 @@ def train(config):
     entropy = unigram_entropy(val_tokens, V)
     config = from_first(adapt(config, Windows(train_tokens, T, seed=0)))  # the same for all seeds
 
-    corpus = describe_corpus(folder, train_tokens, val_tokens)  # the same after a resume?
+    corpus = describe_corpus(folder, tokenizer, train_tokens, val_tokens)
     run, latest, changed = from_first(None if rank else open_run(config, corpus))
     with nullcontext() if rank else runs.locked(run):
         training = open_training(config, run, V, latest, device)

@@ -29,7 +29,7 @@ from interop import load, read_config
 from model import LlamaConfig, PonderConfig, settings
 from runtime import UserError, pick_device
 from training.runs import read_lines, read_results
-from training.settings import TrainConfig, read_run, validation_windows
+from training.settings import TrainConfig, is_same, read_run, validation_windows
 from training.validation import evaluate
 
 # -- Runs and groups of them -----------------------------------------------------------------------
@@ -133,12 +133,12 @@ def check_comparable(runs):
     """
     first, odd = runs[0], {}
     for run in runs:
-        for what, a, b in (
-            ("corpora", first.corpus, run.corpus),
-            ("windows", first.shape.block_size, run.shape.block_size),
-            ("numbers of windows", first.config.eval_windows, run.config.eval_windows),
+        for what, differ in (
+            ("corpora", not is_same(first.corpus, run.corpus)),
+            ("windows", first.shape.block_size != run.shape.block_size),
+            ("numbers of windows", first.config.eval_windows != run.config.eval_windows),
         ):
-            if a != b:
+            if differ:
                 raise UserError(f"{first.path} and {run.path} are scored on different {what}")
         of_method = vars(run.config.model).keys() - BACKBONE | {"tau"}
         for name in run.settings.keys() - of_method:

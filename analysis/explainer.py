@@ -115,7 +115,7 @@ def draw_explainer(request):
     path = find_model(request.run, otherwise=INCLUDED)
     of_run = Path("out") if path == INCLUDED and request.run is None else path / "report"
     file = request.out or of_run / "explainer.html"
-    if file.is_dir():
-        raise UserError(f"{file} is a folder; name a file in it")
+    if file.is_dir() or file.suffix != ".html":  # never in place of something else
+        raise UserError(f"--out {file} is a folder, or no .html: name a page")
     explainer_page(path, file, request.tau)
     print(f"written: {file} ({file.stat().st_size / 1e6:.2f} MB)")

@@ -33,6 +33,11 @@ class NoMask(PonderLM):
 class NoIntegration(PonderLM):
     method, title, marker = "ablation-integration", "PonderLM-3, no integration", "^"
 
+    def __init__(self, config):
+        super().__init__(config)
+        if config.backprop_passes == 1 and not config.penalty_weight:
+            self.router.requires_grad_(False)  # no gradient reaches it
+
     def step_weights(self, s, steps=None):
         steps = torch.full_like(s[..., 0], s.size(-1) - 1) if steps is None else steps
         return F.one_hot(steps.long(), s.size(-1)).to(s.dtype)

@@ -16,7 +16,7 @@ import tyro
 from corpus.batches import describe, load_tokens, unigram_entropy
 from corpus.lookup import prepare_lookup
 from corpus.preparation import CACHE, prepare
-from corpus.streaming import Options, stream
+from corpus.streaming import stream
 from runtime import command_line
 
 
@@ -63,7 +63,7 @@ def lookup(
 def main():
     name, *flags = sys.argv[1:] or [""]
     if name == "stream":
-        stream(tyro.cli(Options, prog="python -m corpus stream", args=flags))
+        tyro.cli(stream, prog="python -m corpus stream", args=flags)
     elif name == "lookup":
         tyro.cli(lookup, prog="python -m corpus lookup", args=flags)
     else:

@@ -12,9 +12,12 @@ T is the number of tokens of a window.
 """
 
 from pathlib import Path
+from typing import Any, Literal, NotRequired
 
 import numpy as np
 import torch
+from pydantic import NonNegativeInt
+from typing_extensions import TypedDict
 
 from runtime import UserError, read_json
 
@@ -42,14 +45,36 @@ def describe(folder):
     return f"{folder}: {meta['bytes']:,} bytes, sha256 {meta['sha256'][:16]}, {meta['source']}"
 
 
+class Meta(TypedDict):
+    """What meta.json holds; the last four of a streamed corpus."""
+
+    source: str
+    bytes: NonNegativeInt
+    sha256: str
+    documents: NotRequired[NonNegativeInt]
+    val_bytes: NotRequired[NonNegativeInt]
+    dtype: NotRequired[Literal["uint16", "uint32"]]  # no other: bytes would become what they say
+    tokens: NotRequired[NonNegativeInt]
+    shards: NotRequired[NonNegativeInt]
+    complete: NotRequired[bool]
+    state: NotRequired[Any]
+
+
 def read_meta(folder):
     """A corpus's meta.json; {} without one, or with somebody else's."""
-    file = folder / "meta.json"
-    try:
-        meta = read_json(file) if file.exists() else {}
-    except UserError as error:
-        raise UserError(f"{error}; delete {folder} and prepare it again") from None
-    return meta if "source" in meta else {}
+    file, way_out = folder / "meta.json", f"; move {folder} away and prepare it again"
+    if not file.exists() or "source" not in read_json(file, way_out=way_out):
+        return {}
+    return read_json(file, Meta, way_out)
+
+
+def type_of(files, meta, vocab_size):
+    """The type of the ids in .bin files: as meta.json says, else as the ids need it."""
+    kind = np.dtype(meta.get("dtype", id_type(vocab_size)))
+    first = np.fromfile(files[0], kind, 10**6)
+    if not meta and kind == np.uint16 and first[::2].any() and not first[1::2].any():
+        return np.dtype(np.uint32)  # halves of small ids
+    return kind
 
 
 def check_streamed(folder):
@@ -96,7 +121,7 @@ def load_tokens(folder, split, vocab_size, block_size):
     if not files:
         raise UserError(f"{folder / split}.bin is missing; a corpus has train.bin and val.bin")
     meta = read_meta(folder)
-    kind = np.dtype(meta.get("dtype", "uint16"))
+    kind = type_of(files, meta, vocab_size)
     try:
         tokens = Tokens(files, kind, meta.get(f"{split}_bytes"))
     except ValueError as error:  # an odd number of bytes, or none

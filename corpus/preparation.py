@@ -32,7 +32,7 @@ from corpus.tokenizers import (
     load_tokenizer,
     open_tokenizer,
 )
-from runtime import UserError, write_json
+from runtime import UserError, write_json, writing
 
 CACHE = Path("data")
 PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # torch brings the last two
@@ -111,10 +111,26 @@ CORPORA = {"pydocs": pydocs, "pysource": pysource, "shakespeare": shakespeare}
 
 
 def read_texts(path):
-    """A file, or the files of a folder that are not hidden or binary: (name, bytes), by name."""
-    files = [f for f in sorted([path, *path.rglob("*")]) if f.is_file()]
+    """A file, or the files of a folder that are not hidden or binary: (name, bytes), by name.
+
+    Raises:
+        OSError: a file or folder that may not be read.
+    """
+
+    def fail(error):
+        raise error
+
+    files = [path]
+    if not path.is_file():
+        found = (
+            Path(place, name) for place, _, names in os.walk(path, onerror=fail) for name in names
+        )
+        files = [file for file in sorted(found) if file.is_file()]
     files = [f for f in files if not any(x[0] == "." for x in f.relative_to(path).parts)]
     texts = [(str(f.relative_to(path.parent)), f.read_bytes()) for f in files]
+    if odd := [name for name, text in texts if b"\0" in text]:
+        what = "taken as it is" if path.is_file() else f"{len(odd)} of {len(files)} files left out"
+        print(f"note: {what}, which has zero bytes and is no UTF-8 text: {', '.join(odd[:3])}")
     return [(name, text) for name, text in texts if path.is_file() or b"\0" not in text]
 
 
@@ -133,17 +149,17 @@ def divide(documents):
     """Documents -> texts of train and of validation.
 
     Validation takes one file in 20, by the hash of its name: no docstring has its neighbours on the
-    other side. Of fewer than 100 documents it takes the last tenth of each.
+    other side. Of fewer than 100 documents, or where no name has such a hash, it takes the last
+    tenth of each.
     """
     train, val = [], []
     for name, text in documents:
-        if len(documents) >= 100:
-            held_out = int(hashlib.sha1(name.encode()).hexdigest(), 16) % 20 == 0
-            (val if held_out else train).append(text)
-        else:
-            cut = boundary(text, len(text) - len(text) // 10)
-            train.append(text[:cut])
-            val.append(text[cut:])
+        # What is not UTF-8 in a file's name is a surrogate in Python's.
+        digest = hashlib.sha1(name.encode("utf-8", "surrogateescape")).hexdigest()
+        (train if int(digest, 16) % 20 else val).append(text)
+    if len(documents) < 100 or not (train and val):
+        cuts = [(text, boundary(text, len(text) - len(text) // 10)) for _, text in documents]
+        train, val = [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
     return train, val
 
 
@@ -168,13 +184,13 @@ def write_tokens(texts, tokenizer, file, label):
     """Encode documents, each followed by the end of text, into a file of ids."""
     kind = id_type(tokenizer.vocab_size)
     bar = tqdm(total=sum(map(len, texts)), desc=label, unit="B", unit_scale=True, leave=False)
-    with open(file, "wb") as out, bar:
+    with writing(file), open(file, "wb") as out, bar:
         for text in texts:
-            np.array(tokenizer.begin, dtype=kind).tofile(out)
+            out.write(np.array(tokenizer.begin, dtype=kind).tobytes())
             for piece in pieces_of(text):
-                np.array(tokenizer.encode(piece), dtype=kind).tofile(out)
+                out.write(np.array(tokenizer.encode(piece), dtype=kind).tobytes())
                 bar.update(len(piece))
-            np.array([tokenizer.end_of_text], dtype=kind).tofile(out)
+            out.write(np.array([tokenizer.end_of_text], dtype=kind).tobytes())
 
 
 def write_corpus(folder, source, documents, tokenizer):

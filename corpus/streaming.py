@@ -15,17 +15,18 @@ and makes the files that it would have made anyway; a larger --tokens adds shard
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
+from pydantic import Field
 from tqdm import tqdm
 
-from corpus.batches import check_streamed, describe, id_type, is_prepared, read_meta
+from corpus.batches import check_streamed, describe, id_type, read_meta
 from corpus.preparation import CACHE, check_end
 from corpus.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
-from runtime import UserError, write_bytes, write_json
+from runtime import UserError, settings, write_bytes, write_json
 
 NAMES = {  # of Hugging Face's hub: repository, configuration
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
@@ -34,23 +35,24 @@ NAMES = {  # of Hugging Face's hub: repository, configuration
 }
 BATCH = 2**22  # bytes encoded at a time
 BPE_TEXT = 20_000_000  # bytes that a BPE is trained on
+Tokens = Annotated[float, Field(ge=1)]
 
 
-@dataclass
+@settings
 class Options:
     """Stream a corpus into shards of token ids, and go on where an earlier call stopped."""
 
     # fineweb-edu, minipile, pile, any dataset of the hub, or a local folder of .jsonl or .parquet
     # files, or of .txt files, one document each
     name: tyro.conf.Positional[str]
-    tokens: float  # number of training tokens, for instance 1e9; inf for all
+    tokens: Tokens  # number of training tokens, for instance 1e9; inf for all
     tokenizer: str = "gpt2"  # bytes, gpt2, bpe (trained on the first 20 MB), or a model with one
     vocab_size: int = 4096  # number of tokens of a bpe tokenizer
     config: str | None = None  # configuration of the dataset, where it has several
     split: str = "train"  # split of the dataset
     field: str = "text"  # the column with the text
-    val_tokens: float = 1e6  # number of validation tokens, from the first documents
-    shard_tokens: float = 1e8  # tokens a file, and the most that an interruption loses
+    val_tokens: Tokens = 1e6  # number of validation tokens, from the first documents
+    shard_tokens: Tokens = 1e8  # tokens a file, and the most that an interruption loses
     folder: Path | None = None  # where to; by default data/NAME-TOKENIZER
 
 
@@ -72,13 +74,13 @@ def open_dataset(options):
     try:
         dataset = load_dataset(**kwargs, split=options.split, streaming=True)
         first = next(iter(dataset), {})
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, StopIteration) as error:  # the last of an empty file
+        reason = (str(error).strip() or "it is empty").splitlines()[0]
         raise UserError(
             f"cannot open {name}: {reason}. Without a network give a local folder of .jsonl, "
             ".parquet or .txt files"
         ) from None
-    if not isinstance(first.get(options.field), str):
+    if not isinstance(first.get(options.field, 0), str | None):
         raise UserError(f"{name} has no text in {options.field!r}; --field is one of {[*first]}")
     return dataset
 
@@ -87,7 +89,9 @@ def texts_of(dataset, field):
     """Its documents as bytes."""
     try:
         for row in dataset:
-            yield (row[field] or "").encode("utf-8", "replace")
+            if not isinstance(text := row.get(field), str | None):
+                raise UserError(f"a document has {text!r:.80} in {field!r}, which is no text")
+            yield (text or "").encode("utf-8", "replace")
     except OSError as error:
         raise UserError(
             f"the stream broke off: {error}; the same command goes on behind the last shard"
@@ -181,27 +185,24 @@ def add_shards(folder, meta, dataset, options):
             write_json(folder / "meta.json", meta)
 
 
-def stream(options):
+def stream(options: Annotated[Options, tyro.conf.arg(name="")]):
     """Write the corpus that `options` describe, or what an earlier call left of it to write.
 
     Raises:
-        UserError: no token asked for, text that is too short or cannot be read, or another corpus
-            in the folder.
+        UserError: text that is too short or cannot be read, or a folder that holds something else.
     """
-    if not min(options.tokens, options.val_tokens, options.shard_tokens) >= 1:
-        raise UserError("--tokens, --val-tokens and --shard-tokens must be at least 1")
     options.name = name = options.name.rstrip("/")
     folder = Path(options.folder or CACHE / f"{Path(name).name}-{Path(options.tokenizer).name}")
     dataset, source, meta = open_dataset(options), describe_source(options), read_meta(folder)
-    if is_prepared(folder) and "shards" not in meta:
-        raise UserError(f"{folder} holds another corpus: delete it, or use --folder")
+    if "shards" not in meta and any(file.suffix != ".tmp" for file in folder.glob("*")):
+        raise UserError(f"{folder} holds something else: use another --folder")
     if not meta.get("shards"):
         folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = make_tokenizer(options, texts_of(dataset, options.field))
-        tokenizer.save(folder / "tokenizer.json")
         meta = dict(source=source, complete=False, tokens=0, shards=0, documents=0, bytes=0)
         meta |= dict(sha256="", state=None)
-        write_json(folder / "meta.json", meta)
+        write_json(folder / "meta.json", meta)  # first: what is in the folder is ours
+        tokenizer = make_tokenizer(options, texts_of(dataset, options.field))
+        tokenizer.save(folder / "tokenizer.json")
     elif meta["source"] != source:
         raise UserError(f"{folder} was made from {meta['source']!r}, not {source!r}: use --folder")
     if meta["complete"]:

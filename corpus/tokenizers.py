@@ -19,9 +19,12 @@ import json
 import re
 from itertools import takewhile
 from pathlib import Path
+from typing import Annotated
 
 import rustbpe
 import tiktoken
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from runtime import UserError, locate, read_json, write_json, write_text
 
@@ -30,6 +33,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
 END_OF_TEXT = "<|endoftext|>"
 # How GPT-2 cuts a text into words, within which BPE merges.
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+BLANKS = re.compile(r"(\s{100000})")  # so long a run overflows the stack of the two libraries
 INVALID = re.compile("([\udc80-\udcff]+)")  # how surrogateescape writes bytes that are not UTF-8
 
 
@@ -86,7 +90,8 @@ class Tokenizer(Saved):
         check_bpe_size(vocab_size)
         print(f"training a BPE tokenizer of {vocab_size} tokens", flush=True)
         bpe = rustbpe.Tokenizer()
-        bpe.train_from_iterator(iter(texts), vocab_size - 1, pattern=WORDS)
+        pieces = (piece for text in texts for piece in BLANKS.split(text))
+        bpe.train_from_iterator(pieces, vocab_size - 1, pattern=WORDS)
         ranks = sorted(bpe.get_mergeable_ranks(), key=lambda pair: pair[1])
         return cls("bpe", WORDS, [bytes(token) for token, _ in ranks])
 
@@ -102,7 +107,8 @@ class Tokenizer(Saved):
                 piece = piece.encode("utf-8", "surrogateescape")
                 ids += [self.encoding.encode_single_token(bytes([b])) for b in piece]
             else:
-                ids += self.encoding.encode_ordinary(piece)
+                for part in BLANKS.split(piece):
+                    ids += self.encoding.encode_ordinary(part)
         return ids
 
     def decode(self, ids):
@@ -163,6 +169,10 @@ def check_bpe_size(vocab_size):
     """Refuse a BPE without a merge: the 256 bytes and the end of text are 257 tokens."""
     if vocab_size <= 257:
         raise UserError(f"a BPE of {vocab_size} tokens is too small: --vocab-size must be over 257")
+
+
+class Ids(TypedDict):
+    vocab_size: Annotated[int, Field(ge=1, le=2**20)]
 
 
 class IdTokenizer(Saved):
@@ -246,7 +256,9 @@ def token_bytes(library, decoder):
     """
     vocabulary = library.get_vocab(with_added_tokens=True)
     added = library.get_added_tokens_decoder()
-    tokens = [b""] * (max(vocabulary.values()) + 1)
+    if (largest := max(vocabulary.values(), default=0)) >= 2**24:
+        raise UserError(f"its tokenizer.json has a token {largest}: no table is so large")
+    tokens = [b""] * (largest + 1)
     kinds = {part["type"] for part in (decoder or {}).get("decoders", [decoder or {"type": None}])}
     byte = byte_characters()
     if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
@@ -291,7 +303,7 @@ def load_tokenizer(file):
         if fields["name"] == HuggingFaceTokenizer.name:
             return HuggingFaceTokenizer(fields["tokenizer"], fields["end"])
         if fields["name"] == IdTokenizer.name:
-            return IdTokenizer(int(fields["vocab_size"]))
+            return IdTokenizer(read_json(file, Ids)["vocab_size"])
         if fields["name"] == "chars":
             raise UserError("character vocabularies are no longer read; prepare the text again")
         tokens = [base64.b64decode(token) for token in fields["tokens"]]
@@ -302,7 +314,7 @@ def load_tokenizer(file):
         return Tokenizer(fields["name"], fields["pattern"], tokens)
     except UserError as error:
         raise UserError(f"the tokenizer of {file.parent} cannot be used: {error}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is not a tokenizer that is known here: {error!r}") from None
 
 

@@ -77,7 +77,7 @@ def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
             bar.clear()
         request.show(i, zip(sample.tokens, sample.steps, strict=True), file)
 
-    with replacing(o.out, o.prompts, n) as file:
+    with replacing(o.out, n) as file:
         if n == 1 and not file:
             total = request.show(0, ((token, steps) for _, token, steps in events), file)
         else:

@@ -22,7 +22,7 @@ class Choice:
     temperature: Temperature = 1.0  # 0 is greedy
     top_k: Count | None = None  # choose among the k most probable tokens
     # choose among the fewest tokens that hold this probability
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=1e-30, le=1)] | None = None
     # makes the choices repeatable; sample i, from 0 on, has seed + i
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 

@@ -2,16 +2,21 @@
 
 import codecs
 import json
+import os
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runtime import UserError
+from runtime import UserError, writing
 
 
-def read_prompts(prompt, prompts):
-    """The texts to go on from: one, or the lines of a file without the empty ones."""
+def read_prompts(prompt, prompts, out=None):
+    """The texts to go on from: one, or the lines of a file without the empty ones. `out` is where
+    their samples will go; what holds anything but samples is refused here, before they take time.
+    """
+    if out is not None:
+        check_out(out, prompts)
     try:
         if prompts is None:
             text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
@@ -87,31 +92,49 @@ def write_sample(file, prompt, pairs, tokenizer, end):
     text = tokenizer.decode([token for token in tokens if token != end])
     text = text.decode("utf-8", "replace")
     line = {"prompt": prompt, "text": text, "tokens": tokens, "steps": steps}
-    print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
+    with writing(file.name):
+        print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
     return len(tokens)
 
 
-@contextmanager
-def replacing(out, prompts, n):
-    """A file that takes the place of `out` in the end, if it has a line by then; or None."""
-    if out is None:
-        yield None
-        return
+def check_out(out, prompts):
+    """Refuse a place for samples before they take time: what is there, but samples, stays."""
     if out.exists() and (not out.is_file() or (prompts and out.samefile(prompts))):
         raise UserError(f"--out {out} is the file of prompts, or not a regular file: take another")
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}; make it first")
-    part = out.with_name(out.name + ".part")
+    if not os.access(out.parent, os.W_OK):
+        raise UserError(f"--out {out}: nothing can be written in {out.parent}; take another folder")
+    if out.exists() and out.stat().st_size and b'"tokens": [' not in out.read_bytes():
+        raise UserError(f"--out {out} holds something else than samples: take another")
+
+
+@contextmanager
+def replacing(out, n):
+    """A file that takes the place of `out` in the end, with the whole lines it has by then; or
+    None. Where an error ends it, what was in `out` before stays."""
+    if out is None:
+        yield None
+        return
+    part, kept = out.with_name(out.name + ".part"), False
+    file = part.open("w", encoding="utf-8")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            yield file
+        yield file
+    except Exception:
+        kept = out.exists()
+        raise
     finally:
-        written = part.read_bytes().count(b"\n")
-        if written:
-            part.replace(out)
-            print(f"written: {out}, {written} of {n} samples")
-        else:
+        with suppress(OSError):  # of the line that a full disk did not take
+            file.close()
+        whole = part.read_bytes().rpartition(b"\n")
+        os.truncate(part, len(whole[0] + whole[1]))
+        written = whole[0].count(b"\n") + len(whole[1])
+        if not written:
             part.unlink()
+        elif not kept:
+            part.replace(out)
+        if written:
+            print(f"written: {part if kept else out}, {written} of {n} samples")
 
 
 def summary(read, K, total, start):

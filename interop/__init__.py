@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 import runtime
 from baselines import build, find, unused_settings
 from model import PonderConfig
-from runtime import UserError, one_line, read_json, write_json
+from runtime import UserError, one_line, read_json, write_json, writing
 
 FORMAT = "ponderlm-3"
 FOR_TRANSFORMERS = "ponderlm"  # model_type where export.py has put our form into config.json
@@ -129,7 +129,7 @@ def read_config(directory, method=None):
         if method not in (None, config.method):
             raise UserError(f"it is a {config.method}, not a {method}")
         return config
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise UserError(f"{file}: a field is missing or of a wrong type: {error!r}") from None
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
@@ -454,7 +454,8 @@ def write_directory(directory, config, tensors):
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     temporary = directory / f"{SINGLE}.tmp"
-    save_file(tensors, temporary, metadata={"format": "pt"})
+    with writing(directory / SINGLE):
+        save_file(tensors, temporary, metadata={"format": "pt"})
     write_json(directory / "config.json", config)
     shutil.copymode(directory / "config.json", temporary)  # save_file lets only its owner read it
     temporary.replace(directory / SINGLE)

@@ -4,9 +4,11 @@ Everything may import it, and it imports nothing of the project. A helper belong
 several rooms need it and it knows nothing of models, text or training.
 """
 
+import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import timeit
@@ -14,10 +16,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pydantic
+import pydantic_core
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 # -- Commands and their errors ---------------------------------------------------------------------
+
+
+# A dataclass that checks types and bounds: no "3" for 3, no unknown field.
+settings = pydantic.dataclasses.dataclass(config=dict(strict=True, extra="forbid"))
 
 
 class UserError(Exception):
@@ -33,8 +41,11 @@ def one_line(error):
     for e in error.errors():
         name = ".".join(map(str, e["loc"]))
         message = e["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        lines.append(f"{name} = {e['input']!r:.80}: it {message}" if name else message)
-    return "; ".join(lines)
+        if e["type"] == "missing":
+            lines.append(f"{name} is missing")
+        else:
+            lines.append(f"{name} = {e['input']!r:.80}: it {message}" if name else message)
+    return "; ".join(lines[:3]) + "; .." * (len(lines) > 3)
 
 
 def command_line(main):
@@ -52,6 +63,11 @@ def command_line(main):
         if not (error.filename and error.strerror):  # not about a file that the user named
             raise
         sys.exit(f"error: {error.filename}: {error.strerror}")
+    except (MemoryError, RuntimeError) as error:
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not known and "can't allocate memory" not in str(error):  # what torch says on a CPU
+            raise
+        sys.exit("error: there is not enough memory: ask for fewer or smaller things at once")
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
@@ -84,12 +100,33 @@ def sync(path):
         os.close(descriptor)
 
 
+@contextmanager
+def writing(file):
+    """An error within it names the file that is written, and the room that its disk has: torch,
+    safetensors and a full disk say neither. OSError"""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if getattr(error, "filename", None):
+            raise
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        place = next(path for path in Path(file).absolute().parents if path.exists())
+        reason += f" ({shutil.disk_usage(place).free / 2**20:,.0f} MiB free)"
+        number = getattr(error, "errno", None) or errno.EIO
+        raise OSError(number, reason, str(file)) from None
+
+
 def write_bytes(file, content):
     """Replace a file by new content, or leave it as it was."""
     temporary = file.with_name(file.name + ".tmp")
-    temporary.write_bytes(content)
-    sync(temporary)
-    os.replace(temporary, file)
+    try:
+        with writing(file):
+            temporary.write_bytes(content)
+            sync(temporary)
+            os.replace(temporary, file)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_text(file, text):
@@ -100,15 +137,33 @@ def write_json(file, fields):
     write_text(file, json.dumps(fields, indent=2) + "\n")
 
 
-def read_json(file):
-    """A file with a JSON object. FileNotFoundError; UserError: it holds something else."""
+def check_json(content, kind):
+    """What JSON held, as a `kind` that pydantic knows. UserError: which field has what instead."""
     try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        return pydantic.TypeAdapter(kind).validate_python(content, strict=True)
+    except pydantic.ValidationError as error:
+        raise UserError(one_line(error)) from None
+
+
+def read_json(file, kind=dict, way_out=""):
+    """A file with a JSON object, which is of a `kind` as `check_json` has it.
+
+    Raises:
+        OSError: it is no file, or one that may not be read.
+        UserError: it holds something else; with a way out.
+    """
+    if not (file := Path(file)).is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
+    try:  # which refuses what is nested too deep, too
+        content = pydantic_core.from_json(file.read_bytes())
     except ValueError as error:
-        raise UserError(f"{file} is not a JSON object: {error}") from None
+        raise UserError(f"{file} is not a JSON object: {error}{way_out}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{file} is not a JSON object")
-    return content
+        raise UserError(f"{file} is not a JSON object{way_out}")
+    try:
+        return check_json(content, kind)
+    except UserError as error:
+        raise UserError(f"{file} is damaged: {error}{way_out}") from None
 
 
 # -- Models of others ------------------------------------------------------------------------------

@@ -24,13 +24,16 @@ import time
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Annotated, NotRequired
 
 import filelock
 import torch
-from safetensors import SafetensorError
+from pydantic import Field, with_config
+from pydantic_core import from_json
+from typing_extensions import TypedDict
 
-from interop import save
-from runtime import UserError, sync, write_text
+from interop import is_model, save
+from runtime import UserError, check_json, read_json, sync, write_text, writing
 
 # -- Runs ------------------------------------------------------------------------------------------
 
@@ -44,6 +47,14 @@ def step_of(checkpoint):
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def is_taken(run):
+    """Whether a folder holds anything but a training that ended before its first checkpoint."""
+    if checkpoints(run) or is_model(run):
+        return True
+    names = {file.name for file in run.glob("*")} - {".lock"}
+    return "train.json" not in names and any(not name.endswith(".tmp") for name in names)
+
+
 def new_run(out, name, prefix):
     """Create out/<name>, or without a name out/<prefix>-<date and time>.
 
@@ -55,7 +66,7 @@ def new_run(out, name, prefix):
     fresh = f"{prefix}-{time.strftime('%m%d-%H%M%S')}"
     same_second = len(list(Path(out).glob(f"{fresh}*")))
     run = Path(out) / (name or (f"{fresh}-{same_second + 1}" if same_second else fresh))
-    if checkpoints(run) or (run / "model.safetensors").exists():
+    if is_taken(run):
         raise UserError(f"{run} exists: go on with --resume, or choose another --name")
     run.mkdir(parents=True, exist_ok=bool(name))
     return run
@@ -88,10 +99,48 @@ def resume_command(run):
 # -- Its files -------------------------------------------------------------------------------------
 
 
+Number = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+@with_config(extra="allow")
+class Line(TypedDict):
+    """A line of log.jsonl, as far as it is read again."""
+
+    step: Number
+    ce: NotRequired[float]
+    steps: NotRequired[float]
+    val: NotRequired[float]
+    commit: NotRequired[str | None]
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Scores(TypedDict):
+    """What training.validation.evaluate returns."""
+
+    loss: Finite
+    steps: Annotated[Finite, Field(ge=0)]
+    truncated: list[Finite]
+    alone: list[Finite]
+    stopped: list[Finite]
+
+
+class Results(TypedDict):
+    """What results.json holds."""
+
+    trained: Scores
+    fixed: Scores
+    hard: Scores
+    permuted: Scores
+    iters: Number
+    unigram_entropy: Finite
+
+
 def append_line(file, fields):
     """One JSON object as one more line of a run's log."""
     try:
-        with open(file, "a", encoding="utf-8") as stream:
+        with writing(file), open(file, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(fields) + "\n")
     except OSError as error:
         raise cannot_write(file.parent, error) from None
@@ -102,13 +151,10 @@ def read_lines(file):
     if not file.exists():
         return []
     try:
-        *lines, _ = file.read_text(encoding="utf-8").split("\n")
-        rows = [json.loads(line) for line in lines]
-        if all(isinstance(row["step"], int) for row in rows):
-            return rows
-        raise ValueError("a step that is no number")
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} has a line that is not of a log: {error!r}; remove it") from None
+        *lines, _ = file.read_bytes().split(b"\n")
+        return check_json([from_json(line) for line in lines], list[Line])
+    except (ValueError, UserError) as error:
+        raise UserError(f"{file} has a line that is not of a log: {error}; remove it") from None
 
 
 def read_results(run):
@@ -121,15 +167,7 @@ def read_results(run):
     if not file.is_file():
         way_out = "a finished run is needed, not one of its checkpoints"
         raise UserError(f"{file} does not exist; {way_out}")
-    try:
-        results = json.loads(file.read_text(encoding="utf-8"))
-        losses = [results[key]["loss"] for key in ("trained", "fixed", "hard", "permuted")]
-        steps, R = results["hard"]["steps"], results["iters"]
-        if not (all(map(math.isfinite, losses)) and 0 <= steps < math.inf and R >= 0):
-            raise ValueError(f"losses {losses}, steps {steps}, iters {R}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is damaged: {error!r}; --resume writes it again") from None
-    return results
+    return read_json(file, Results, "; --resume writes it again")
 
 
 def draw_losses(run):
@@ -164,14 +202,10 @@ def draw_losses(run):
 
 
 def cannot_write(run, error):
-    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-    if getattr(error, "filename", None):
-        reason += f": {error.filename}"
-    if run.exists():  # torch and safetensors do not say that the disk is full
-        reason += f" ({shutil.disk_usage(run).free / 2**20:,.0f} MiB free)"
+    """What to do about an OSError of `runtime.writing`."""
     saved = checkpoints(run)
     return UserError(
-        f"cannot write to {run}: {reason}. Saved there is "
+        f"cannot write to {run}: {error.strerror}: {error.filename}. Saved there is "
         + (f"step {step_of(saved[-1])}" if saved else "no checkpoint yet")
         + f"; make room, or bring back what is missing, then: {resume_command(run)}"
     )
@@ -207,7 +241,8 @@ def save_checkpoint(run, model, optimizer, step, seconds):
         half.mkdir()
         save(model, half, exact=True)
         shutil.copyfile(run / "tokenizer.json", half / "tokenizer.json")
-        torch.save(trainer, half / "trainer.pt")
+        with writing(half / "trainer.pt"):
+            torch.save(trainer, half / "trainer.pt")
         for path in (*half.iterdir(), half):
             sync(path)
         os.replace(half, final)
@@ -215,7 +250,7 @@ def save_checkpoint(run, model, optimizer, step, seconds):
         for path in checkpoints(run)[:-2]:
             if path != best_checkpoint(run):
                 shutil.rmtree(path.rename(path.with_suffix(".tmp")))  # never half a checkpoint
-    except (OSError, RuntimeError, SafetensorError) as error:  # what torch and safetensors raise
+    except OSError as error:
         shutil.rmtree(half, ignore_errors=True)
         raise cannot_write(run, error) from None
 
@@ -239,8 +274,15 @@ def publish(checkpoint):
 
 
 def unreadable(checkpoint, error):
-    way_out = f"delete {checkpoint} to go on from the checkpoint before"
+    way_out = f"to go on from the checkpoint before, move {checkpoint} out of {checkpoint.parent}"
     return UserError(f"{error}; {way_out}")
+
+
+def dense(tensor):
+    """A copy in memory of its own: a view may claim more than it has, and kernels write to all."""
+    if tensor.layout != torch.strided or not tensor.is_floating_point():
+        raise ValueError(f"a tensor is {tensor.layout}, {tensor.dtype}")
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def read_trainer(checkpoint, optimizer):
@@ -253,6 +295,8 @@ def read_trainer(checkpoint, optimizer):
     file = checkpoint / "trainer.pt"
     try:
         trainer = torch.load(file, map_location="cpu", weights_only=True)
+    except PermissionError:
+        raise
     except Exception as error:  # a foreign file fails in any way
         reason = str(error).splitlines()[0] if str(error) else "it is empty"
         raise unreadable(checkpoint, f"{file} cannot be read as data: {reason}") from None
@@ -263,17 +307,18 @@ def read_trainer(checkpoint, optimizer):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if state.keys() != set(range(len(parameters))):
             raise ValueError(f"it has {len(state)} states for {len(parameters)} parameters")
-        for i, p in enumerate(parameters):  # shapes, which torch trusts
+        for i, p in enumerate(parameters):  # shapes and layouts, which torch trusts
             expected = {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
             found = {name: value.shape for name, value in state[i].items()}
             if found != expected:
                 raise ValueError(f"parameter {i} has {found}, not {expected}")
+            state[i] = {name: dense(value) for name, value in state[i].items()}
         optimizer.load_state_dict(now | {"state": state})  # the settings are this training's
         torch.set_rng_state(trainer["random"])
         if on_cuda(optimizer) and trainer["random_cuda"] is not None:  # else it moved to a GPU
             torch.cuda.set_rng_state(trainer["random_cuda"])
-        return trainer["step"], float(trainer["seconds"])
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        return trainer["step"], check_json(trainer["seconds"], Finite)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, UserError) as error:
         raise unreadable(checkpoint, f"{file} is not of this model: {error!r}") from None
 
 
@@ -283,8 +328,8 @@ def begin_log(run, step, changed, machine):
     rows = [row for row in read_lines(run / "log.jsonl") if row["step"] <= step] if step else []
     rows.append({"step": step, "changed": changed, **machine})
     write_text(run / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    for name in ("results.json", "loss.png"):
-        (run / name).unlink(missing_ok=True)
+    for file in (run / "results.json", run / "loss.png", *run.glob("*.tmp")):
+        shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
 
 
 def check_finite(run, step, **values):
@@ -335,7 +380,7 @@ def way_back(run):
         return "there is no checkpoint yet, so start again with a lower --learning-rate"
     return (
         f"the last checkpoint is {checkpoints(run)[-1]}; to go on from it: {resume_command(run)} "
-        "--learning-rate LOWER; if that ends here again, delete it to take the one before"
+        "--learning-rate LOWER; if that ends here again, move it away to take the one before"
     )
 
 

@@ -8,19 +8,20 @@ import shutil
 import sys
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NotRequired
 
 import numpy as np
 import tyro
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from attention import BACKENDS
 from baselines import check_settings, configure
 from corpus.batches import Windows, is_prepared, load_tokens
 from corpus.preparation import prepare
 from interop import from_json, locate, newest_run, parse_config
-from model import Count, PonderConfig, settings
-from runtime import UserError, pick_device, read_json
+from model import Count, PonderConfig, Size, settings
+from runtime import UserError, check_json, pick_device, read_json
 from training.runs import changes, checkpoints, new_run
 from training.warm_start import can_warm_up, start_defaults, tokenizer_beside
 
@@ -44,14 +45,15 @@ class TrainConfig:
     model: Annotated[PonderConfig, tyro.conf.arg(name="")] = field(default_factory=PonderConfig)
 
     steps: Count = 1000  # optimizer steps
-    batch_size: Count = 8  # windows a step
+    batch_size: Size = 8  # windows a step
     micro_batch_size: Count | None = None  # windows at a time, to save memory; None: all
     learning_rate: Annotated[float, Field(ge=0, lt=1e30)] = 4e-3  # peak; cosine to a tenth of it
     warmup: Share = 0.05  # share of the steps in which the learning rate rises
     # steps that lead the router from hardly any pondering to where it starts (warm_start.py); with
     # --init-from and a model that does not ponder 3 in 10, else 0
-    ponder_warmup: NonNegativeInt = 0
-    ponder_from: NonNegativeInt = 0  # steps that the model of --init-from takes already
+    ponder_warmup: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    # steps that the model of --init-from takes already
+    ponder_from: Annotated[int, Field(ge=0, le=1000)] = 0
     weight_decay: Share = 0.1  # on matrices only
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW
     clip: Annotated[float, Field(ge=0)] = 1.0  # gradient norm; 0: off
@@ -220,7 +222,8 @@ def read_settings(out, name=None):
         raise UserError(f"{file} does not exist: nothing to resume; train without --resume")
     content = read_json(file)
     try:
-        model, corpus = parse_config(content["config"].pop("model")), dict(content["corpus"])
+        model = parse_config(content["config"].pop("model"))
+        corpus = check_json(content["corpus"], Corpus)
         if content["config"]["data"] == "hops":  # its name before it was a folder
             content["config"]["data"] = "data/lookup"
         optional = ("model", "init_from", "ponder_warmup", "ponder_from")  # added later
@@ -257,7 +260,7 @@ def open_run(config, corpus):
         return new_run(config.out, config.name, config.preset), None, {}
     run, before, corpus_before = read_settings(config.out, config.name)
     changed = changes(before, config)
-    if any(corpus[key] != corpus_before.get(key) for key in corpus.keys() - {"name"}):
+    if not is_same(corpus, corpus_before):
         changed["corpus"] = corpus_before, corpus
     refused = [f"{k}: {a} -> {b}" for k, (a, b) in changed.items() if k not in MAY_CHANGE]
     if refused:
@@ -271,11 +274,33 @@ def open_run(config, corpus):
 # -- The corpus ------------------------------------------------------------------------------------
 
 
-def describe_corpus(folder, train, val):
-    """Name, size and hash of a corpus. Its ends stand for the whole, which may be of gigabytes."""
-    ends = np.concatenate([train[: 10**6], train[-(10**6) :]])
-    corpus = {"name": folder.name, "train_tokens": len(train), "val_tokens": len(val)}
-    return corpus | {"sha256": hashlib.sha256(ends.tobytes()).hexdigest()}
+class Corpus(TypedDict):
+    """What a corpus is known by. Its ends stand for tokens that may be of gigabytes."""
+
+    name: str
+    train_tokens: int
+    val_tokens: int
+    sha256: str  # of the first and the last 10^6 training tokens
+    val_sha256: NotRequired[str]  # the same of validation; this and the next came later
+    tokenizer: NotRequired[str]  # its digest
+
+
+def describe_corpus(folder, tokenizer, train, val):
+    """-> the Corpus that `open_corpus` opened."""
+
+    def digest(tokens):
+        return hashlib.sha256(np.concatenate([tokens[: 10**6], tokens[-(10**6) :]])).hexdigest()
+
+    return Corpus(
+        name=folder.name, train_tokens=len(train), val_tokens=len(val), sha256=digest(train),
+        val_sha256=digest(val), tokenizer=tokenizer.digest,
+    )  # fmt: skip
+
+
+def is_same(corpus, other):
+    """Whether two corpora have the same tokens, by all that both are known by but the name."""
+    shared = (corpus.keys() & other.keys()) - {"name"}
+    return all(corpus[key] == other[key] for key in shared)
 
 
 def open_corpus(config):
@@ -316,7 +341,6 @@ def validation_windows(path):
     # Its own tokenizer, as when it is resumed: a model that it began from may be gone.
     here = replace(config, resume=True, out=str(run.parent), name=run.name)
     folder, tokenizer, train, val = open_corpus(here)
-    now = describe_corpus(folder, train, val)
-    if any(now[key] != corpus[key] for key in ("train_tokens", "val_tokens", "sha256")):
+    if not is_same(describe_corpus(folder, tokenizer, train, val), corpus):
         raise UserError(f"{path} was trained with another corpus than {config.data} is now")
     return config, tokenizer, Windows(val, config.model.block_size, seed=0)

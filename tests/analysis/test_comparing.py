@@ -56,11 +56,13 @@ def make_run(tmp_path):
         (run / "config.json").write_text(json.dumps({"format": "ponderlm-3", **asdict(model)}))
         (run / "model.safetensors").touch()
         broken = isinstance(loss, str)
+        depths = {key: [] for key in ("truncated", "alone", "stopped")}
         results = {
-            key: {"loss": loss if broken else loss + i / 8, "steps": steps}
+            key: {"loss": loss if broken else loss + i / 8, "steps": steps} | depths
             for i, key in enumerate(SCORES)
         }
-        (run / "results.json").write_text(json.dumps(results | {"iters": 2}))
+        results |= {"iters": 2, "unigram_entropy": 3.0}
+        (run / "results.json").write_text(json.dumps(results))
         log = [{"step": s, "ce": float(s)} for s in range(5, 101, 5)] + [{"step": 100, "val": 1}]
         (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
         return str(run)

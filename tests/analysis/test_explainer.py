@@ -49,9 +49,11 @@ def write_run(folder, model, tokenizer=None, **changes):
     save(model.float(), folder)
     (tokenizer or Tokenizer.bytes()).save(folder / "tokenizer.json")
     config = replace(PRESETS["tiny"], model=model.config, tau=TAU, data="/home/<b>/text", **changes)
-    (folder / "train.json").write_text(json.dumps({"config": asdict(config), "corpus": {}}))
-    part = {"loss": 2.25, "steps": 1.5, "truncated": [2.5, 2.25, 2.25]}
-    results = dict.fromkeys(("trained", "fixed", "hard", "permuted"), part) | {"iters": 2}
+    corpus = {"name": "text", "train_tokens": 1, "val_tokens": 1, "sha256": ""}
+    (folder / "train.json").write_text(json.dumps({"config": asdict(config), "corpus": corpus}))
+    part = {"loss": 2.25, "steps": 1.5, "truncated": [2.5, 2.25, 2.25], "alone": [], "stopped": []}
+    results = dict.fromkeys(("trained", "fixed", "hard", "permuted"), part)
+    results |= {"iters": 2, "unigram_entropy": 3.0}
     (folder / "results.json").write_text(json.dumps(results))
     return folder
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -14,7 +15,8 @@ from analysis.measuring import BUCKETS
 from analysis.tables import read
 from analyze import Buckets, Converge, Heatmap, Report, Shift, Tau, Tokens
 from runtime import UserError, command_line
-from training.settings import read_run
+from train import train
+from training.settings import read_run, read_settings
 
 ROOT = Path(__file__).parent.parent.parent
 OF_ONE_RUN = analyze.OF_ONE_RUN[:-1]  # without the report
@@ -161,6 +163,12 @@ def test_wrong_runs(trained, tmp_path):
         Converge(run=str(trained / "plain"), out=tmp_path / "new").draw()
     with pytest.raises(UserError, match="has to be a vanilla"):
         Buckets(**common, reference=str(trained / "other")).draw()
+    text = trained.parent / "text.txt"
+    config = read_settings(trained, "plain")[1]
+    config = replace(config, tokenizer="bpe", model=replace(config.model, vocab_size=320), steps=1)
+    train(replace(config, out=str(tmp_path), name="bpe", data=str(text)))
+    with pytest.raises(UserError, match="differ in corpus, tokenizer"):
+        Buckets(**common, reference=str(tmp_path / "bpe")).draw()
     with pytest.raises(UserError, match="differ in corpus"):
         Buckets(**common, reference=str(trained / "other-plain")).draw()
     (tmp_path / "file").touch()

@@ -219,7 +219,8 @@ def test_gates_d(place):
 def test_seconds_a_step(tmp_path):
     """Catches steps that are planned by a speed that counts the beginning of a training."""
     config = asdict(PRESETS["tiny"])
-    write_json(tmp_path / "train.json", {"config": config, "corpus": {}})
+    corpus = {"name": "text", "train_tokens": 1, "val_tokens": 1, "sha256": ""}
+    write_json(tmp_path / "train.json", {"config": config, "corpus": corpus})
     tokens = config["batch_size"] * config["model"]["block_size"]
     seconds = {10: 30.0, 20: 32.0, 30: 34.0}  # behind a start of 28 seconds, 0.2 a step
     rows = [

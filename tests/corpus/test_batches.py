@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -35,7 +37,7 @@ def test_meta(tmp_path):
     (tmp_path / "meta.json").write_text('{"vocab_size": 65}')
     assert read_meta(tmp_path) == {}
     (tmp_path / "meta.json").write_text('{"source": "pydocs"')
-    with pytest.raises(UserError, match=f"meta.json is not .* delete {tmp_path} and prepare it"):
+    with pytest.raises(UserError, match=f"meta.json is not .* move {tmp_path} away and prepare it"):
         read_meta(tmp_path)
 
 
@@ -83,3 +85,29 @@ def test_shards_are_one_array(tmp_path_factory, sizes, data):
     start = data.draw(st.integers(0, len(ids) - 1))
     stop = data.draw(st.integers(start + 1, len(ids) + 2))
     assert tokens[start:stop].tolist() == ids[start:stop].tolist()
+
+
+def test_foreign_uint32(tmp_path):
+    """Catches ids of 32 bits that are read as halves, for a large and for a small vocabulary."""
+    ids = np.arange(1, 400, dtype=np.uint32)
+    for vocab_size, shift in ((100_001, 90_000), (32_000, 0)):
+        (ids + shift).tofile(tmp_path / "train.bin")
+        found = load_tokens(tmp_path, "train", vocab_size, 64)
+        assert found[:].tolist() == (ids + shift).tolist()
+    ids.astype(np.uint16).tofile(tmp_path / "train.bin")
+    assert load_tokens(tmp_path, "train", 32_000, 64)[:].tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "O"}, {"dtype": "float64"}, {"bytes": "1"}, {"bytes": -1}, {"sha256": None},
+     {"tokens": "many"}, {"shards": [1]}, {"complete": 1}, {"val_bytes": 1e19}],
+)  # fmt: skip
+def test_bad_meta(tmp_path, change):
+    """Catches bytes that become pointers to objects, and a stack trace for a field of a wrong
+    type."""
+    np.ones(400, np.uint16).tofile(tmp_path / "train.bin")
+    meta = {"source": "x", "bytes": 1, "sha256": ""} | change
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match=f"meta.json is damaged: {next(iter(change))}"):
+        load_tokens(tmp_path, "train", 257, 64)

@@ -1,8 +1,10 @@
 import json
+import re
+import resource
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from hashlib import sha256
+from hashlib import sha1, sha256
 from itertools import groupby
 from pathlib import Path
 
@@ -12,7 +14,14 @@ import tiktoken
 
 from corpus import preparation
 from corpus.batches import load_tokens
-from corpus.preparation import divide, docstrings, package_files, pieces_of, prepare
+from corpus.preparation import (
+    divide,
+    docstrings,
+    package_files,
+    pieces_of,
+    prepare,
+    read_texts,
+)
 from corpus.tokenizers import Tokenizer
 from runtime import UserError
 
@@ -250,6 +259,45 @@ def test_errors_are_one_line(tmp_path, monkeypatch, run):
     """Catches a stack trace where the user named something that is not there."""
     monkeypatch.chdir(tmp_path)
     for args in (["nothing"], ["lookup", "--lines", "3"], ["stream", "x", "--tokens", "0"]):
-        with pytest.raises(SystemExit, match=r"^error: (--|nothing).*$"):
+        with pytest.raises(SystemExit, match=r"^error: (--|nothing|tokens).*$"):
             run(*args)
     assert not list(tmp_path.iterdir())
+
+
+def test_texts_that_are_left_out(tmp_path, capsys):
+    """Catches files that are left out, or trained on as they are, without a word; and a folder that
+    may not be read."""
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_text("text", encoding="utf-16")
+    assert read_texts(tmp_path) == [(f"{tmp_path.name}/a.txt", b"text")]
+    assert "1 of 2 files left out, which has zero bytes" in capsys.readouterr().out
+    assert len(read_texts(tmp_path / "b.txt")) == 1
+    assert "note: taken as it is, which has zero bytes" in capsys.readouterr().out
+    with pytest.raises(OSError):
+        read_texts(tmp_path / "none")
+
+
+def test_no_name_for_validation():
+    """Catches a corpus of many files without any validation, or without any training."""
+    names = [f"f{i}" for i in range(4000)]
+    held_out = [n for n in names if int(sha1(n.encode()).hexdigest(), 16) % 20 == 0]
+    others = [name for name in names if name not in held_out]
+    for chosen in (held_out, others):
+        train, val = divide([(name, b"0123456789") for name in chosen[:100]])
+        assert train == [b"012345678"] * 100 and val == [b"9"] * 100
+
+
+def test_full_disk(tmp_path, cache):
+    """Catches a full disk without a word of which file, and half a corpus that is left."""
+    text = tmp_path / "text.txt"
+    text.write_text("0123456789" * 10_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        with pytest.raises(OSError) as error:
+            prepare(str(text), cache=tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.value.filename.endswith("train.bin")
+    assert re.fullmatch(r"File too large \([\d,]+ MiB free\)", error.value.strerror)
+    assert not any((tmp_path / "cache").iterdir())

@@ -1,8 +1,10 @@
 import json
+import math
 import sys
 from pathlib import Path
 
 import numpy as np
+import pydantic
 import pytest
 
 from corpus import streaming
@@ -77,11 +79,11 @@ def test_interrupted_stream(documents, monkeypatch, at):
     with monkeypatch.context() as patch:
         patch.setattr(streaming, "write_bytes", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            stream("texts", 4e4, folder="again", **FLAGS)
+            stream("texts", 4e4, folder=Path("again"), **FLAGS)
     if at > 1:
         with pytest.raises(UserError, match="again is not complete; run the command that began it"):
             prepare("again")
-    stream("texts", 4e4, folder="again", **FLAGS)
+    stream("texts", 4e4, folder=Path("again"), **FLAGS)
     whole, again = Path("data/texts-bytes"), Path("again")
     assert {f.name for f in whole.iterdir()} == {f.name for f in again.iterdir()}
     for file in whole.glob("*.bin"):
@@ -140,13 +142,13 @@ def test_damaged_corpus(documents):
     shard.write_bytes(content)
     stream("texts", 3e4, **FLAGS)
     meta.write_bytes(good[:100])
-    with pytest.raises(UserError, match=r"meta\.json is not a JSON .*delete data/texts-bytes"):
+    with pytest.raises(UserError, match=r"meta\.json is not a JSON .*move data/texts-bytes"):
         prepare(str(folder))
     meta.unlink()
     for other in (None, b'{"source": "pydocs", "bytes": 1, "sha256": ""}'):
         if other:
             meta.write_bytes(other)
-        with pytest.raises(UserError, match="holds another corpus: delete it"):
+        with pytest.raises(UserError, match="holds something else"):
             stream("texts", 3e4, **FLAGS)
     meta.write_bytes(good)
     with open("texts/0.jsonl", "a") as file:
@@ -165,6 +167,8 @@ def test_odd_rows_and_a_broken_connection():
         yield {"text": "abc"}
         raise ConnectionError("no route to host")
 
+    with pytest.raises(UserError, match="has 5 in 'text', which is no text"):
+        list(streaming.texts_of([{"text": 5}], "text"))
     with pytest.raises(UserError, match="no route to host; the same command goes on"):
         list(streaming.texts_of(broken(), "text"))
 
@@ -174,17 +178,21 @@ def test_refused(documents, monkeypatch, tmp_path):
     word of the way out."""
     with pytest.raises(UserError, match=r"no text in 'body'; --field is one of \['text'\]"):
         stream("texts", 100, field="body", **FLAGS)
-    with pytest.raises(UserError, match="must be at least 1"):
-        stream("texts", 0, **FLAGS)
+    for flag in ("tokens", "val_tokens", "shard_tokens"):
+        for value in (0, math.nan):  # nan is below no number, nor above one
+            with pytest.raises(
+                pydantic.ValidationError, match=f"(?s){flag}.*greater than or equal to 1"
+            ):
+                stream("texts", **{"tokens": 100, **FLAGS, flag: value})
     with pytest.raises(UserError, match="takes all of texts: give more text, or lower"):
-        stream("texts", 100, **{**FLAGS, "val_tokens": 1e9}, folder="x")
-    stream("texts", 100, **FLAGS, folder="x")  # the way out works
+        stream("texts", 100, **{**FLAGS, "val_tokens": 1e9}, folder=Path("x"))
+    stream("texts", 100, **FLAGS, folder=Path("x"))  # the way out works
     stream("texts", 100, **FLAGS)
     with pytest.raises(UserError, match=r"was made from .*: use --folder"):
         stream("texts", 100, **{**FLAGS, "val_tokens": 6000})
     with pytest.raises(UserError, match="validation takes all"):
         everything = len("".join(documents).encode()) + len(documents)
-        stream("texts", 100, **{**FLAGS, "val_tokens": everything}, folder="y")
+        stream("texts", 100, **{**FLAGS, "val_tokens": everything}, folder=Path("y"))
     assert not any((tmp_path / "y").iterdir())
     (tmp_path / "texts" / "one.txt").write_text("more")
     with pytest.raises(UserError, match=r"texts has \.txt files and 0\.jsonl"):
@@ -196,3 +204,29 @@ def test_refused(documents, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match="pip install datasets"):
         stream("texts", 100, **FLAGS)
+
+
+def test_folder_of_something_else(documents):
+    """Catches a folder, of a run for instance, that loses its tokenizer to the stream."""
+    Path("run").mkdir()
+    Path("run/tokenizer.json").write_text("kept")
+    for tokens in (1e3, 1e9):
+        flags = FLAGS | {"val_tokens": tokens}
+        with pytest.raises(UserError, match="run holds something else: use another --folder"):
+            stream("texts", 100, **flags, folder=Path("run"))
+    assert Path("run/tokenizer.json").read_text() == "kept"
+    assert [file.name for file in Path("run").iterdir()] == ["tokenizer.json"]
+
+
+def test_beginning_without_text(tmp_path, monkeypatch):
+    """Catches a null in the first document taken for a column of another name, and an empty file
+    with a stack trace."""
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    Path("texts/0.jsonl").write_text('{"text": null}\n' + '{"text": "abc abc abc"}\n' * 999)
+    stream("texts", 5000, **FLAGS)
+    assert prepare("data/texts-bytes")[1].name == "bytes"
+    Path("none").mkdir()
+    Path("none/0.jsonl").touch()
+    with pytest.raises(UserError, match="cannot open none: it is empty"):
+        stream("none", 5000, **FLAGS)

@@ -16,7 +16,7 @@ from tokenizers import (
 
 from corpus.batches import load_tokens
 from corpus.preparation import prepare
-from corpus.tokenizers import FILES, Tokenizer, load_tokenizer, open_tokenizer
+from corpus.tokenizers import FILES, Tokenizer, load_tokenizer, open_tokenizer, token_bytes
 from runtime import UserError, locate
 from sample import Printer
 
@@ -66,7 +66,9 @@ def test_bpe_merges(bpe):
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"vocab_size": "abc", "name": "ids"}, "not a tokenizer that is known"),
+        ({"vocab_size": "abc", "name": "ids"}, "vocab_size = 'abc': it should be a valid integer"),
+        ({"vocab_size": 10**19, "name": "ids"}, "vocab_size = 1000"),
+        ({"tokens": {"a": 1}}, "not a tokenizer that is known"),
         ({"tokens": ["YQ==", "YQ=="]}, "a token is there twice"),
         ({"tokens": ["YQ=="]}, "a byte has no token"),
         ({"tokens": ["YQ=="], "name": "chars"}, "prepare the text again"),
@@ -309,3 +311,24 @@ def test_hub(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match="pip install huggingface_hub"):
         open_tokenizer("someone/a-model")
+
+
+def test_endless_blanks(bpe):
+    """Catches a run of blanks that overflows the stack of a library, in training and encoding."""
+    text = " \n" * 750_000 + "a"
+    Tokenizer.train([text, CODE], 300)
+    assert bpe.decode(bpe.encode(text)).decode() == text
+
+
+def test_token_beyond_any_table():
+    """Catches a vocabulary with one huge id, whose table would take all memory."""
+
+    class Library:
+        def get_vocab(self, with_added_tokens):
+            return {"a": 0, "b": 2**31}
+
+        def get_added_tokens_decoder(self):
+            return {}
+
+    with pytest.raises(UserError, match="a token 2147483648"):
+        token_bytes(Library(), {"type": "ByteLevel"})

@@ -15,6 +15,8 @@ from interop import load, save
 from runtime import UserError, command_line
 from sample import generate
 
+OLD = '{"prompt": "", "text": "", "tokens": [], "steps": []}\n'  # a file of samples
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -110,10 +112,10 @@ def test_refused_commands(content, options, message, run, tmp_path):
     """Catches an output file emptied before what is wrong is noticed, or said."""
     file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_text(content)
-    out.write_text("kept")
+    out.write_text(OLD)
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
         command_line(lambda: decode(run, prompts=str(file), out=out, **options))
-    assert out.read_text() == "kept"
+    assert out.read_text() == OLD
 
 
 def test_another_method(tmp_path):
@@ -136,8 +138,8 @@ def test_interrupted(run, tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("engine.batching.Engine.stream", interrupt)
-    out.write_text("old")
-    for finished, expected in (((), "old"), ((0, 2), 2)):  # noqa: B007
+    out.write_text(OLD)
+    for finished, expected in (((), OLD), ((0, 2), 2)):  # noqa: B007
         with pytest.raises(KeyboardInterrupt):
             decode(run, num_samples=4, out=out, max_new_tokens=2)
         text = out.read_text()

@@ -1,4 +1,5 @@
 import json
+import resource
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from engine.printing import paint
 from interop import load, save
 from runtime import UserError, command_line
 from sample import Options, cli, generate, main, stream
+
+OLD = '{"prompt": "", "text": "", "tokens": [], "steps": []}\n'  # a file of samples
 
 
 def test_generate_is_greedy_argmax_of_the_parallel_form():
@@ -196,12 +199,12 @@ def test_refused_commands(content, options, message, run, tmp_path):
     """Catches an output file emptied before what is wrong is noticed, or said."""
     file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    out.write_text("kept")
+    out.write_text(OLD)
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
         command_line(
             lambda: main(Options(run=run, prompts=str(file), out=out, device="cpu", **options))
         )
-    assert out.read_text() == "kept"
+    assert out.read_text() == OLD
 
 
 def test_the_prompts_are_not_overwritten(run, tmp_path):
@@ -211,6 +214,10 @@ def test_the_prompts_are_not_overwritten(run, tmp_path):
     for out in (file, tmp_path):
         with pytest.raises(UserError, match="take another"):
             main(Options(run=run, prompts=str(file), out=out, device="cpu"))
+    for other in ('{"config": {}}', "text\n", OLD[:-30]):  # of a run, of somebody, cut
+        (tmp_path / "train.json").write_text(other)
+        with pytest.raises(UserError, match="something else than samples: take another"):
+            main(Options(run="none", out=tmp_path / "train.json", device="cpu"))
     with pytest.raises(UserError, match="there is no folder"):
         main(Options(run=run, prompts=str(file), out=tmp_path / "none" / "new", device="cpu"))
     with pytest.raises(SystemExit, match=r"^error: none\.txt: No such file or directory$"):
@@ -224,8 +231,8 @@ def test_interrupted(run, tmp_path, monkeypatch, capsys):
     """Catches finished samples that are lost when a later one is not, and an old file that is gone
     before there is anything new."""
     out = tmp_path / "out.jsonl"
-    out.write_text("old")
-    for finished, expected in ((0, "old"), (2, 2)):
+    out.write_text(OLD)
+    for finished, expected in ((0, OLD), (2, 2)):
         calls = iter(range(9))
 
         def interrupt(*args, finished=finished, calls=calls, **kwargs):
@@ -241,6 +248,24 @@ def test_interrupted(run, tmp_path, monkeypatch, capsys):
         assert text == expected or len(text.splitlines()) == expected
     assert f"written: {out}, 2 of 4 samples" in capsys.readouterr().out
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["out.jsonl"]
+
+
+def test_full_disk(run, tmp_path, capsys):
+    """Catches a line that a full disk cut, in place of a whole file or at the end of a new one."""
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old.write_text(OLD)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for out, written in ((old, tmp_path / "old.jsonl.part"), (new, new)):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+            with pytest.raises(OSError, match=r"File too large \(.* MiB free\): .*\.part"):
+                main(Options(run=run, num_samples=99, max_new_tokens=9, out=out, device="cpu"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        lines = written.read_text().splitlines()
+        assert f"written: {written}, {len(lines)} of 99 samples" in capsys.readouterr().out
+        assert len(lines) > 2 and all(json.loads(line)["tokens"] for line in lines)
+    assert old.read_text() == OLD
 
 
 def test_flags_of_the_engine(monkeypatch, capsys):

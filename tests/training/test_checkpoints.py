@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 
 import train as train_module
 from baselines import configure
+from corpus.tokenizers import IdTokenizer, Tokenizer
 from interop import load
 from runtime import UserError
 from train import train
@@ -33,9 +34,11 @@ from training.runs import (
     locked,
     new_run,
     read_lines,
+    read_results,
+    read_trainer,
     step_of,
 )
-from training.settings import check, parse, read_settings
+from training.settings import check, parse, read_settings, validation_windows
 
 TRAIN = [sys.executable, str(ROOT / "train.py")]
 SMALL = shlex.split(
@@ -159,18 +162,48 @@ def test_changed_settings_are_refused(config, tmp_path):
 
 
 def test_other_tokens_of_the_same_number(config, tmp_path):
-    """Catches a prepared corpus whose tokens changed, but neither its name nor its length."""
+    """Catches a prepared corpus whose tokens, of training or validation, or whose tokenizer
+    changed, but neither its name nor its length; and a run that loses its tokenizer to it."""
     folder = tmp_path / "ids"
     folder.mkdir()
     ids = np.arange(900, dtype=np.uint16) % 250
     for name in ("train.bin", "val.bin"):
         ids.tofile(folder / name)
-    config = replace(config, data=str(folder), tokenizer="bytes", steps=2)
-    train(config)
+    Tokenizer.bytes().save(folder / "tokenizer.json")
+    config = replace(config, data=str(folder), tokenizer="auto", steps=2)
+    run, _ = train(config)
     train(parse(["--resume", "--steps", "3"]))
-    ids[::-1].tofile(folder / "train.bin")
-    with pytest.raises(UserError, match=r"corpus: .*sha256"):
-        train(parse(["--resume", "--steps", "4"]))
+    own = (run / "tokenizer.json").read_bytes()
+    for name in ("train.bin", "val.bin", "tokenizer.json"):
+        before = (folder / name).read_bytes()
+        if name == "tokenizer.json":
+            IdTokenizer(257).save(folder / name)
+        else:
+            ids[::-1].tofile(folder / name)
+        with pytest.raises(UserError, match=r"corpus: .*sha256"):
+            train(parse(["--resume", "--steps", "4"]))
+        with pytest.raises(UserError, match="another corpus"):
+            validation_windows(run)
+        (folder / name).write_bytes(before)
+    assert (run / "tokenizer.json").read_bytes() == own
+    settings = json.loads((run / "train.json").read_text())
+    for later in ("val_sha256", "tokenizer"):  # which runs of former days do not have
+        del settings["corpus"][later]
+    (run / "train.json").write_text(json.dumps(settings))
+    train(parse(["--resume", "--steps", "4"]))
+    assert json.loads((run / "train.json").read_text())["corpus"].keys() > {"val_sha256"}
+
+
+@pytest.mark.parametrize("method", ["ablation-router", "ablation-integration", "mor-token"])
+def test_weights_without_a_gradient(config, method):
+    """Catches a router that does not learn, which AdamW keeps nothing of, taken for a damaged
+    checkpoint when the training goes on."""
+    changes = {"penalty_weight": 0.0, "backprop_passes": 1} if method[-1] == "n" else {}
+    changes = {} if method == "mor-token" else changes
+    model = configure(config.model, method, **changes)
+    run, _ = train(replace(config, model=model, steps=2))
+    train(parse(["--resume", "--steps", "3"]))
+    assert step_of(checkpoints(run)[-1]) == 3
 
 
 def test_nothing_to_resume(config):
@@ -249,7 +282,20 @@ class Malice:
 
 @pytest.mark.parametrize(
     "kind",
-    ["code", "truncated", "empty", "text", "missing", "shape", "second", "no state", "step"],
+    [
+        "code",
+        "truncated",
+        "empty",
+        "text",
+        "missing",
+        "shape",
+        "second",
+        "no state",
+        "step",
+        "seconds",
+        "sparse",
+        "whole numbers",
+    ],
 )
 def test_damaged_trainer(config, kind):
     """Catches code that a checkpoint runs, and a stack trace for a damaged one."""
@@ -261,12 +307,18 @@ def test_damaged_trainer(config, kind):
         other["optimizer"]["state"] = {}
     elif kind == "step":
         other["step"] = 3
+    elif kind == "seconds":
+        other["seconds"] = math.nan
+    elif kind == "sparse":
+        first["exp_avg"] = first["exp_avg"].to_sparse()
+    elif kind == "whole numbers":
+        first["exp_avg"] = first["exp_avg"].int()
     else:  # which the fused kernel would read beyond its end
         first["exp_avg" if kind == "shape" else "exp_avg_sq"] = torch.zeros(3)
-    with pytest.raises(UserError, match=r"trainer\.pt .*delete out/x/step-00000040 to go on"):
+    with pytest.raises(UserError, match=r"trainer\.pt .*move out/x/step-00000040 out of out/x"):
         if kind == "code":
             file.write_bytes(pickle.dumps(Malice()))
-        elif kind in ("shape", "second", "no state", "step"):
+        elif kind not in ("missing", "truncated", "empty", "text"):
             torch.save(other, file)
         elif kind == "missing":
             file.unlink()
@@ -280,6 +332,33 @@ def test_damaged_trainer(config, kind):
     file.parent.rmdir()
     train(parse(["--resume"]))  # the way out works
     assert step_of(checkpoints(run)[-1]) == 40
+
+
+def test_a_view_for_a_state(config):
+    """Catches a state that claims more memory than it has, which the fused kernel writes beyond."""
+    run, _ = train(replace(config, steps=20))
+    file = run / "step-00000020" / "trainer.pt"
+    trainer = torch.load(file, weights_only=True)
+    state = trainer["optimizer"]["state"][0]
+    state["exp_avg_sq"] = torch.zeros(1, 1).expand(state["exp_avg_sq"].shape)
+    torch.save(trainer, file)
+    optimizer = train_module.make_optimizer(load(run), config, torch.device("cpu"))
+    read_trainer(file.parent, optimizer)
+    for values in optimizer.state_dict()["state"].values():
+        for value in values.values():
+            assert value.is_contiguous() and value.untyped_storage().nbytes() == value.nbytes
+
+
+def test_unreadable_trainer(config, monkeypatch):
+    """Catches a whole checkpoint that is given up, since it may not be read."""
+    train(replace(config, steps=20))
+
+    def refuse(file, **kwargs):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr("torch.load", refuse)
+    with pytest.raises(PermissionError):
+        train(parse(["--resume", "--steps", "30"]))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +376,7 @@ def test_damaged_model(config, damage, message):
     run, _ = train(replace(config, steps=40))
     shutil.copytree(run / "step-00000020", run / "step-00000050-copy")
     damage(run / "step-00000040")
-    with pytest.raises(UserError, match=f"{message}.*delete out/x/step-00000040 to go on"):
+    with pytest.raises(UserError, match=f"{message}.*move out/x/step-00000040 out of out/x"):
         train(parse(["--resume"]))
     shutil.rmtree(run / "step-00000040")
     train(parse(["--resume"]))
@@ -319,6 +398,17 @@ def test_one_process_a_run(config, monkeypatch):
     monkeypatch.setattr("time.strftime", lambda _: "now")
     runs = [new_run("out", None, "tiny") for _ in range(3)]  # in the same second
     assert [run.name for run in runs] == ["tiny-now", "tiny-now-2", "tiny-now-3"]
+    for files in (["model.safetensors.index.json"], ["model.safetensors"], ["tokenizer.json"]):
+        Path("out/own").mkdir(exist_ok=True)
+        for name in files:
+            Path("out/own", name).write_text("kept")
+        with pytest.raises(UserError, match="own exists"):
+            new_run("out", "own", "tiny")
+        shutil.rmtree("out/own")
+    Path("out/own").mkdir()
+    for name in (".lock", "train.json.tmp", "train.json", "tokenizer.json", "log.jsonl"):
+        new_run("out", "own", "tiny")  # a training that was killed before its first checkpoint
+        Path("out/own", name).touch()
     for name in ("a/b", "..", "."):
         with pytest.raises(UserError, match="not a plain name"):
             new_run("out", name, "tiny")
@@ -352,7 +442,13 @@ def test_torn_log(config):
     train(parse(["--resume", "--name", "x", "--steps", "30"]))
     assert [row["step"] for row in losses(run) if "loss" in row] == list(range(1, 31))
     assert losses(whole)[:20] != [] and not any(row.get("loss") == 7.0 for row in losses(run))
-    for line in (b"hello\n", b"5\n", b'{"a": 1}\n', b"\xff\n"):
+    odd = (
+        b'{"step": -1}\n',
+        b'{"step": 1e19}\n',
+        b'{"step": 1, "val": "x"}\n',
+        b"[" * 3000 + b"\n",
+    )
+    for line in (b"hello\n", b"5\n", b'{"a": 1}\n', b"\xff\n", *odd):
         (run / "log.jsonl").write_bytes(line)
         with pytest.raises(UserError, match=r"log\.jsonl has a line that is not of a log"):
             read_lines(run / "log.jsonl")
@@ -487,3 +583,29 @@ def test_resume_takes_the_newest(config):
     for name in ("b", "a"):
         train(replace(config, steps=1, name=name))
     assert read_settings("out")[0] == Path("out/a")
+
+
+@pytest.mark.parametrize("change", [
+    {"hard": None}, {"hard": {}}, {"hard": 1e19}, {"iters": -1}, {"iters": 10**19}, {"fixed": []},
+    {"unigram_entropy": "3"}, {"trained": {"loss": math.nan}},
+])  # fmt: skip
+def test_damaged_results(config, change):
+    """Catches a stack trace for a final evaluation with fields that are missing or odd."""
+    run, results = train(replace(config, steps=1))
+    assert read_results(run)["hard"] == results["hard"]
+    whole = json.loads((run / "results.json").read_text())
+    (key,) = change
+    if isinstance(change[key], dict) and change[key]:
+        change = {key: whole[key] | change[key]}
+    (run / "results.json").write_text(json.dumps(whole | change))
+    with pytest.raises(UserError, match=rf"results.json is damaged: {key}.*--resume writes it"):
+        read_results(run)
+
+
+def test_leftovers(config):
+    """Catches files of a write that was cut short, which stay for good."""
+    run, _ = train(replace(config, steps=2))
+    (run / "step-00000007.tmp").mkdir()
+    (run / "results.json.tmp").touch()
+    train(parse(["--resume"]))
+    assert not list(run.glob("*.tmp"))
