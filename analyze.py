@@ -33,7 +33,7 @@ from pydantic import Field
 from analysis import comparing, explainer, figures, pages
 from analysis.comparing import Comparison
 from analysis.figures import Study
-from model import Count, settings
+from model import Count, Given, settings
 from runtime import UserError, command_line
 from training.settings import Share
 
@@ -55,7 +55,7 @@ class Buckets(Study):
     """Which tokens gain by which step, and which of them take it."""
 
     # a trained model without pondering, on the same text: its losses are a second difficulty
-    reference: str | None = None
+    reference: Given | None = None
     draw = figures.draw_buckets
 
 
@@ -114,7 +114,7 @@ class Explainer:
     """A model of bytes on a page that runs it: a text's thinking time, live as one types."""
 
     # directory of a trained PonderLM-3; by default the newest in out/, else models/shakespeare
-    run: str | None = None
+    run: Given | None = None
     tau: Share | None = None  # where its slider starts; by default where the run scored it
     # the page; by default <run>/report/explainer.html, of models/shakespeare out/explainer.html
     out: Path | None = None

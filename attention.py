@@ -37,11 +37,12 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+import tyro
 from torch.nn import attention as kernels
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from runtime import UserError
+from runtime import UserError, command_line
 
 MASKED = -1e4  # exp(-1e4) is 0, and what a key carries of it is finite in float16, too
 BACKENDS = ("auto", "eager", "kept", "sdpa", "cudnn", "flash", "fa2", "fa4", "flex")
@@ -455,6 +456,10 @@ def print_comparison(N=1024):
         )
 
 
-if __name__ == "__main__":
+def show():
     print_mask_figure()
     print_comparison()
+
+
+if __name__ == "__main__":
+    command_line(lambda: tyro.cli(show, description=__doc__))

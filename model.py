@@ -37,6 +37,7 @@ from runtime import settings
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Size = Annotated[int, Field(ge=1, le=2**20)]  # of a matrix: two of them can be multiplied
+Given = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 

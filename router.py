@@ -17,10 +17,11 @@ rho                rho_i     (K+1,)         share of the tokens that depth i alr
 import math
 
 import torch
+import tyro
 from torch import nn
 
 from attention import MASKED
-from runtime import UserError
+from runtime import UserError, command_line
 
 
 def upcast(x):
@@ -124,6 +125,8 @@ def bottom_mass_penalty(log_w, ce, form="token"):
     Returns:
         The penalty, a scalar, and rho (K+1,).
     """
+    if log_w.shape != ce.shape:
+        raise ValueError(f"log_w {[*log_w.shape]}, ce {[*ce.shape]}: not of the same tokens")
     ce = ce.detach().flatten(0, -2)  # (B*T, K+1)
     if form == "token":  # the mean of the sigmoids: the soft share of resolved tokens
         rho = torch.sigmoid(-10 * (ce - 0.5)).mean(0)
@@ -139,7 +142,7 @@ def bottom_mass_penalty(log_w, ce, form="token"):
     return ((w * bottom).sum(0) / count.clamp(min=1)).sum(), rho
 
 
-if __name__ == "__main__":
+def show():
     tau = 1e-4
     print(f"Four tokens, K = 3, tau = {tau:g}\n{'':11}{'s_0..s_3':^36}{'w_0..w_3':^36}K-hat")
     logits = {
@@ -159,3 +162,7 @@ if __name__ == "__main__":
         log_w = mask_score(log_s)
         print(f"alpha {alpha:+d}   w = {[round(x, 5) for x in log_w.exp().tolist()]}", end="")
         print(f"   K-hat {stop_step(log_w, tau)}")
+
+
+if __name__ == "__main__":
+    command_line(lambda: tyro.cli(show, description=__doc__))

@@ -24,7 +24,7 @@ from corpus.tokenizers import load_tokenizer
 from engine.choosing import Choice, Sample, Temperature, check_request, choose, uniform
 from engine.printing import Printer, paint, read_prompts, replacing, summary, write_sample
 from interop import INCLUDED, find_model, load
-from model import settings
+from model import Given, settings
 from runtime import UserError, autocast, command_line, pick_device, pick_precision, read_json
 
 
@@ -90,9 +90,9 @@ class Options(Choice):
     tau: Annotated[float, Field(ge=0, le=1)] | None = None
     temperature: Temperature = 0.8  # 0 is greedy
     # directory of a model, or its name on the Hub; by default the newest, else models/shakespeare
-    run: str | None = None
+    run: Given | None = None
     prompt: str = ""  # text to go on from; - reads it from standard input
-    prompts: str | None = None  # file of prompts, one a line; empty lines do not count
+    prompts: Given | None = None  # file of prompts, one a line; empty lines do not count
     max_new_tokens: Annotated[int, Field(ge=0, le=10**7)] = 200  # tokens to generate
     num_samples: Annotated[int, Field(ge=1, le=10**6)] = 1  # how many continuations of each prompt
     stop: bool = True  # a text ends where the model ends it

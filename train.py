@@ -42,6 +42,7 @@ from runtime import (
     join_processes,
     pick_device,
     pick_precision,
+    pick_threads,
     rank_and_size,
     reduce,
     write_json,
@@ -280,9 +281,10 @@ def train(config):
     """
     rank, processes, device = join_processes(pick_device(config.device))
     check(config, processes)
+    threads = pick_threads(config.threads, device)
     dtype = from_first(pick_precision(config.precision, device))  # it may have been measured
     backend = from_first(choose_backend(config, processes, device, dtype))
-    config = replace(config, precision=str(dtype)[6:], backend=backend)
+    config = replace(config, threads=threads, precision=str(dtype)[6:], backend=backend)
     with first_process_first():
         folder, tokenizer, train_tokens, val_tokens = open_corpus(config)
     V, T = tokenizer.vocab_size, config.model.block_size
@@ -298,7 +300,7 @@ def train(config):
         training = open_training(config, run, V, latest, device)
         training.model.backend = backend
         machine = {"torch": torch.__version__, "device": device.type, "processes": processes}
-        machine["commit"] = commit()
+        machine |= {"threads": threads, "commit": commit()}
         if not rank:
             tokenizer.save(run / "tokenizer.json")
             write_json(run / "train.json", {"config": asdict(config), "corpus": corpus})
@@ -339,6 +341,8 @@ def main():
             break
     if dist.is_initialized():
         dist.destroy_process_group()
+    if results is None:  # stopped: what a script has behind it has to wait
+        sys.exit(130)
 
 
 if __name__ == "__main__":

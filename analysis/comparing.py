@@ -36,7 +36,16 @@ from training.validation import evaluate
 
 # Settings that change neither what is learned nor how it is scored; `group_runs` knows the seed.
 IRRELEVANT = {"preset", "name", "out", "resume", "seed", "data", "tokenizer", "model", "log_every"}
-IRRELEVANT |= {"eval_every", "device", "precision", "backend", "compile", "recompute", "method"}
+IRRELEVANT |= {
+    "eval_every",
+    "device",
+    "threads",
+    "precision",
+    "backend",
+    "compile",
+    "recompute",
+    "method",
+}
 BACKBONE = {field.name for field in fields(LlamaConfig)}
 
 

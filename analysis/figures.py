@@ -17,7 +17,7 @@ from analysis.measuring import BUCKETS, by_each
 from analysis.tables import COLORS, new_figure, save, save_figure, show, tabulate
 from analysis.words import token_rows
 from interop import find_model
-from model import Count, settings
+from model import Count, Given, settings
 from runtime import UserError, pick_device, write_json
 from training.settings import Share
 
@@ -29,7 +29,7 @@ PAPER_R2 = 0.9959
 class Study:
     """One run and where its figures go: the flags of analyze.py that all its figures have."""
 
-    run: str | None = None  # directory of a trained model; by default the newest in out/
+    run: Given | None = None  # directory of a trained model; by default the newest in out/
     windows: Count = 256  # validation windows to measure
     tau: Share | None = None  # where pondering stops; by default where the run scored it
     out: Path | None = None  # where the results go; by default <run>/report

@@ -6,12 +6,15 @@ cells       a frame of texts: a table before it is Markdown or HTML
 table       columns, or a function that makes cells of a frame
 """
 
+import numpy as np
 import pandas as pd
 
 from runtime import UserError, write_text
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 COLORS = ["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777"]
+# Columns of no numbers.
+TEXTS = ["method", "difficulty_by", "bucket", "precision", "kind", "text"]
 MARKERS, LINES = "os^DvpPX", ("-", "--", ":", "-.")
 
 
@@ -45,6 +48,9 @@ def read(file):
     frame = pd.read_csv(file, dtype={"text": str}, keep_default_na=False, na_values=[""])
     if frame.empty:
         raise ValueError("it has no row")
+    numbers = frame.drop(columns=TEXTS, errors="ignore")
+    if np.isinf(numbers.to_numpy(float)).any():  # a ValueError, too, for what is no number
+        raise ValueError("a number is infinite")
     return frame
 
 

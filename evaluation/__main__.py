@@ -17,8 +17,8 @@ from corpus.tokenizers import load_tokenizer
 from evaluation import benchmarks
 from evaluation.harness import harness_lm
 from evaluation.perplexity import score_texts, show
-from interop import find_model, load
-from model import Count, settings
+from interop import INCLUDED, find_model, load
+from model import Count, Given, settings
 from runtime import UserError, command_line, pick_device, read_json, write_json
 from training.settings import Share
 
@@ -28,9 +28,10 @@ OF_TASKS = ("num_fewshot", "limit", "include_path")
 
 @settings
 class Options:
-    run: str | None = None  # directory of a model, or its name on the Hub; by default the newest
+    # directory of a model, or its name on the Hub; by default the newest, else models/shakespeare
+    run: Given | None = None
     # text file, or folder of them; by default the validation tokens of the run's corpus
-    data: str | None = None
+    data: Given | None = None
     tau: Share = 1e-4  # where decoding stops, 0 never
     stride: int | None = None  # tokens from one window to the next; by default half a window
     windows: Count | None = None  # score only so many, from the start on; by default all
@@ -40,6 +41,7 @@ class Options:
     num_fewshot: NonNegativeInt | None = None
     limit: Count | None = None  # documents of each task, from the start on; by default all
     include_path: Path | None = None  # folder with tasks of your own (the harness's YAML files)
+    trust: bool = False  # let the tasks of that folder run Python, which the harness does
     batch_tokens: Count = 4096  # how many tokens are scored at once
     device: str = "auto"  # auto, cpu, cuda or mps
     # write the numbers to this file, as JSON; tasks that are in it are not done again
@@ -55,6 +57,11 @@ class Options:
         out, folder = self.out, self.include_path
         if folder is not None and not folder.is_dir():
             raise UserError(f"--include-path {folder}: no such folder")
+        if folder is not None and not self.trust:
+            raise UserError(
+                f"--include-path {folder}: the harness runs what Python its YAML files and their "
+                "templates name; read them, then say --trust"
+            )
         if out is not None and (out.is_dir() or not out.parent.is_dir()):
             raise UserError(f"--out {out} is a folder, or in none: name a file in one that exists")
         if out and out.exists() and self.tasks is None and "stride" not in read_json(out):
@@ -65,7 +72,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     o = options
     if o.tasks is not None:
         benchmarks.check_installed()
-    directory = find_model(o.run)
+    directory = find_model(o.run, otherwise=INCLUDED)
     model = load(directory).to(pick_device(o.device))
     if o.tasks is not None:
         tokenizer = load_tokenizer(directory / "tokenizer.json")

@@ -23,6 +23,15 @@ def pytest_collection_modifyitems(items):
         items[:] = [i for i in items if str(i.path) in files and i.originalname not in ON_CPU]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def nothing_is_left():
+    """Tests write to folders of their own, and not to data/ and out/ of the checkout."""
+    found = lambda: sorted(path for name in ("data", "out") for path in (ROOT / name).glob("*"))  # noqa: E731
+    before = found()
+    yield
+    assert found() == before
+
+
 @pytest.fixture(autouse=True)
 def tokens_alone(request, monkeypatch):
     """On a GPU tests compare tokens and steps: nobody can look at logits within a CUDA graph."""

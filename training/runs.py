@@ -47,12 +47,12 @@ def step_of(checkpoint):
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def is_taken(run):
-    """Whether a folder holds anything but a training that ended before its first checkpoint."""
-    if checkpoints(run) or is_model(run):
-        return True
+def check_free(run):
+    """Refuse a folder that has anything but a training that ended before its first checkpoint."""
     names = {file.name for file in run.glob("*")} - {".lock"}
-    return "train.json" not in names and any(not name.endswith(".tmp") for name in names)
+    others = "train.json" not in names and any(not name.endswith(".tmp") for name in names)
+    if others or checkpoints(run) or is_model(run):
+        raise UserError(f"{run} exists: go on with --resume, or choose another --name")
 
 
 def new_run(out, name, prefix):
@@ -66,8 +66,7 @@ def new_run(out, name, prefix):
     fresh = f"{prefix}-{time.strftime('%m%d-%H%M%S')}"
     same_second = len(list(Path(out).glob(f"{fresh}*")))
     run = Path(out) / (name or (f"{fresh}-{same_second + 1}" if same_second else fresh))
-    if is_taken(run):
-        raise UserError(f"{run} exists: go on with --resume, or choose another --name")
+    check_free(run)
     run.mkdir(parents=True, exist_ok=bool(name))
     return run
 

@@ -20,9 +20,9 @@ from baselines import check_settings, configure
 from corpus.batches import Windows, is_prepared, load_tokens
 from corpus.preparation import prepare
 from interop import from_json, locate, newest_run, parse_config
-from model import Count, PonderConfig, Size, settings
+from model import Count, Given, PonderConfig, Size, settings
 from runtime import UserError, check_json, pick_device, read_json
-from training.runs import changes, checkpoints, new_run
+from training.runs import changes, check_free, checkpoints, new_run
 from training.warm_start import can_warm_up, start_defaults, tokenizer_beside
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -32,13 +32,13 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 @settings
 class TrainConfig:
     preset: Literal["auto", "tiny", "small", "70m", "410m"] = "auto"  # auto: small on a GPU
-    name: str | None = None  # of the run, in --out; by default preset and time
-    out: str = "out"  # where runs are kept
+    name: Given | None = None  # of the run, in --out; by default preset and time
+    out: Given = "out"  # where runs are kept
     resume: bool = False  # go on with the run --name, or the newest, with its settings
     # Begin from a model: a directory (Llama or GPT-NeoX, PonderLM-2, a run) or a name of the Hub.
     # Its shape, tokenizer and window (as far as the preset's goes) become the defaults.
-    init_from: str | None = None
-    data: str = "pydocs"  # or pysource, shakespeare, a file, a folder of texts or of .bin files
+    init_from: Given | None = None
+    data: Given = "pydocs"  # or pysource, shakespeare, a file, a folder of texts or of .bin files
     # bytes, bpe, gpt2 or a model that has one. auto: that of --init-from or of a .bin folder; else
     # bytes with tiny, bpe with small, gpt2
     tokenizer: str = "auto"
@@ -65,6 +65,7 @@ class TrainConfig:
     tau: Share = 1e-4  # where executed steps are counted and hard stopping is scored
 
     device: str = "auto"  # auto, cpu, cuda, mps
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # on a CPU; None: what is faster
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is fast
     backend: Literal[BACKENDS] = "auto"  # attention; auto: on CUDA the fastest, measured
     compile: bool = False  # compile the blocks: faster steps, after a minute
@@ -74,7 +75,8 @@ class TrainConfig:
 # What a resumed training may change: anything else would make it another training. The corpus may
 # have moved, but must be the same.
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
-MAY_CHANGE |= {"data", "device", "precision", "backend", "compile", "recompute"}
+MAY_CHANGE |= {"data", "device", "threads", "precision", "backend", "compile", "recompute"}
+LATER = ("model", "init_from", "ponder_warmup", "threads")  # fields that older files lack
 PRESETS = {
     # A 2-core CPU, minutes. d = 24 is 32 with the bias channels, a width that GPU kernels have.
     "tiny": TrainConfig(
@@ -180,6 +182,8 @@ def check(config, processes=1):
         UserError: which, and what to do.
     """
     check_settings(config.model)
+    if config.name and not config.resume:  # before minutes of reading text
+        check_free(Path(config.out, config.name))
     if config.ponder_warmup and not can_warm_up(config.model.method):
         raise UserError(
             f"ponder_warmup = {config.ponder_warmup}: {config.model.method} has no router to warm "
@@ -226,7 +230,7 @@ def read_settings(out, name=None):
         corpus = check_json(content["corpus"], Corpus)
         if content["config"]["data"] == "hops":  # its name before it was a folder
             content["config"]["data"] = "data/lookup"
-        optional = ("model", "init_from", "ponder_warmup", "ponder_from")  # added later
+        optional = ("model", "init_from", "ponder_warmup", "ponder_from", "threads")  # added later
         config = from_json(TrainConfig, content["config"], optional)
         return run, replace(config, model=model), corpus
     except (UserError, KeyError, TypeError, AttributeError) as error:

@@ -280,7 +280,7 @@ def test_windows(byte_model):
 def test_by_heart(tasks, memory, quick, capsys):
     """Catches any break between a task's text and the score: all right by a model that knows the
     text, and not by one that does not; what is printed and saved; a second call does nothing."""
-    arguments = dict(tasks="quiz,cloze,finish,whole", include_path=tasks, device="cpu")
+    arguments = dict(tasks="quiz,cloze,finish,whole", include_path=tasks, device="cpu", trust=True)
     main(Options(str(memory / "untrained"), **arguments, out=memory / "untrained.json"))
     main(Options(str(memory / "trained"), **arguments, out=memory / "trained.json"))
     shown = capsys.readouterr().out
@@ -402,6 +402,7 @@ def test_table(capsys):
         (dict(tasks="quiz", num_fewshot=-1), "num_fewshot = -1"),
         (dict(tasks="quiz", limit=0), "limit = 0"),
         (dict(tasks="quiz", include_path=Path("nowhere")), "--include-path nowhere"),
+        (dict(tasks="quiz", trust=False), "runs what Python .* --trust"),
         (dict(tasks="quiz", data="text", stride=3), "--data, --stride with --tasks"),
         (dict(tasks="remote"), "texts of remote cannot be read"),
         (dict(tasks="misspelt"), "templates of misspelt cannot be filled in"),
@@ -421,7 +422,9 @@ def test_wrong_options(tmp_path, tasks, memory, quick, monkeypatch, kwargs, mess
         quiz.replace("quiz", "misspelt").replace("{{name", "{{nam")
     )
     folder = tmp_path if kwargs["tasks"] in ("remote", "misspelt") else tasks
-    options = dict(run=str(memory / "trained"), device="cpu", include_path=folder) | kwargs
+    options = (
+        dict(run=str(memory / "trained"), device="cpu", include_path=folder, trust=True) | kwargs
+    )
     with pytest.raises(SystemExit, match=message):
         command_line(lambda: main(Options(**options)))
 

@@ -76,6 +76,7 @@ def test_costs_without_a_soft_form(method, method_model):
         (dict(data="text", stride=0), "stride = 0"),
         (dict(data="text", limit=3), "--limit without --tasks"),
         (dict(data="text", out=Path("model")), "--out model is a folder"),
+        (dict(data=""), "data = '': it String should have"),  # not the current folder
         (dict(data="text", out=Path("model/config.json")), "has no losses of texts"),
         (dict(data="text", tau=2.0), "tau = 2"),
         (dict(data="text", windows=0), "windows = 0"),

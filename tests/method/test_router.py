@@ -166,3 +166,5 @@ def test_printed_penalty_is_inactive():
     assert bottom_mass_penalty(log_w, ce, "token")[0].item() > 0
     with pytest.raises(ValueError, match="'sum'"):
         bottom_mass_penalty(log_w, ce, "sum")
+    with pytest.raises(ValueError, match="not of the same tokens"):
+        bottom_mass_penalty(log_w, ce[..., :-1])

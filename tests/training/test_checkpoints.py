@@ -9,6 +9,7 @@ import resource
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -477,7 +478,7 @@ def test_signals(directory):
             assert process.poll() is None
         process.send_signal(number)
         output, _ = process.communicate(timeout=60)
-        assert process.returncode == 0, output
+        assert process.returncode == 130, output  # so that a script goes no further
         assert f"python train.py --resume --name {number.name}" in output.decode()
         steps = [row["step"] for row in read_lines(directory / "out" / number.name / "log.jsonl")]
         assert step_of(checkpoints(directory / "out" / number.name)[-1]) == steps[-1]
@@ -565,6 +566,56 @@ def test_several_processes(directory, processes):
         for a, b in zip(losses(one), losses(many), strict=True):
             assert a == pytest.approx(b, abs=1e-6)
         shutil.rmtree(many / "step-00000008")
+
+
+@pytest.mark.slow
+def test_two_nodes(directory):
+    """Catches two machines, here two agents of torchrun on one, whose training is not that of one
+    process, or cannot go on by one when the other machine is gone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = [f"--master-addr=127.0.0.1 --master-port={free.getsockname()[1]}"]
+    flags = [*SMALL, *shlex.split("--log-every 1 --eval-every 4 --batch-size 12")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+    def nodes(*flags):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        command += ["--nproc_per_node=1", "--max-restarts=0", *shlex.split(address[0])]
+        return [
+            subprocess.Popen(
+                [*command, f"--node-rank={i}", TRAIN[1], *flags], cwd=directory, env=environment,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            )
+            for i in range(2)
+        ]  # fmt: skip
+
+    one = start(directory, *flags, "--steps", "8", "--name", "one")
+    assert "step 8/8  loss" in one.communicate(timeout=300)[0].decode()
+    outputs = [n.communicate(timeout=300)[0] for n in nodes(*flags, "--steps=8", "--name=two")]
+    assert [b"step 8/8  loss" in output for output in outputs] == [True, False], outputs
+    one, two = directory / "out/one", directory / "out/two"
+    for a, b in zip(losses(one), losses(two), strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+    assert len(list((directory / "data").iterdir())) == 1  # prepared once
+    first, second = nodes(*flags, "--steps=100000", "--name=cut")
+    while b"step 9/" not in first.stdout.readline():
+        assert first.poll() is None
+    workers = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text().split()
+    for pid in (second.pid, *map(int, workers)):  # the machine is gone
+        os.kill(pid, signal.SIGKILL)
+    for node in (second, first):  # and the other one does not wait for ever
+        node.communicate(timeout=120)
+    assert first.returncode
+    again = start(directory, "--resume", "--name", "cut", "--steps", "12")
+    assert "step 12/12  loss" in again.communicate(timeout=300)[0].decode()
+
+
+def test_name_in_use(config, monkeypatch):
+    """Catches a run whose name is refused after minutes of reading text."""
+    train(replace(config, steps=1))
+    monkeypatch.setattr("train.open_corpus", None)  # not reached
+    with pytest.raises(UserError, match="out/x exists"):
+        train(replace(config, steps=1))
 
 
 def test_processes_that_do_not_fit(config):
