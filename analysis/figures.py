@@ -131,6 +131,8 @@ def gains(frame):
 
 
 def bucket_table(frame):
+    if not frame.bucket.isin(BUCKETS).all():
+        raise ValueError(f"a bucket is not one of {BUCKETS}")
     steps = range(1, gains(frame).shape[1] + 1)
     columns = {"difficulty by": "difficulty_by", "bucket": "bucket"}
     columns |= {"tokens": "tokens:.0f", "difficulty": "difficulty:.3f"}

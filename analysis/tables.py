@@ -9,7 +9,7 @@ table       columns, or a function that makes cells of a frame
 import numpy as np
 import pandas as pd
 
-from runtime import UserError, write_text
+from runtime import UserError, write_text, writing
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 COLORS = ["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777"]
@@ -98,5 +98,6 @@ def new_figure(x, y, panels=1):
 
 
 def save_figure(figure, file):
-    figure.savefig(file, dpi=300)
+    with writing(file):
+        figure.savefig(file, dpi=300)
     print(f"written: {file.with_suffix('')}.csv, .md, .png")

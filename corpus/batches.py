@@ -34,7 +34,8 @@ def is_prepared(folder):
 
 def bin_files(folder, split):
     """train.bin, or the shards train-00000.bin, train-00001.bin, .. of a split."""
-    return sorted([*folder.glob(f"{split}.bin"), *folder.glob(f"{split}-[0-9]*.bin")])
+    found = (*folder.glob(f"{split}.bin"), *folder.glob(f"{split}-[0-9]*.bin"))
+    return sorted(file for file in found if file.is_file())
 
 
 def describe(folder):

@@ -139,6 +139,13 @@ def write_json(file, fields):
     write_text(file, json.dumps(fields, indent=2) + "\n")
 
 
+def read_bytes(file):
+    """A regular file, whole. FileNotFoundError also for a device, which may have no end."""
+    if not (file := Path(file)).is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
+    return file.read_bytes()
+
+
 def check_json(content, kind):
     """What JSON held, as a `kind` that pydantic knows. UserError: which field has what instead."""
     try:
@@ -154,10 +161,8 @@ def read_json(file, kind=dict, way_out=""):
         OSError: it is no file, or one that may not be read.
         UserError: it holds something else; with a way out.
     """
-    if not (file := Path(file)).is_file():
-        raise FileNotFoundError(errno.ENOENT, "no such file", str(file))
     try:  # which refuses what is nested too deep, too
-        content = pydantic_core.from_json(file.read_bytes())
+        content = pydantic_core.from_json(read_bytes(file))
     except ValueError as error:
         raise UserError(f"{file} is not a JSON object: {error}{way_out}") from None
     if not isinstance(content, dict):

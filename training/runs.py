@@ -33,7 +33,7 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from interop import is_model, save
-from runtime import UserError, check_json, read_json, sync, write_text, writing
+from runtime import UserError, check_json, read_bytes, read_json, sync, write_text, writing
 
 # -- Runs ------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ def read_lines(file):
     if not file.exists():
         return []
     try:
-        *lines, _ = file.read_bytes().split(b"\n")
+        *lines, _ = read_bytes(file).split(b"\n")
         return check_json([from_json(line) for line in lines], list[Line])
     except (ValueError, UserError) as error:
         raise UserError(f"{file} has a line that is not of a log: {error}; remove it") from None
@@ -193,7 +193,8 @@ def draw_losses(run):
         axis.set(xlabel="optimizer step", ylabel=unit)
         axis.grid(alpha=0.3)
     left.legend()
-    figure.savefig(run / "loss.png", dpi=150)
+    with writing(run / "loss.png"):
+        figure.savefig(run / "loss.png", dpi=150)
     plt.close(figure)
 
 

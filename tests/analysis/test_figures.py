@@ -174,6 +174,11 @@ def test_wrong_runs(trained, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):  # which command_line shows in one line
         Tau(run=str(trained / "ponder"), out=tmp_path / "file").draw()
+    shutil.copytree(ROOT / "docs/figures", tmp_path / "figures")
+    file = tmp_path / "figures/buckets.csv"
+    file.write_text(file.read_text().replace("easy", "word"))
+    with pytest.raises(UserError, match=r"buckets\.csv is damaged: .*a bucket is not one"):
+        Buckets(redraw=True, out=tmp_path / "figures").draw()
     for command in (Converge, Heatmap):
         with pytest.raises(UserError, match="does not exist: draw it once without --redraw"):
             command(out=tmp_path / "empty", redraw=True).draw()

@@ -31,6 +31,10 @@ def test_numbers_survive_their_file(tmp_path):
     assert frame.y.isna().tolist() == [False, True, False]
     assert (tmp_path / "a.md").read_text() == "| x |\n| --- |\n" + "| 0.33 |\n" * 3
     pd.testing.assert_frame_equal(read(tmp_path / "a.csv"), frame)
+    for number in ("inf", "word"):  # which a figure would fail at
+        (tmp_path / "a.csv").write_text(f"text,x\nb,{number}\n")
+        with pytest.raises(UserError, match=r"a\.csv is damaged"):
+            save(tmp_path, "a", None, columns)
     with pytest.raises(UserError, match="nothing to put into"):
         save(tmp_path, "b", [], None)
     with pytest.raises(UserError, match="draw it once without --redraw"):

@@ -27,6 +27,8 @@ def test_bad_bins(tmp_path, raw, message):
     """Catches .bin files that would train on garbage or crash in the embedding."""
     if raw is not None:
         (tmp_path / "train.bin").write_bytes(raw)
+    else:  # nothing that ends
+        (tmp_path / "train.bin").symlink_to("/dev/zero")
     with pytest.raises(UserError, match=message):
         load_tokens(tmp_path, "train", 257, 64)
 
