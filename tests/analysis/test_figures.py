@@ -165,7 +165,8 @@ def test_wrong_runs(trained, tmp_path):
         Buckets(**common, reference=str(trained / "other")).draw()
     text = trained.parent / "text.txt"
     config = read_settings(trained, "plain")[1]
-    config = replace(config, tokenizer="bpe", model=replace(config.model, vocab_size=320), steps=1)
+    shape = replace(config.model, vocab_size=320)  # auto is bytes in one preset, a BPE in the other
+    config = replace(config, preset="small", tokenizer="auto", model=shape, steps=1)
     train(replace(config, out=str(tmp_path), name="bpe", data=str(text)))
     with pytest.raises(UserError, match="differ in corpus, tokenizer"):
         Buckets(**common, reference=str(tmp_path / "bpe")).draw()
