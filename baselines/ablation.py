@@ -33,8 +33,8 @@ class NoMask(PonderLM):
 class NoIntegration(PonderLM):
     method, title, marker = "ablation-integration", "PonderLM-3, no integration", "^"
 
-    def __init__(self, config):
-        super().__init__(config)
+    def __init__(self, config, *backbone):
+        super().__init__(config, *backbone)
         if config.backprop_passes == 1 and not config.penalty_weight:
             self.router.requires_grad_(False)  # no gradient reaches it
 
