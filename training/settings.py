@@ -182,8 +182,6 @@ def check(config, processes=1):
         UserError: which, and what to do.
     """
     check_settings(config.model)
-    if config.name and not config.resume:  # before minutes of reading text
-        check_free(Path(config.out, config.name))
     if config.ponder_warmup and not can_warm_up(config.model.method):
         raise UserError(
             f"ponder_warmup = {config.ponder_warmup}: {config.model.method} has no router to warm "
@@ -209,6 +207,8 @@ def check(config, processes=1):
             f"{processes} processes cannot share {batch} windows a step in micro-batches of "
             f"{micro or batch}; {way_out}"
         )
+    if config.name and not config.resume:  # before minutes of reading text
+        check_free(Path(config.out, config.name))
 
 
 # -- Settings of a run -----------------------------------------------------------------------------
