@@ -335,6 +335,7 @@ def train(config):
 
 
 def main():
+    results = {}  # should no stage be left
     for flags in stages(sys.argv[1:]):
         _, results = train(parse(flags, description=__doc__))
         if results is None:
