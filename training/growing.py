@@ -1,8 +1,8 @@
 """`train.py --grow 1:2000,2:500,3:500`: learn to take one step, then two, then three (K : steps).
 
 Each stage is a run of its own, NAME-K1, NAME-K2, .., which begins from the one before
-(warm_start.py): another part of the text (seed + 1, ..), its own warm-up and cosine, and half the
-default learning rate after the first. The same command goes on where it was stopped.
+(warm_start.py): another part of the text (seed + 1, ..), its own warm-up and cosine, the first
+one's tokenizer, and half the default learning rate. The same command goes on where it was stopped.
 """
 
 import argparse
@@ -23,6 +23,8 @@ def stages(argv):
     known.add_argument("--name", default="grown")
     known.add_argument("--out", default="out")
     known.add_argument("--seed", type=int, default=0)
+    known.add_argument("--tokenizer")
+    known.add_argument("--vocab-size", "--vocab_size")
     o, flags = known.parse_known_args(argv)
     if o.grow is None:
         yield argv
@@ -33,17 +35,20 @@ def stages(argv):
     depths = [K for K, _ in schedule]
     if depths != sorted(set(depths)):
         raise UserError(f"--grow {o.grow}: each stage needs more steps a token than the one before")
-    for flag in ("--steps", "--ponder-steps", "--resume", "--init-from"):
+    for flag in ("--steps", "--ponder-steps", "--router-offset", "--resume", "--init-from"):
         if any(re.match(f"{flag}(=|$)", x.replace("_", "-")) for x in flags):
             raise UserError(f"{flag} does not go with --grow, which says it for each stage")
-    before = None
+    start = []  # of the first stage: what a vocabulary is made by
+    for flag, value in (("--tokenizer", o.tokenizer), ("--vocab-size", o.vocab_size)):
+        start += [flag, value] if value else []
     for i, (K, steps) in enumerate(schedule):
-        run = Path(o.out, f"{o.name}-K{K}")
-        where = ["--out", o.out, "--name", run.name]
+        name = f"{o.name}-K{K}"
+        run, where = Path(o.out, name), ["--out", o.out, "--name", name]
         if not (run / "train.json").is_file():
-            start = ["--init-from", str(before)] if before else []
             of_stage = ["--seed", str(o.seed + i), "--ponder-steps", str(K), "--steps", str(steps)]
             yield [*start, *flags, *where, *of_stage]
         elif not (run / "results.json").is_file():
             yield ["--resume", *where]
-        before = run
+        else:
+            print(f"{run} is trained; with another --name it would be trained anew")
+        start = ["--init-from", str(run)]

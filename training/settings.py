@@ -187,6 +187,11 @@ def check(config, processes=1):
             f"ponder_warmup = {config.ponder_warmup}: {config.model.method} has no router to warm "
             "up; leave it at 0"
         )
+    if config.ponder_warmup and config.ponder_from >= config.model.ponder_steps:
+        raise UserError(
+            f"ponder_from = {config.ponder_from}: it has to be less than the "
+            f"{config.model.ponder_steps} steps that are learned; leave it as it is"
+        )
     if config.steps <= config.ponder_warmup:
         raise UserError(
             f"ponder_warmup = {config.ponder_warmup}: it has to end before the training, of "

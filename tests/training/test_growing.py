@@ -48,7 +48,21 @@ def test_stages(grow, capsys):
         again = load("out/grown-K3").state_dict()
         assert all(torch.equal(trained[name], again[name]) for name in trained)
     grow("1:4,3:6")
-    assert capsys.readouterr().out == "" and "step 4/4" in first and "step 6/6" in first
+    again = capsys.readouterr().out.splitlines()
+    assert [line[:24] for line in again] == [f"out/grown-K{K} is trained;" for K in (1, 3)]
+    assert "step 4/4" in first and "step 6/6" in first
+
+
+def test_own_tokenizer(grow):
+    """Catches a second stage that would make another vocabulary than the first one's."""
+    grow("1:1,2:1", "--tokenizer", "bpe", "--vocab-size", "1100")
+    assert load("out/grown-K2").config.vocab_size == load("out/grown-K1").config.vocab_size > 1000
+
+
+def test_name_of_a_folder(grow):
+    """Catches a first stage that is trained where the second does not look for it."""
+    with pytest.raises(UserError, match="--name 'a/b-K1' is not a plain name"):
+        grow("1:1,2:1", "--name", "a/b")
 
 
 def test_flags(tmp_path):
@@ -71,6 +85,7 @@ def test_flags(tmp_path):
         ("--grow 1", "--grow 1: it should be K:steps"),
         ("--grow 0:5,1:5", "it should be K:steps"),
         ("--grow 2:5,2:5", "needs more steps a token than the one before"),
+        ("--grow 1:5 --router-offset 0 6", "--router-offset does not go with --grow"),
         ("--grow 1:5 --steps 3", "--steps does not go with --grow"),
         ("--grow 1:5 --ponder_steps=3", "--ponder-steps does not go with --grow"),
     ],

@@ -224,6 +224,7 @@ def test_more_steps_without_router(config, llama):
         (["--embed-scale", "2"], "embed_scale = 2.0: .* has 1.0"),
         (["--block-size", "32"], "block_size = 32: .* windows of 16"),
         (["--ponder-warmup", "-1"], "ponder_warmup"),
+        (["--ponder-warmup", "2", "--ponder-from", "3"], "ponder_from = 3: it has to be less"),
         (["--ponder-warmup", "20"], "ponder_warmup = 20: it has to end before"),
         (["--tokenizer", "bpe"], "bpe would be a new one"),
         (["--method", "looped", "--ponder-warmup", "5"], "ponder_warmup = 5"),
