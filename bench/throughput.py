@@ -15,7 +15,7 @@ from corpus.tokenizers import load_tokenizer
 from engine.products import WEIGHTS
 from interop import INCLUDED, find_model, load
 from model import Count
-from runtime import pick_device
+from runtime import UserError, pick_device
 
 TEXT = Path(__file__).parents[1] / "README.md"
 Length = Annotated[int, Field(ge=2)]
@@ -72,11 +72,15 @@ def throughput(
         repeats: rounds, of which the median counts
         device: auto, cpu, cuda
     """
+    if shortest > longest:
+        raise UserError(f"shortest = {shortest}: it is more than longest = {longest}")
     device, directory = pick_device(device), find_model(run, otherwise=INCLUDED)
     model, how = load(directory).to(device), How(precision, weights=weights)
     window = max(model.config.block_size, 2 * longest)  # for times it does not matter
     model.config = replace(model.config, block_size=window)
     text = load_tokenizer(directory / "tokenizer.json").encode(TEXT.read_text())
+    if longest >= len(text):
+        raise UserError(f"longest = {longest}: README.md has only {len(text)} tokens")
     draw = torch.Generator().manual_seed(0)
     sizes = torch.randint(shortest, longest + 1, (2, requests), generator=draw).tolist()
     whole = prompts_of(torch.tensor(text), requests, longest)

@@ -22,8 +22,9 @@ from bench.decoding import (
     prompts_of,
     ways,
 )
+from bench.throughput import throughput
 from engine.batching import Engine
-from interop import save
+from interop import INCLUDED, save
 from runtime import UserError
 
 
@@ -144,3 +145,13 @@ def test_old_results(tmp_path):
     file = tmp_path / "old.png"
     draw(json.loads((ROOT / "docs/figures/decode-medium-cpu.json").read_text()), file)
     assert file.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    "lengths,message",
+    [((9, 8), "shortest = 9: it is more than longest = 8"), ((2, 10**6), "longest = 1000000: R")],
+)
+def test_lengths_of_requests(lengths, message):
+    """Catches lengths that no request can have, refused by a stack trace or by another name."""
+    with pytest.raises(UserError, match=message):
+        throughput(str(INCLUDED), 2, *lengths, device="cpu")
