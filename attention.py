@@ -38,6 +38,7 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 import tyro
+from torch.autograd.function import once_differentiable
 from torch.nn import attention as kernels
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -229,6 +230,7 @@ class KeptSoftmax(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         q, k, v, P, out = ctx.saved_tensors
         # dS = P (grad v^T - D), D the sum of grad out, which is a channel of that product.

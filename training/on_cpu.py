@@ -6,9 +6,10 @@ from types import MethodType
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-GIB = 2**30
+GIB, MOST = 2**30, 2**25  # bytes; an older glibc takes no more than MOST for the latter
 
 
 def keep_freed_memory():
@@ -19,7 +20,7 @@ def keep_freed_memory():
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_TRIM_THRESHOLD, GIB)
-        libc.mallopt(M_MMAP_THRESHOLD, GIB)
+        libc.mallopt(M_MMAP_THRESHOLD, GIB) or libc.mallopt(M_MMAP_THRESHOLD, MOST)
 
 
 def use_fused_norms(model):
@@ -48,6 +49,7 @@ class FusedNorm(torch.autograd.Function):
         return n * w
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         n, r, w = ctx.saved_tensors
         along = (grad * n).flatten(0, -2)  # (.., D)

@@ -1,12 +1,14 @@
 """A training step on a CPU is the same function, computed faster."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import small_model
 from torch import nn
 
+from attention import KeptSoftmax
 from train import objective
 from training import on_cpu
 
@@ -48,3 +50,26 @@ def test_norms_are_fused_in_training_only(monkeypatch):
     model(idx, iters=0)
     K, L = model.config.ponder_steps, model.config.num_hidden_layers
     assert len(made) == (K + 1) * (2 * L + 1)
+
+
+@pytest.mark.parametrize("most", [2**25, 2**31])
+def test_memory_of_an_older_glibc(most, monkeypatch):
+    """Catches a threshold that is refused, so that one of 128 KiB is left for good."""
+    asked = []
+    libc = SimpleNamespace(mallopt=lambda what, size: asked.append((what, size)) or size <= most)
+    monkeypatch.setattr(on_cpu.sys, "platform", "linux")
+    monkeypatch.setattr(on_cpu.ctypes, "CDLL", lambda _: libc)
+    on_cpu.keep_freed_memory()
+    assert asked[-1] == (on_cpu.M_MMAP_THRESHOLD, min(most, on_cpu.GIB))
+
+
+@pytest.mark.parametrize(
+    "fast",
+    [lambda x: on_cpu.FusedNorm.apply(x, x[0, 0], 1e-3), lambda x: KeptSoftmax.apply(x, x, x, 1.0)],
+)
+def test_no_second_derivative(fast):
+    """Catches a gradient of the gradient that is wrong without a word."""
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    (g,) = torch.autograd.grad(fast(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
