@@ -31,7 +31,7 @@ from engine.cache import PromptLayer, SlotCache
 from engine.choosing import Sample, check_request, choose, not_finite, uniform
 from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import settle
-from engine.products import WEIGHTS
+from engine.products import WEIGHTS, has_bfloat16
 from engine.rows import HostRows, Rows
 from engine.slot_step import fastest_weights
 from model import Count, Llama, settings
@@ -111,6 +111,9 @@ class Engine:
         on_gpu = self.device.type != "cpu"
         if self.device.type == "mps":
             raise UserError("the engine chooses tokens in float64, which MPS has not: --device cpu")
+        half = self.dtype in (torch.bfloat16, torch.float16)
+        self.tolerance = (1e-2 if half else 1e-5) if o.tolerance is None else o.tolerance
+        self.precision = autocast(self.device, self.dtype if half else torch.float32)
         self.ahead = 2 if on_gpu else 0  # passes that may be under way when one is looked at
         self.static = on_gpu or bool(o.graphs)
         kind = Rows if self.static else HostRows
@@ -128,6 +131,10 @@ class Engine:
             return weights
         if self.device.type != "cpu" or self.dtype != torch.float32:
             raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")
+        if not has_bfloat16():
+            if weights == "auto":
+                return "float32"
+            raise UserError(f"weights = {weights} needs a CPU with bfloat16 (AVX-512); leave it")
         if weights != "auto" or type(self.model.model) is not Llama:
             return weights
         return fastest_weights(self.model, self.options.batch_size)
@@ -244,7 +251,8 @@ class Engine:
         slots = N * (K + 2) // 2  # tokens may take 0 to K steps
         x, positions = self.rows.x.new_zeros(R, slots, D), torch.zeros(slots, dtype=torch.long)
         run = lambda: self.model.transform(x, positions)  # noqa: E731
-        return min(PASSES, K * N + 1) * min(repeat(run, number=1, repeat=2)) / (R * slots)
+        with self.precision:
+            return min(PASSES, K * N + 1) * min(repeat(run, number=1, repeat=2)) / (R * slots)
 
     def begin(self, choice):
         """Begin with the contexts of which nothing is in the cache.
@@ -305,11 +313,10 @@ class Engine:
         lengths = torch.tensor([len(q.context) for q in sequences])
         idx = contexts[:, : lengths.max()]
         at, lengths, idx = (x.to(self.device) for x in (torch.tensor(rows), lengths, idx))
-        half, o = self.dtype in (torch.bfloat16, torch.float16), self.options
-        tolerance = (1e-2 if half else 1e-5) if o.tolerance is None else o.tolerance
-        with autocast(self.device, self.dtype if half else torch.float32):
+        o = self.options
+        with self.precision:
             found = settle(
-                self.model, idx, o.tau, o.alpha, lengths=lengths, tolerance=tolerance,
+                self.model, idx, o.tau, o.alpha, lengths=lengths, tolerance=self.tolerance,
                 max_passes=o.max_passes,
                 cache=[PromptLayer(self.cache, i, at) for i in range(len(self.cache.layers))],
             )  # fmt: skip

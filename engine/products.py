@@ -11,7 +11,7 @@ int8        Small     whole numbers up to 127 and a scale for each output, x in 
 
 Which class is the fastest was measured (docs/log.md). `matrix` goes by rows, size and threads, not
 by a clock, so that a model says the same every time. All but Plain needs oneDNN, which PyTorch for
-a CPU has.
+a CPU usually has, and bfloat16 in it, which needs AVX-512 or the like.
 """
 
 import torch
@@ -35,10 +35,16 @@ def matrix(weight, dtype, rows, weights="float32"):
     if weights in ("bfloat16", "int8"):
         return Small(weight, rows, weights)
     large = rows * weight.numel() >= LARGE and (rows > 1 or torch.get_num_threads() > 1)
-    pays = dtype == torch.bfloat16 or (dtype == torch.float32 and large)
-    if pays and weight.is_cpu and torch.backends.mkldnn.is_available():
+    in_half = dtype == torch.bfloat16 and has_bfloat16()
+    in_float = dtype == torch.float32 and large and torch.backends.mkldnn.is_available()
+    if weight.is_cpu and (in_half or in_float):
         return Packed(weight, rows)
     return Plain(weight)
+
+
+def has_bfloat16():
+    """Whether this CPU has blocks of bfloat16."""
+    return torch.backends.mkldnn.is_available() and onednn._is_mkldnn_bf16_supported()
 
 
 class Plain:

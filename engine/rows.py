@@ -30,7 +30,7 @@ from engine.cache import SlotCache
 from engine.choosing import pick
 from engine.products import matrix
 from engine.slot_step import make_step
-from router import mask_score
+from router import mask_score, upcast
 
 
 @dataclass
@@ -62,12 +62,13 @@ class Rows:
         self.cache = SlotCache(config, B, dtype, device)
         self.step = make_step(model, B, dtype, weights)
         self.head = matrix(weight, dtype, B, weights)  # D -> V
-        self.x, self.h_hat = weight.new_zeros(2, B, config.hidden_size)
+        self.x = weight.new_zeros(B, config.hidden_size)
         s, _ = model.router(self.x)
+        self.h_hat = torch.zeros_like(self.x, dtype=s.dtype)
         self.s = s.clone()  # for good, without a learned router; so are the channels
         self.channels = torch.zeros(B, S, 2, dtype=dtype, device=device)
         if model.has_router:
-            self.router = model.router.proj.weight.T.contiguous()  # (D, S)
+            self.router = upcast(model.router.proj.weight).T.contiguous()  # (D, S)
             self.shift = model.router.offset + alpha * torch.arange(S, device=device)  # (S,)
         self.counters = torch.zeros(B, 6, dtype=torch.long, device=device)
         self.context = torch.zeros(B, T, dtype=torch.long, device=device)
@@ -144,7 +145,7 @@ class Rows:
 
     def route(self, h):
         """How far tokens go, by their h^(0) (R, D). -> s (R, S), channels (R, S, 2), K-hat (R,)"""
-        log_s = torch.addmm(self.shift, h, self.router).log_softmax(-1)  # as Router.forward
+        log_s = torch.addmm(self.shift, upcast(h), self.router).log_softmax(-1)  # as Router.forward
         log_w = mask_score(log_s)
         steps = self.model.executed(log_w, self.tau)
         channels = key_channels(self.model.key_bias(log_w), self.d, self.dtype)[..., :2]

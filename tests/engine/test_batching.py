@@ -201,6 +201,24 @@ def test_trials_of_prompts(model):
     assert engine.generate(texts, 4, **SAMPLING) == expected
 
 
+def test_trial_is_as_exact_as_the_pass():
+    """Catches a trial in another precision than that in which prompts are read."""
+    model, seen = small_model().float(), []
+    product = model.model.layers[0].mlp.up_proj
+    product.register_forward_hook(lambda module, x, y: seen.append(y.dtype))
+    Engine(model, 2, dtype=torch.bfloat16).generate([[1, 2], [3]], 2, seed=0)
+    assert seen and set(seen) == {torch.bfloat16}
+
+
+def test_weights_in_half_precision():
+    """Catches a model of bfloat16 that only the simple decoder takes, and other tokens."""
+    model = small_model(seed=3).bfloat16()
+    expected = generate(model, [[1, 2, 3]], 6, tau=0.3, seed=0)
+    for prefill in ("jacobi", "sequential"):
+        engine = Engine(model, 1, tau=0.3, prefill=prefill)
+        assert engine.generate([[1, 2, 3]], 6, seed=0) == expected
+
+
 def test_nobody_waits(model):
     """Catches sequences that wait for the slowest token of a batch, or for the longest text."""
     texts = prompts(7, 9)

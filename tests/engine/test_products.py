@@ -1,5 +1,7 @@
 """Packed and quantized weights: products as the plain ones, and good enough to decode with."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -107,6 +109,18 @@ def test_fastest_weights(monkeypatch):
     seconds = iter([[3.0, 2.0], [1.0, 4.0], [2.0, 2.0]])
     monkeypatch.setattr("engine.slot_step.repeat", lambda *args, **kwargs: next(seconds))
     assert fastest_weights(small_model().float(), 2) == "bfloat16"
+
+
+def test_cpu_without_bfloat16(monkeypatch):
+    """Catches a CPU without AVX-512 on which an engine of bfloat16, or `auto`, cannot begin."""
+    monkeypatch.setattr("engine.products.onednn", SimpleNamespace(_is_mkldnn_bf16_supported=bool))
+    model = small_model().float()
+    expected = Engine(model, 2).generate([[1], [2]], 4, seed=0)
+    assert Engine(model, 2, weights="auto").generate([[1], [2]], 4, seed=0) == expected
+    half = Engine(model, 2, dtype=torch.bfloat16)
+    assert len(half.generate([[1], [2]], 4, seed=0)[1].tokens) == 4
+    with pytest.raises(UserError, match="weights = int8 needs a CPU with bfloat16"):
+        Engine(model, 2, weights="int8")
 
 
 def test_refused():
