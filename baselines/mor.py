@@ -144,7 +144,8 @@ class ExpertChoice(MoR):
             loss = loss + self.verdict_loss(logit, chosen, active)
             active, depth = chosen, depth + chosen.long()
             n = self.places(share, idx.size(1)) if top_k else idx.size(1)
-            x = x + 0.1 * logit.sigmoid()[..., None] * self.recur(x, active, n)
+            gate = 0.1 * logit.sigmoid()[..., None].to(x.dtype)  # (B, T, 1)
+            x = x + gate * self.recur(x, active, n)
             h.append(self.model.norm(x))
         return torch.stack(h, dim=2), *self.distribution(depth), 1e-3 * loss
 
@@ -160,7 +161,8 @@ class ExpertChoice(MoR):
             logit = self.route(router, x)
             if share < 1 and logit < 0:
                 break
-            x = x + 0.1 * logit.sigmoid() * self.model.stack(x, positions, None, cache=layers)
+            gate = 0.1 * logit.sigmoid().to(x.dtype)
+            x = x + gate * self.model.stack(x, positions, None, cache=layers)
             steps += 1
         return self.lm_head(self.model.norm(x))[0, 0], steps
 
@@ -189,7 +191,7 @@ class TokenChoice(MoR):
         logits = self.route(self.depths, x)
         p = logits.softmax(-1)
         best = p.max(-1, keepdim=True)
-        return best.indices[..., 0] + 1, best.values, p, logits
+        return best.indices[..., 0] + 1, best.values.to(x.dtype), p, logits
 
     def recursions(self, idx):
         """As ExpertChoice.recursions."""
