@@ -121,7 +121,7 @@ def read_config(directory, method=None):
         content = content["ponder"]
     form = content.pop("format", None)
     if form not in (FORMAT, None):
-        raise UserError(f"{file} has format {form!r}; only {FORMAT!r} can be read, and Llama")
+        raise UserError(f"{file} has format {form!r}; only {FORMAT!r} is known")
     try:
         if form is None:
             content = asdict(PonderConfig()) | from_others(content, method)
@@ -471,9 +471,14 @@ def load(directory, method=None):
         method: see read_config.
 
     Raises:
-        UserError: as read_config and read_tensors; or tensors that do not fit the config.
+        UserError: as read_config and read_tensors; or tensors that do not fit the config, or two of
+            one name.
     """
-    config, tensors = read_config(directory, method), dict(read_tensors(directory))
+    config, tensors = read_config(directory, method), {}
+    for name, tensor in read_tensors(directory):
+        if name in tensors:
+            raise UserError(f"{directory} has two tensors for {name}: which one is meant?")
+        tensors[name] = tensor
     table = tensors.get("model.embed_tokens.weight")
     if config.tie_word_embeddings and table is not None:
         head = tensors.setdefault("lm_head.weight", table)

@@ -91,6 +91,16 @@ def test_lacking_fields(tmp_path):
     check_equal(load(tmp_path), neox)
 
 
+def test_two_heads(tmp_path):
+    """Catches one of two tensors that is chosen without a word."""
+    make_neox(tmp_path)
+    tensors = load_file(tmp_path / interop.SINGLE)
+    tensors["lm_head.weight"] = torch.ones_like(tensors["embed_out.weight"])
+    save_file(tensors, tmp_path / interop.SINGLE)
+    with pytest.raises(UserError, match=r"has two tensors for lm_head\.weight"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_scale_is_folded_in(tmp_path, tied):
     """Catches an exported GPT-NeoX with unscaled embeddings."""
