@@ -147,10 +147,7 @@ class Tokenizer(Saved):
                 "merges": merges,
             },
         }
-        write_pretrained(
-            directory, definition, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT,
-            split_special_tokens=True,  # nothing in a text is taken for one
-        )  # fmt: skip
+        write_pretrained(directory, definition, END_OF_TEXT)
 
 
 def halves(token):
@@ -158,9 +155,15 @@ def halves(token):
     return [(token[:i], token[i:]) for i in range(1, len(token))]
 
 
-def write_pretrained(directory, definition, **settings):
-    """tokenizer.json and, with such settings, tokenizer_config.json: what AutoTokenizer reads."""
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+def write_pretrained(directory, definition, end, begin=None):
+    """tokenizer.json and tokenizer_config.json: what AutoTokenizer reads."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "bos_token": begin,
+        "pad_token": end,
+        "split_special_tokens": True,  # nothing in a text is taken for one
+    }
     write_json(Path(directory, "tokenizer.json"), definition)
     write_json(Path(directory, "tokenizer_config.json"), settings)
 
@@ -238,7 +241,7 @@ class HuggingFaceTokenizer(Saved):
     def save_pretrained(self, directory):
         """As Hugging Face has it: what transformers' AutoTokenizer loads."""
         begin = self.library.id_to_token(self.begin[0]) if self.begin else None
-        write_pretrained(directory, self.definition, eos_token=self.end, bos_token=begin)
+        write_pretrained(directory, self.definition, self.end, begin)
 
 
 def byte_characters():

@@ -220,7 +220,9 @@ def test_export(tmp_path, kind):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "llama")
     assert theirs.eos_token_id == tokenizer.end_of_text
     assert theirs.bos_token == ("<s>" if tokenizer.begin else None)
-    assert theirs(TEXT)["input_ids"] == tokenizer.begin + tokenizer.encode(TEXT)
+    assert theirs.pad_token_id == tokenizer.end_of_text  # batches need one
+    for text in (TEXT, "a</s>b"):
+        assert theirs(text)["input_ids"] == tokenizer.begin + tokenizer.encode(text)
     assert load_tokenizer(tmp_path / "llama" / "tokenizer.json").tokens == tokenizer.tokens
 
 
