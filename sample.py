@@ -104,9 +104,10 @@ class Options(Choice):
 
 
 def scored_tau(directory):
-    """The tau at which a run counted its steps; of another model that of a Choice."""
-    file = Path(directory) / "train.json"
-    config = read_json(file, dict[str, dict]).get("config", {}) if file.exists() else {}
+    """The tau at which a run counted its steps, or with which it was exported; else a Choice's."""
+    run, exported = (Path(directory, name) for name in ("train.json", "generation_config.json"))
+    config = read_json(exported) if exported.exists() else {}
+    config |= read_json(run, dict[str, dict]).get("config", {}) if run.exists() else {}
     return config.get("tau", Choice.tau)
 
 

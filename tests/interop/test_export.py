@@ -23,7 +23,7 @@ from interop import load, save
 from interop.__main__ import main as interop_main
 from interop.export import export
 from runtime import UserError
-from sample import generate
+from sample import generate, scored_tau
 
 METHODS = [kind.method for kind in all_methods() if kind.method != "vanilla"]
 NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, rotary_pct=0.5)
@@ -152,8 +152,50 @@ def test_tau(tmp_path):
     theirs.generation_config.tau = 0.9
     with torch.no_grad():
         assert theirs(batch["input_ids"]).steps[0].equal(scores(model, row[0], 0.9)[1])
+        assert theirs(batch["input_ids"], tau=0).steps[0].tolist() == [3] * 10
     with pytest.raises(Exception, match="tau = 2 is not a probability"):
         steps(tau=2)
+
+
+def test_steps_beyond_the_window(tmp_path):
+    """Catches steps that cannot be laid beside the tokens, since some were read twice."""
+    model = ponders()
+    batch, window = padded(prompts(3, 28, 40), "left"), model.config.block_size
+    out = exported(model, tmp_path).generate(
+        **batch, max_new_tokens=12, do_sample=False, eos_token_id=None,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    expected = generate(model, prompts(3, 28, 40), 12, tau=0.1, temperature=0)
+    found = out.past_key_values.steps
+    assert [len(steps) for steps in found] == [3 + 11, 28 + 11, window // 2 + 11]
+    assert [steps[-12:] for steps in found] == [sample.steps for sample in expected]
+
+
+def test_going_on_from_a_cache(tmp_path):
+    """Catches a text that goes on from another one's cache, a tau that is passed over, logits of
+    nothing."""
+    model = ponders()
+    theirs, (row,) = exported(model, tmp_path), prompts(10)
+
+    def go_on(text, **kwargs):
+        return theirs.generate(
+            torch.tensor([text]), attention_mask=torch.ones(1, len(text)), do_sample=False,
+            eos_token_id=None, return_dict_in_generate=True, max_new_tokens=4, **kwargs,
+        )  # fmt: skip
+
+    (expected,) = generate(model, [row], 8, tau=0.1, temperature=0)
+    first = go_on(row)
+    text, cache = first.sequences[0].tolist(), first.past_key_values
+    assert go_on(text, past_key_values=cache).sequences[0, 10:].tolist() == expected.tokens
+    assert cache.steps[0][-8:] == expected.steps
+    for other in (text[-1:], text[1:]):
+        with pytest.raises(ValueError, match="the cache is of another text: give it whole"):
+            go_on(other, past_key_values=cache)
+    first = go_on(row)
+    assert go_on(text, past_key_values=first.past_key_values, tau=0)
+    assert first.past_key_values.steps[0][-4:] == [3] * 4 != expected.steps[-4:]
+    with pytest.raises(ValueError, match="a text has no token"):
+        theirs.generate(**padded([row, []], "left"), max_new_tokens=2)
 
 
 def test_loss_beams_and_sampling(tmp_path):
@@ -182,9 +224,10 @@ def test_loss_beams_and_sampling(tmp_path):
         theirs.train()(ids, labels=ids)
 
 
-def test_bfloat16(tmp_path):
+@pytest.mark.parametrize("method", ["ponderlm3", "mor-expert", "mor-token"])
+def test_bfloat16(tmp_path, method):
     """Catches a part that needs float32 throughout."""
-    exported(ponders(), tmp_path)
+    exported(ponders(method), tmp_path)
     half = from_pretrained(tmp_path, dtype=torch.bfloat16)
     batch = padded(prompts(5, 9), "left")
     assert half(**batch).logits.dtype == torch.bfloat16
@@ -292,6 +335,9 @@ def test_command(directory, tmp_path, capsys):
     interop_main(str(tmp_path / "run"), to=tmp_path / "scored", transformers=True, half=True)
     config = json.loads((tmp_path / "scored" / "generation_config.json").read_text())
     assert config["tau"] == 0.25 and read_json(tmp_path / "scored")["dtype"] == "float16"
+    interop_main(str(directory), to=tmp_path / "again", transformers=True)
+    again = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert again["tau"] == scored_tau(directory) == 0.1
     save(small_model(vocab_size=257, ponder_steps=0).float(), tmp_path / "plain")
     Tokenizer.bytes().save(tmp_path / "plain" / "tokenizer.json")
     interop_main(str(tmp_path / "plain"), to=tmp_path / "llama", transformers=True)
