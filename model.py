@@ -323,6 +323,8 @@ class PonderLM(nn.Module):
 
     def __init__(self, config, Backbone=Llama):
         super().__init__()
+        if not isinstance(config, PonderConfig):
+            raise TypeError(f"config = {config!r:.80}: {self.title} takes a PonderConfig")
         if (config.method, config.backbone) != (self.method, Backbone.name):
             found = f"{config.method} ({config.backbone})"
             raise ValueError(f"{found} is not {self.method}; build it by baselines.build")
@@ -361,9 +363,15 @@ class PonderLM(nn.Module):
 
     def embed(self, idx):
         """(B, T) -> (B, T, D), at unit RMS like the normed states that fill the other slots."""
+        if idx.dim() != 2 or idx.is_floating_point() or not len(idx):
+            raise ValueError(f"idx {[*idx.shape]}, {idx.dtype}: token ids (B, T) are needed")
         if not 0 < idx.size(1) <= self.config.block_size:
             raise ValueError(f"{idx.size(1)} tokens; the window is 1 to {self.config.block_size}")
-        return self.model.embed_tokens(idx) * self.config.scale
+        try:
+            return self.model.embed_tokens(idx) * self.config.scale
+        except IndexError:  # on a CPU
+            V = self.config.vocab_size
+            raise ValueError(f"ids outside the vocabulary, 0 to {V - 1}") from None
 
     def feed_back(self, h):
         """Outputs of slots, (..., D), as the next inputs: unchanged, but for a former Llama's."""
@@ -442,8 +450,8 @@ class PonderLM(nn.Module):
         It stops when a pass has changed the latents by less than `tolerance` (relative norm), and
         after K T + 1 passes at the latest, where it is exact.
         """
-        (B, T), K = idx.shape, self.config.ponder_steps
-        e = self.embed(idx)
+        e, K = self.embed(idx), self.config.ponder_steps
+        B, T = idx.shape
         latents, bias = e.new_empty(B, T, 0, e.size(-1)), None
         for p in range(1, K * T + 2):
             h, s, log_w = self.jacobi_pass(e, latents, bias, alpha)

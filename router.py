@@ -62,7 +62,12 @@ class Router(nn.Module):
         """h0 (..., D) -> s, log_w, both (..., K+1) and at least float32.
 
         Eight bits of mantissa would move log w by 0.03 near tau = 1e-4: not under autocast.
+
+        Raises:
+            ValueError: alpha is infinite or nan.
         """
+        if not math.isfinite(alpha):
+            raise ValueError(f"alpha = {alpha}: the router can be shifted by a finite number")
         with torch.autocast(h0.device.type, enabled=False):
             logits = nn.functional.linear(upcast(h0), upcast(self.proj.weight))
             steps = torch.arange(logits.size(-1), device=h0.device)
@@ -125,8 +130,8 @@ def bottom_mass_penalty(log_w, ce, form="token"):
     Returns:
         The penalty, a scalar, and rho (K+1,).
     """
-    if log_w.shape != ce.shape:
-        raise ValueError(f"log_w {[*log_w.shape]}, ce {[*ce.shape]}: not of the same tokens")
+    if log_w.shape != ce.shape or log_w.dim() < 2 or not log_w.numel():
+        raise ValueError(f"log_w {[*log_w.shape]}, ce {[*ce.shape]}: not (.., K+1) of some tokens")
     ce = ce.detach().flatten(0, -2)  # (B*T, K+1)
     if form == "token":  # the mean of the sigmoids: the soft share of resolved tokens
         rho = torch.sigmoid(-10 * (ce - 0.5)).mean(0)

@@ -18,14 +18,21 @@ from typing import Annotated, Literal
 
 import tyro
 from pydantic import Field
-from tqdm import tqdm
 
 from corpus.tokenizers import load_tokenizer
 from engine.choosing import Choice, Sample, Temperature, check_request, choose, uniform
 from engine.printing import Printer, paint, read_prompts, replacing, summary, write_sample
 from interop import INCLUDED, find_model, load
 from model import Given, settings
-from runtime import UserError, autocast, command_line, pick_device, pick_precision, read_json
+from runtime import (
+    UserError,
+    autocast,
+    command_line,
+    pick_device,
+    pick_precision,
+    progress,
+    read_json,
+)
 
 
 def stream(model, prompt, max_new_tokens, *, end=None, read=None, **choice):
@@ -34,9 +41,8 @@ def stream(model, prompt, max_new_tokens, *, end=None, read=None, **choice):
     A context that outgrows the model's window starts anew from its last half window.
     `read`, a list, receives the steps of every token that is read, the prompt's too.
     """
-    context = [int(token) for token in prompt]
-    window = model.config.block_size
-    o = check_request(model, [context], max_new_tokens, end=end, **choice)
+    o = check_request(model, [prompt], max_new_tokens, end=end, **choice)
+    context, window = [int(token) for token in prompt], model.config.block_size
     done = 0  # tokens of the context that are in the cache
     for u in uniform(o.seed, max_new_tokens):
         if len(context) > window:
@@ -93,7 +99,7 @@ class Options(Choice):
     run: Given | None = None
     prompt: str = ""  # text to go on from; - reads it from standard input
     prompts: Given | None = None  # file of prompts, one a line; empty lines do not count
-    max_new_tokens: Annotated[int, Field(ge=0, le=10**7)] = 200  # tokens to generate
+    max_new_tokens: Annotated[int, Field(ge=1, le=10**7)] = 200  # tokens to generate
     num_samples: Annotated[int, Field(ge=1, le=10**6)] = 1  # how many continuations of each prompt
     stop: bool = True  # a text ends where the model ends it
     show_steps: bool = False  # colour each token by the steps taken before it was chosen, or read
@@ -173,7 +179,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     request.describe("simple")
     total, n, start = 0, len(request.ids), time.perf_counter()
     with autocast(request.device, request.dtype), replacing(o.out, n) as file:
-        for i in tqdm(range(n), unit=" samples", leave=False, disable=file is None):
+        for i in progress(range(n), unit=" samples", leave=False, disable=file is None or None):
             seed = None if o.seed is None else o.seed + i
             pairs = stream(
                 request.model, request.ids[i], o.max_new_tokens, end=request.end,

@@ -18,7 +18,6 @@ from itertools import combinations, cycle
 from pathlib import Path
 
 import pandas as pd
-from tqdm import tqdm
 
 from analysis.measuring import answers, open_subject
 from analysis.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, tabulate
@@ -27,7 +26,7 @@ from baselines.cost import cost
 from corpus.lookup import CHAINS, LOOKUPS
 from interop import load, read_config
 from model import LlamaConfig, PonderConfig, settings
-from runtime import UserError, pick_device
+from runtime import UserError, pick_device, progress
 from training.runs import read_lines, read_results
 from training.settings import TrainConfig, is_same, read_run, validation_windows
 from training.validation import evaluate
@@ -71,25 +70,29 @@ class Run:
 
 
 def read_runs(directories):
-    """The finished ones among some runs; the others are named.
+    """The whole and finished ones among some runs; the others are named.
 
     Raises:
-        UserError: none is finished, or a run is damaged.
+        UserError: there is none.
     """
     runs = []
     for path in map(Path, directories):
         if not (path / "results.json").is_file():
             print(f"left out, not a finished run: {path}")
             continue
-        _, config, corpus = read_run(path)
-        run = Run(path, config, read_config(path), corpus, read_results(path))
-        if run.results["hard"]["steps"] > run.shape.ponder_steps:
-            raise UserError(f"{path}/results.json: more steps than its {run.shape.ponder_steps}")
+        try:
+            _, config, corpus = read_run(path)
+            run = Run(path, config, read_config(path), corpus, read_results(path))
+            if (K := run.shape.ponder_steps) < run.results["hard"]["steps"]:
+                raise UserError(f"{path}/results.json: more steps than its {K}")
+        except (UserError, OSError) as error:
+            print(f"left out, damaged: {error}")
+            continue
         runs.append(run)
     if not runs:
         raise UserError(
-            "no finished run among those given: name some, for instance --runs out/*, or train "
-            "one: python train.py"
+            "no whole and finished run among those given: name some, for instance --runs out/*, "
+            "or train one: python train.py"
         )
     return runs
 
@@ -262,7 +265,7 @@ def at_other_taus(runs, taus, device):
     """The runs with a router, hard-stopped at each of `taus` instead of at the one they have."""
     found, mine = [], [run for run in runs if run.method.has_router]
     pairs = [(run, tau) for run in mine for tau in dict.fromkeys(taus) if tau != run.config.tau]
-    for run, tau in tqdm(pairs, desc="other tau", disable=not pairs):
+    for run, tau in progress(pairs, desc="other tau", disable=not pairs or None):
         _, _, val = validation_windows(run.path)
         count = min(run.config.eval_windows, val.count)
         hard = evaluate(load(run.path).to(device), val, count, device, tau=tau, tau_steps=tau)

@@ -6,7 +6,8 @@ from itertools import count, islice
 
 import numpy as np
 import torch
-from tqdm import tqdm
+
+from runtime import progress
 
 
 def rmse(a, b):
@@ -37,7 +38,7 @@ def convergence_rows(model, idx, most=12):
     """
     model, K = deepcopy(model).double(), model.config.ponder_steps
     fixed = None
-    for n, latents, s in tqdm(refinements(model, idx), desc="fixed point", leave=False):
+    for n, latents, s in progress(refinements(model, idx), desc="fixed point", leave=False):
         before, fixed, fixed_s = fixed, latents, s
         if (n and (fixed - before).norm() <= 1e-14 * fixed.norm()) or n >= K * (idx.size(1) - 1):
             break

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from tqdm import tqdm
 
 from baselines import find
 from corpus.batches import Windows
@@ -31,7 +30,7 @@ from engine.prefill import settle
 from interop import load, read_config
 from model import PonderLM
 from router import bottom_mass_penalty
-from runtime import UserError, autocast
+from runtime import UserError, autocast, progress
 from training.settings import TrainConfig, validation_windows
 from training.validation import truncate
 
@@ -53,7 +52,7 @@ class Subject:
 
     def batches(self, label):
         """Inputs and targets (B, T) of the windows, with a progress bar."""
-        for rows in tqdm(self.rows.split(BATCH), desc=label, leave=False):
+        for rows in progress(self.rows.split(BATCH), desc=label, leave=False):
             yield rows[:, :-1], rows[:, 1:]
 
 

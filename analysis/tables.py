@@ -78,6 +78,8 @@ def save(out, name, rows, table):
         frame = read(file)
         cells = table(frame) if callable(table) else tabulate(frame, table)
     except (LookupError, TypeError, ValueError, AttributeError, UserError) as error:
+        if rows is not None:  # made just now: no damage
+            raise
         reason = (str if isinstance(error, UserError) else repr)(error)[:200]
         raise UserError(f"{file} is damaged: {reason}; draw it without --redraw") from None
     write_text(out / f"{name}.md", markdown(cells))

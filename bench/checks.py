@@ -20,7 +20,6 @@ from typing import Literal
 
 import pydantic
 import torch
-from tqdm import tqdm
 
 from attention import eager, soft_mask_attention
 from baselines import build
@@ -29,7 +28,7 @@ from bench.timing import Some, largest, machine, print_table, reason, seconds_of
 from bench.training_step import matmul_peak
 from engine.batching import Engine
 from model import Count
-from runtime import autocast, commit, pick_device
+from runtime import autocast, commit, pick_device, progress
 from train import objective, train
 from training.runs import read_lines
 from training.settings import PRESETS
@@ -123,7 +122,7 @@ def environment(
     found["bytes_per_second"] = copy_speed(device)
     found["operations_per_second"] = {str(t)[6:]: matmul_peak(device, t) for t in DTYPES}
     file = write_results(out / "env.json", found)
-    cases = tqdm(list(product(widths, DTYPES)), "kernels", leave=False)
+    cases = progress(list(product(widths, DTYPES)), "kernels", leave=False)
     found["kernels"] = [kernels_of_width(d, dtype, device) for d, dtype in cases]
     write_results(file, found)
     print(found)
@@ -157,7 +156,7 @@ def forms(
     """
     device = pick_device(device)
     results = {"machine": machine(device), "rows": [], "failed": [], "refused": []}
-    for dtype, d in tqdm(list(product(DTYPES, widths)), "forms", leave=False):
+    for dtype, d in progress(list(product(DTYPES, widths)), "forms", leave=False):
         torch.manual_seed(0)
         q, k, v = (torch.randn(2, heads, length, d).to(device, dtype) for heads in (4, 2, 2))
         log_w, weights = -9 * torch.rand(2, length).to(device), torch.randn(q.shape).to(device)

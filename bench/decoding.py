@@ -21,7 +21,6 @@ import pandas as pd
 import pydantic
 import torch
 from pydantic import Field
-from tqdm import tqdm
 
 from baselines import build, find
 from bench.timing import Some, machine, medians, print_table, seconds_of, write_results
@@ -32,7 +31,7 @@ from engine.prefill import settle
 from engine.products import WEIGHTS
 from interop import find_model, load, save
 from model import Count, LlamaConfig
-from runtime import UserError, autocast, pick_device
+from runtime import UserError, autocast, pick_device, progress
 from sample import stream
 from training.settings import validation_windows
 
@@ -67,7 +66,7 @@ def ways(precisions, graphs, weights, device):
 
 def cells(label, *axes):
     """All combinations, with a progress bar."""
-    return tqdm(list(product(*axes)), label, unit=" cells", leave=False)
+    return progress(list(product(*axes)), label, unit=" cells", leave=False)
 
 
 def prompts_of(val, n, length):

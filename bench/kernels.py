@@ -7,12 +7,11 @@ from typing import Literal
 import pandas as pd
 import pydantic
 import torch
-from tqdm import tqdm
 
 from attention import BACKENDS, pick_backend, soft_mask_attention
 from bench.timing import Some, machine, measure, print_table, write_results
 from model import Count
-from runtime import UserError, pick_device
+from runtime import UserError, pick_device, progress
 
 FORMS = (*(name for name in BACKENDS if name not in ("auto", "eager")), "eager")
 # The N x N matrices of eager take gigabytes beyond, and flex compiles each size for half a minute.
@@ -122,7 +121,7 @@ def attention(
     results |= {"auto": pick_backend("auto", device, dtype), "rows": []}
     results["refused"] = [{"backend": name, "why": why} for name, why in refused.items()]
     file = out / f"attention-{device.type}.json"
-    for d, N in tqdm(list(product(widths, lengths)), "attention", unit=" sizes", leave=False):
+    for d, N in progress(list(product(widths, lengths)), "attention", unit=" sizes", leave=False):
         B = max((slots or N) // N, 1)
         rows, refused = measure_size(backends, B, N, d, heads, repeats, calls, device, dtype)
         results["rows"] += rows

@@ -22,7 +22,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
-from tqdm import tqdm
 
 from corpus.batches import check_streamed, id_type, is_prepared
 from corpus.tokenizers import (
@@ -32,7 +31,7 @@ from corpus.tokenizers import (
     load_tokenizer,
     open_tokenizer,
 )
-from runtime import UserError, write_json, writing
+from runtime import UserError, progress, write_json, writing
 
 CACHE = Path("data")
 PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # torch brings the last two
@@ -75,7 +74,7 @@ def pydocs():
     # Fresh processes: a fork of a process in which torch runs threads may hang.
     with ProcessPoolExecutor(min(os.cpu_count(), 8), get_context("spawn")) as pool:
         found = pool.map(docstrings, files, chunksize=16)
-        found = list(tqdm(found, "reading docstrings", len(files), unit=" files", leave=False))
+        found = list(progress(found, "reading docstrings", len(files), unit=" files", leave=False))
     sources = [*zip(names, found, strict=True), *((f"topics/{k}", [topics[k]]) for k in topics)]
     documents, seen = [], set()
     for name, texts in sources:
@@ -89,7 +88,9 @@ def pydocs():
 def pysource():
     """The same packages' Python files whole."""
     files = list(package_files())
-    return [(name, file.read_bytes()) for name, file in tqdm(files, "reading source", leave=False)]
+    return [
+        (name, file.read_bytes()) for name, file in progress(files, "reading source", leave=False)
+    ]
 
 
 def shakespeare():
@@ -183,7 +184,7 @@ def check_end(tokenizer):
 def write_tokens(texts, tokenizer, file, label):
     """Encode documents, each followed by the end of text, into a file of ids."""
     kind = id_type(tokenizer.vocab_size)
-    bar = tqdm(total=sum(map(len, texts)), desc=label, unit="B", unit_scale=True, leave=False)
+    bar = progress(total=sum(map(len, texts)), desc=label, unit="B", unit_scale=True, leave=False)
     with writing(file), open(file, "wb") as out, bar:
         for text in texts:
             out.write(np.array(tokenizer.begin, dtype=kind).tobytes())

@@ -21,12 +21,11 @@ from typing import Annotated
 import numpy as np
 import tyro
 from pydantic import Field
-from tqdm import tqdm
 
 from corpus.batches import check_streamed, describe, id_type, read_meta
 from corpus.preparation import CACHE, check_end
 from corpus.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
-from runtime import UserError, settings, write_bytes, write_json
+from runtime import UserError, progress, settings, write_bytes, write_json
 
 NAMES = {  # of Hugging Face's hub: repository, configuration
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
@@ -128,7 +127,7 @@ def make_tokenizer(options, documents):
     """As `prepare` has it, but a BPE is trained on the beginning of the corpus."""
     if options.tokenizer != "bpe":
         return open_tokenizer(options.tokenizer)
-    bar = tqdm(documents, "reading text for a BPE", unit=" documents", leave=False)
+    bar = progress(documents, "reading text for a BPE", unit=" documents", leave=False)
     texts = [text.decode() for text in take(bar, BPE_TEXT)]
     return Tokenizer.train(texts, options.vocab_size)
 
@@ -161,7 +160,7 @@ def add_shards(folder, meta, dataset, options):
 
     texts, all_tokens = texts_of(dataset, options.field), options.val_tokens + options.tokens
     done = meta["tokens"] + options.val_tokens if meta["shards"] else 0
-    with tqdm(total=all_tokens, initial=done, unit=" tokens", unit_scale=True) as bar:
+    with progress(total=all_tokens, initial=done, unit=" tokens", unit_scale=True) as bar:
         while meta["tokens"] < options.tokens:
             if meta["shards"] == 0:
                 name, wanted = "val.bin", options.val_tokens

@@ -11,13 +11,12 @@ import time
 from typing import Annotated, Literal
 
 import tyro
-from tqdm import tqdm
 
 from engine.batching import Engine
 from engine.choosing import Sample
 from engine.printing import replacing, summary
 from model import Count, settings
-from runtime import command_line
+from runtime import command_line, progress
 from sample import Options, Request
 
 
@@ -39,7 +38,7 @@ def show_many(events, n, max_new_tokens, end, show):
     """
     samples, finished, shown = [Sample([], []) for _ in range(n)], set(), 0
     try:
-        with tqdm(total=n * max_new_tokens, unit=" tokens", leave=False) as bar:
+        with progress(total=n * max_new_tokens, unit=" tokens", leave=False) as bar:
             for i, token, steps in events:
                 samples[i].tokens.append(token)
                 samples[i].steps.append(steps)
@@ -53,7 +52,7 @@ def show_many(events, n, max_new_tokens, end, show):
                     shown += 1
     finally:
         for i in range(shown, n):
-            if i in finished or not max_new_tokens:
+            if i in finished:
                 show(i, samples[i], None)
     return sum(len(sample.tokens) for sample in samples)
 

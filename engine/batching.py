@@ -92,7 +92,8 @@ class Engine:
         batch_size, options: see EngineOptions.
 
     Raises:
-        UserError: a method that only sample.py decodes, or a device without float64 (MPS).
+        UserError: a method that only sample.py decodes, a device without float64 (MPS), or a
+            dtype of integers.
         pydantic.ValidationError: an option out of its range.
     """
 
@@ -108,6 +109,8 @@ class Engine:
         self.options = o = EngineOptions(batch_size=batch_size, **options)
         check_request(model, [], 0, tau=o.tau, alpha=o.alpha)
         self.device, self.dtype = weight.device, dtype or weight.dtype
+        if not self.dtype.is_floating_point:
+            raise UserError(f"dtype = {self.dtype}: products need float32, bfloat16 or float16")
         on_gpu = self.device.type != "cpu"
         if self.device.type == "mps":
             raise UserError("the engine chooses tokens in float64, which MPS has not: --device cpu")

@@ -1,6 +1,7 @@
 """From logits to a token: greedy, or by chance among the most probable ones; what is refused."""
 
 from dataclasses import dataclass
+from operator import index
 from typing import Annotated
 
 import torch
@@ -85,18 +86,23 @@ def check_request(model, prompts, max_new_tokens, *, end=None, **choice):
     """Refuse what this model cannot sample from: the errors of every `generate`. -> the Choice
 
     Raises:
-        UserError: an empty prompt, an id outside the vocabulary, or a shift without a router.
+        UserError: a prompt that is empty or holds no ids, an id outside the vocabulary, or a shift
+            without a router.
         pydantic.ValidationError: a setting that is unknown, or out of its range.
     """
     choice, V = Choice(**choice), model.config.vocab_size
     for i, prompt in enumerate(prompts):
         which = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
-        if len(prompt) == 0:
+        try:
+            ids = [index(token) for token in prompt]
+        except TypeError:
+            raise UserError(f"{which} is no list of token ids: {prompt!r:.80}") from None
+        if not ids:
             raise UserError(f"{which} has no token: a model needs at least one to go on from")
-        if not all(0 <= int(token) < V for token in prompt):
+        if not all(0 <= token < V for token in ids):
             raise UserError(f"{which} has ids outside the vocabulary, 0 to {V - 1}")
-    if max_new_tokens < 0:
-        raise UserError(f"max_new_tokens = {max_new_tokens}: it must be 0 or more")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise UserError(f"max_new_tokens = {max_new_tokens}: it must be a number, 0 or more")
     if end is not None and not 0 <= end < V:
         raise UserError(f"end = {end} is outside the vocabulary, 0 to {V - 1}")
     if choice.alpha and not model.has_router:

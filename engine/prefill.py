@@ -62,14 +62,17 @@ def settle(
         Settled. Where it gave up, `steps` are those that ran in the last pass.
 
     Raises:
-        ValueError: a model without latents to iterate, or no pass.
+        ValueError: a model without latents to iterate, no pass, ids that PonderLM.embed refuses, or
+            lengths that do not fit them.
     """
     if not model.iterates:
         raise ValueError(f"{model.config.method} has no latents to iterate: use its `states`")
     if max_passes is not None and max_passes < 1:
         raise ValueError(f"max_passes = {max_passes}: there has to be a pass")
-    (B, T), S, device = idx.shape, model.config.ponder_steps + 1, idx.device
     e = model.embed(idx)  # (B, T, D)
+    (B, T), S, device = idx.shape, model.config.ponder_steps + 1, idx.device
+    if lengths is not None and not (lengths.min() >= 1 and lengths.max() <= T):
+        raise ValueError(f"lengths = {lengths.tolist()}: of {T} places a row has 1 to {T}")
     h = e.new_zeros(B, T, S, e.size(-1))
     s, log_w = (torch.zeros_like(x) for x in model.router(h[:, :, 0]))  # (B, T, S)
     steps = torch.zeros_like(idx)

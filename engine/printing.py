@@ -8,6 +8,8 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pydantic_core import from_json
+
 from runtime import UserError, writing
 
 
@@ -97,6 +99,13 @@ def write_sample(file, prompt, pairs, tokenizer, end):
     return len(tokens)
 
 
+def holds_samples(file):
+    """Whether its first line is one of write_sample."""
+    with suppress(ValueError, AttributeError), open(file, "rb") as stream:
+        return from_json(stream.readline()).keys() == {"prompt", "text", "tokens", "steps"}
+    return False
+
+
 def check_out(out, prompts):
     """Refuse a place for samples before they take time: what is there, but samples, stays."""
     if out.exists() and (not out.is_file() or (prompts and out.samefile(prompts))):
@@ -105,7 +114,7 @@ def check_out(out, prompts):
         raise UserError(f"--out {out}: there is no folder {out.parent}; make it first")
     if not os.access(out.parent, os.W_OK):
         raise UserError(f"--out {out}: nothing can be written in {out.parent}; take another folder")
-    if out.exists() and out.stat().st_size and b'"tokens": [' not in out.read_bytes():
+    if out.exists() and out.stat().st_size and not holds_samples(out):
         raise UserError(f"--out {out} holds something else than samples: take another")
 
 

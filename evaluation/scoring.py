@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from engine.prefill import settle
+from runtime import progress
 from training.validation import truncate
 
 TOLERANCE = 1e-5  # of the latents, when a window's Jacobi iteration has converged
@@ -69,7 +69,7 @@ def batches(windows, batch_tokens, device):
     """Yield Windows in batches of at most `batch_tokens` tokens, the longest first: which they are,
     inputs x and targets y (B, T), padded behind, and the windows' lengths (B,)."""
     order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
-    with tqdm(total=sum(len(w.ids) - 1 for w in windows), unit=" tokens", leave=False) as bar:
+    with progress(total=sum(len(w.ids) - 1 for w in windows), unit=" tokens", leave=False) as bar:
         while order:
             size = max(1, batch_tokens // (len(windows[order[0]].ids) - 1))
             batch, order = order[:size], order[size:]

@@ -116,7 +116,10 @@ def read_config(directory, method=None):
         raise UserError(f"{directory} holds no trained model: it has no {SINGLE}")
     if not file.is_file():
         raise UserError(f"{directory} holds no trained model: it has no config.json")
-    content = read_json(file)
+    way_out = "; copy it anew from where it came"
+    if any(directory.glob("step-*")):
+        way_out = "; train.py --resume takes it from the last checkpoint"
+    content = read_json(file, way_out=way_out)
     if content.get("model_type") == FOR_TRANSFORMERS and isinstance(content.get("ponder"), dict):
         content = content["ponder"]
     form = content.pop("format", None)
@@ -130,9 +133,11 @@ def read_config(directory, method=None):
             raise UserError(f"it is a {config.method}, not a {method}")
         return config
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise UserError(f"{file}: a field is missing or of a wrong type: {error!r}") from None
+        raise UserError(
+            f"{file}: a field is missing or of a wrong type: {error!r}{way_out}"
+        ) from None
     except UserError as error:
-        raise UserError(f"{file}: {error}") from None
+        raise UserError(f"{file}: {error}{way_out * (form is not None)}") from None
 
 
 def parse_config(content):

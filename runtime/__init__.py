@@ -14,6 +14,7 @@ import sys
 import time
 import timeit
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import pydantic_core
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from tqdm import tqdm
 
 # -- Commands and their errors ---------------------------------------------------------------------
 
@@ -73,6 +75,9 @@ def command_line(main):
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         sys.exit(130)
+
+
+progress = partial(tqdm, disable=None)  # a bar, where stderr is a terminal
 
 
 def clock(seconds):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from runtime import UserError, command_line, pick_threads, read_json, write_text, writing
+from runtime import UserError, command_line, pick_threads, progress, read_json, write_text, writing
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_what_ends_in_one_line(tmp_path):
         ):
             raise error
 
-    for error in (ValueError("x"), RuntimeError("x"), KeyError("x")):
+    for error in (ValueError("x"), RuntimeError("x"), KeyError("x"), ZeroDivisionError("x")):
         with pytest.raises(type(error)):
             command_line(lambda error=error: fail(error))
     for make in (lambda: torch.empty(2**20, 2**20, 2**5), lambda: fail(MemoryError())):
@@ -64,6 +64,14 @@ def test_what_ends_in_one_line(tmp_path):
             command_line(make)
     with pytest.raises(SystemExit, match=r"file: No space left"):
         command_line(lambda: fail(OSError(28, "No space left on device")))
+
+
+def test_progress(capsys, monkeypatch):
+    """Catches bars in a file, and none in a terminal."""
+    assert list(progress(range(3))) == [0, 1, 2] and not capsys.readouterr().err
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert list(progress(range(3))) == [0, 1, 2] and "3/3" in capsys.readouterr().err
 
 
 def test_threads(capsys, monkeypatch):

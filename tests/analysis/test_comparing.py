@@ -348,10 +348,12 @@ def test_method_of():
 @pytest.mark.parametrize(
     "loss,steps", [("abc", 2), (math.nan, 2), (1.0, 30), (1.0, -1), (1.0, None)]
 )
-def test_damaged_results(loss, steps, make_run):
-    """Catches a damaged run that becomes a number or a stack trace."""
-    with pytest.raises(UserError, match="results"):
+def test_damaged_results(loss, steps, make_run, tmp_path, capsys):
+    """Catches a damaged run that becomes a number or a stack trace, or ends it for all others."""
+    with pytest.raises(UserError, match="no whole and finished run"):
         read_runs([make_run("a", loss, steps)])
+    assert "left out, damaged: " in (printed := capsys.readouterr().out) and "results" in printed
+    assert [run.path for run in read_runs([tmp_path / "a", make_run("b")])] == [tmp_path / "b"]
 
 
 def test_run_given_from_within(make_run, monkeypatch):

@@ -287,6 +287,18 @@ def test_nothing_to_do(model):
     assert [sample.tokens for sample in engine.generate([[1], [2]], 0)] == [[], []]
 
 
+def test_impossible(model):
+    """Catches ids that are rounded, and what fails where nobody knows it any more."""
+    engine = Engine(model)
+    for prompt in ([1.7], "fox", 3):
+        with pytest.raises(UserError, match="no list of token ids"):
+            engine.generate([prompt], 1)
+    with pytest.raises(UserError, match=r"max_new_tokens = 1\.5"):
+        engine.generate([[1]], 1.5)
+    with pytest.raises(UserError, match=r"torch\.int8"):
+        Engine(model, dtype=torch.int8)
+
+
 def test_end_token(model):
     """Catches a sequence that goes on behind its end, or ends before it."""
     texts = prompts(8, 5)

@@ -176,5 +176,8 @@ def test_refusals(model):
     """Catches what cannot be iterated, or not at all, that ends in a stack trace or a result."""
     with pytest.raises(ValueError, match="max_passes = 0: there has to be a pass"):
         settle(model, batch(), max_passes=0)
+    for lengths in ([0, 3], [3, 10**6]):
+        with pytest.raises(ValueError, match="a row has 1 to"):
+            settle(model, batch()[:2], lengths=torch.tensor(lengths))
     with pytest.raises(ValueError, match="looped has no latents to iterate"):
         settle(small_model(method="looped"), batch())

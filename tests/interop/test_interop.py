@@ -304,6 +304,20 @@ def test_refused(tmp_path, fields, message):
         load(tmp_path)
 
 
+def test_damaged_config(tmp_path):
+    """Catches a damaged config.json without a way out, or a wrong one, where the model is whole."""
+    make_llama(tmp_path)
+    save(load(tmp_path), tmp_path)
+    whole = read_json(tmp_path)
+    for content in ({"format": interop.FORMAT}, whole | {"head_dim": "x"}):
+        write_json(tmp_path, content)
+        with pytest.raises(UserError, match=r"config\.json.*; copy it anew from where it came$"):
+            read_config(tmp_path)
+    (tmp_path / "step-00000004").mkdir()
+    with pytest.raises(UserError, match=r"config\.json.*; train\.py --resume takes it from"):
+        read_config(tmp_path)
+
+
 def tensor_file(edit):
     """A change of model.safetensors, given as a change of its bytes."""
     return lambda d: (d / interop.SINGLE).write_bytes(edit((d / interop.SINGLE).read_bytes()))

@@ -491,11 +491,22 @@ def test_config_refuses(kwargs, message):
 
 
 def test_input_refused():
-    """Catches sequences beyond the window, empty ones, and a negative R."""
+    """Catches what is impossible and becomes an error of somebody else, or a result of nans."""
     model = small_model()
-    for idx, kwargs in ((tokens(T=33), {}), (tokens(T=0), {}), (tokens(), {"iters": -1})):
-        with pytest.raises(ValueError, match=r"window|refinements must be"):
+    for idx, kwargs, message in (
+        (tokens(T=33), {}, "window"),
+        (tokens(T=0), {}, "window"),
+        (tokens()[0], {}, "token ids"),
+        (tokens()[:0], {}, "token ids"),
+        (tokens().float(), {"iters": 1}, "token ids"),
+        (tokens() + 10**6, {}, "outside the vocabulary"),
+        (tokens(), {"iters": -1}, "refinements must be"),
+        (tokens(), {"alpha": math.nan}, "alpha = nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
             model(idx, **kwargs)
+    with pytest.raises(TypeError, match="config = None: PonderLM-3 takes a PonderConfig"):
+        PonderLM(None)
 
 
 def test_initialisation():

@@ -166,5 +166,6 @@ def test_printed_penalty_is_inactive():
     assert bottom_mass_penalty(log_w, ce, "token")[0].item() > 0
     with pytest.raises(ValueError, match="'sum'"):
         bottom_mass_penalty(log_w, ce, "sum")
-    with pytest.raises(ValueError, match="not of the same tokens"):
-        bottom_mass_penalty(log_w, ce[..., :-1])
+    for w, c in ((log_w, ce[..., :-1]), (log_w[0, 0], ce[0, 0]), (log_w[:0], ce[:0])):
+        with pytest.raises(ValueError, match="of some tokens"):
+            bottom_mass_penalty(w, c)

@@ -191,6 +191,7 @@ def test_samples_are_printed_whole(run, capsys):
         (b"\xff\xfe", {}, "is not UTF-8 text"),
         ("a", dict(prompt="b"), "--prompt and --prompts exclude each other"),
         ("a", dict(num_samples=0), "num_samples = 0"),
+        ("a", dict(max_new_tokens=0), "max_new_tokens = 0"),
         ("a", dict(top_p=0.0), "top_p = 0.0"),
         ("a", dict(tau=-1.0), "tau = -1.0"),
     ],
@@ -214,7 +215,8 @@ def test_the_prompts_are_not_overwritten(run, tmp_path):
     for out in (file, tmp_path):
         with pytest.raises(UserError, match="take another"):
             main(Options(run=run, prompts=str(file), out=out, device="cpu"))
-    for other in ('{"config": {}}', "text\n", OLD[:-30]):  # of a run, of somebody, cut
+    # of a run, of somebody, cut, of a figure
+    for other in ('{"config": {}}', "text\n", OLD[:-30], '{"run": "a", "tokens": [{}]}'):
         (tmp_path / "train.json").write_text(other)
         with pytest.raises(UserError, match="something else than samples: take another"):
             main(Options(run="none", out=tmp_path / "train.json", device="cpu"))
