@@ -116,8 +116,8 @@ def read_config(directory, method=None):
         raise UserError(f"{directory} holds no trained model: it has no {SINGLE}")
     if not file.is_file():
         raise UserError(f"{directory} holds no trained model: it has no config.json")
-    way_out = "; copy it anew from where it came"
-    if any(directory.glob("step-*")):
+    of_run, way_out = any(directory.glob("step-*")), "; copy it anew from where it came"
+    if of_run:
         way_out = "; train.py --resume takes it from the last checkpoint"
     content = read_json(file, way_out=way_out)
     if content.get("model_type") == FOR_TRANSFORMERS and isinstance(content.get("ponder"), dict):
@@ -136,8 +136,8 @@ def read_config(directory, method=None):
         raise UserError(
             f"{file}: a field is missing or of a wrong type: {error!r}{way_out}"
         ) from None
-    except UserError as error:
-        raise UserError(f"{file}: {error}{way_out * (form is not None)}") from None
+    except UserError as error:  # of others it may be whole, and of a kind that is not known here
+        raise UserError(f"{file}: {error}{way_out * (of_run or form == FORMAT)}") from None
 
 
 def parse_config(content):

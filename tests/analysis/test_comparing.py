@@ -248,7 +248,7 @@ def test_unfinished_runs(make_run, tmp_path, capsys):
     assert len(read_runs([run, tmp_path / "empty", tmp_path / "missing"])) == 1
     out = capsys.readouterr().out
     assert "empty" in out and "missing" in out
-    with pytest.raises(UserError, match="no finished run"):
+    with pytest.raises(UserError, match="no whole and finished run"):
         read_runs([])
     with pytest.raises(UserError, match="none of the runs is a PonderLM-3"):
         Depth((make_run("l", 1, 3, method="looped"),), tmp_path).draw()
@@ -353,7 +353,9 @@ def test_damaged_results(loss, steps, make_run, tmp_path, capsys):
     with pytest.raises(UserError, match="no whole and finished run"):
         read_runs([make_run("a", loss, steps)])
     assert "left out, damaged: " in (printed := capsys.readouterr().out) and "results" in printed
-    assert [run.path for run in read_runs([tmp_path / "a", make_run("b")])] == [tmp_path / "b"]
+    assert [run.path for run in read_runs([tmp_path / "a", make_run("b", 1.0, 2)])] == [
+        tmp_path / "b"
+    ]
 
 
 def test_run_given_from_within(make_run, monkeypatch):

@@ -36,7 +36,7 @@ def test_numbers_survive_their_file(tmp_path):
         with pytest.raises(UserError, match=r"a\.csv is damaged"):
             save(tmp_path, "a", None, columns)
     with pytest.raises(KeyError):  # a bug of ours: what was made just now is not damaged
-        save(tmp_path, "b", rows, lambda frame: frame["none"])
+        save(tmp_path, "c", rows, lambda frame: frame["none"])
     with pytest.raises(UserError, match="nothing to put into"):
         save(tmp_path, "b", [], None)
     with pytest.raises(UserError, match="draw it once without --redraw"):

@@ -338,7 +338,7 @@ def test_until(model):
         ),
         (dict(tolerance=-1.0), {}, "tolerance = -1.0"),
         (dict(max_passes=0), {}, "max_passes = 0"),
-        ({}, dict(top_p=0), "top_p = 0: it should be greater than 0"),
+        ({}, dict(top_p=0), "top_p = 0: it should be greater than or equal to 0"),
         ({}, dict(end=31), "end = 31 is outside the vocabulary, 0 to 30"),
         ({}, dict(prompts=[[1], [31]]), "prompt 2 of 2 has ids outside the vocabulary, 0 to 30"),
         ({}, dict(prompts=[[1], []]), "prompt 2 of 2 has no token"),
