@@ -25,7 +25,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeInt
+from pydantic import Field
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -103,7 +103,8 @@ class PonderConfig(LlamaConfig):
     ponder_steps: Annotated[int, Field(ge=0, le=1000)] = 3
     # None: rising linearly from 0 to 6
     router_offset: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] | None = None
-    iters: tuple[NonNegativeInt, Annotated[int, Field(lt=2**31)]] = (2, 3)  # R is drawn from these
+    # training draws R from this range
+    iters: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(lt=2**31)]] = (2, 3)
     # what multiplies a state that is fed back; None: 1. Of a former Llama it is measured
     feedback_scale: Positive | None = None
     backprop_passes: Count | None = None  # gradients through the last n passes; None: all
