@@ -1,6 +1,7 @@
 """`python -m bench decode`: what it measures against, and what it refuses before it measures."""
 
 import json
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -22,7 +23,7 @@ from bench.decoding import (
     prompts_of,
     ways,
 )
-from bench.throughput import throughput
+from bench.throughput import serve, serve_in_batches, throughput
 from engine.batching import Engine
 from interop import INCLUDED, save
 from runtime import UserError
@@ -155,3 +156,21 @@ def test_lengths_of_requests(lengths, message):
     """Catches lengths that no request can have, refused by a stack trace or by another name."""
     with pytest.raises(UserError, match=message):
         throughput(str(INCLUDED), 2, *lengths, device="cpu")
+
+
+def test_requests(model, monkeypatch):
+    """Catches requests that get other numbers of tokens than they are counted for, and a batch of
+    transformers that is not as long as its longest or does not hide its padding."""
+    prompts, lengths, made, asked = [[1], [2, 3], [4]], [2, 5, 3], [], []
+    engine = Engine(model, 2)
+    generate = engine.generate
+    monkeypatch.setattr(engine, "generate", lambda *x, **y: made.extend(generate(*x, **y)))
+    serve(engine, prompts, lengths)
+    assert [len(sample.tokens) for sample in made] == lengths
+
+    def record(idx, attention_mask, max_new_tokens, min_new_tokens, **_):
+        assert min_new_tokens == max_new_tokens
+        asked.append((idx.tolist(), attention_mask.tolist(), max_new_tokens))
+
+    serve_in_batches(SimpleNamespace(device="cpu", generate=record), prompts, lengths, 2)
+    assert asked == [([[0, 1], [2, 3]], [[0, 1], [1, 1]], 5), ([[4]], [[1]], 3)]

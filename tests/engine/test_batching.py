@@ -182,7 +182,8 @@ def test_prefill_by_what_was_measured(model, slow, monkeypatch):
     trials = {"try_slot": slow == "one by one", "try_pass": slow == "in parallel"}
     for name, is_slow in trials.items():
         monkeypatch.setattr(engine, name, lambda *_, x=is_slow: tried.append(1) or float(x))
-    first = engine.generate(texts, 4, **SAMPLING)
+    for _ in range(2):
+        first = engine.generate(texts, 4, **SAMPLING)
     passes = engine.stats.prompt_passes
     assert (passes > 0) == (slow == "one by one") and len(tried) == 2
     other = {2: 0.0, (2, 12): 1.0} if slow == "one by one" else {2: 1.0, (2, 12): 0.0}
@@ -190,6 +191,19 @@ def test_prefill_by_what_was_measured(model, slow, monkeypatch):
     engine.seconds_of_a_slot |= other
     assert engine.generate(texts, 4, **SAMPLING) == first
     assert (engine.stats.prompt_passes > passes) == (slow == "in parallel") and len(tried) == 2
+
+
+def test_seconds_of_a_slot(model, monkeypatch):
+    """Catches a mean that forgets at once or falls by itself, and a trial of one pass that is taken
+    for all of them: 16, or K T + 1, over half of the slots."""
+    engine = Engine(model, 3)
+    for seconds in (1.0, 2.0):
+        engine.measured("x", seconds)
+    assert engine.seconds_of_a_slot["x"] == pytest.approx(1.2)
+    monkeypatch.setattr("engine.batching.repeat", lambda *_, **__: [2.0, 3.0])
+    assert model.config.ponder_steps == 3
+    assert engine.try_pass(2, 8) == pytest.approx(16 * 2 / (2 * 20))
+    assert engine.try_pass(1, 2) == pytest.approx(7 * 2 / 5)
 
 
 def test_trials_of_prompts(model):

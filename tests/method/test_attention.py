@@ -304,9 +304,10 @@ def test_fastest_backend(monkeypatch, capsys):
         return fastest_backend((2, 4, 12, d), 2, CUDA, torch.bfloat16, **kwargs)
 
     half, full = torch.bfloat16, torch.float32
-    rule = {(12, half): "kept", (513, half): "sdpa", (12, full): "sdpa"}
+    rule = {(512, half): "kept", (513, half): "sdpa", (12, full): "sdpa"}
     for (N, dtype), backend in rule.items():  # nothing is measured
         assert fastest_backend((2, 4, N, 8), 2, CPU, dtype) == backend
+        assert fastest_backend((2, 4, N, 8), 2, torch.device("mps"), dtype) == "sdpa"
     monkeypatch.setattr(attention, "milliseconds", measure)
     assert resolve(56) == "cudnn" and resolve(64) == "flex" and resolve(64, biased=False) == "cudnn"
     first = capsys.readouterr().out.splitlines()[0]

@@ -60,6 +60,7 @@ def test_memory_of_an_older_glibc(most, monkeypatch):
     monkeypatch.setattr(on_cpu.sys, "platform", "linux")
     monkeypatch.setattr(on_cpu.ctypes, "CDLL", lambda _: libc)
     on_cpu.keep_freed_memory()
+    assert asked[0] == (on_cpu.M_TRIM_THRESHOLD, on_cpu.GIB)
     assert asked[-1] == (on_cpu.M_MMAP_THRESHOLD, min(most, on_cpu.GIB))
 
 
