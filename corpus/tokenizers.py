@@ -162,6 +162,7 @@ def write_pretrained(directory, definition, end, begin=None):
         "eos_token": end,
         "bos_token": begin,
         "pad_token": end,
+        "padding_side": "left",  # a text goes on at the right
         "split_special_tokens": True,  # nothing in a text is taken for one
     }
     write_json(Path(directory, "tokenizer.json"), definition)

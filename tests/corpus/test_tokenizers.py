@@ -221,6 +221,7 @@ def test_export(tmp_path, kind):
     assert theirs.eos_token_id == tokenizer.end_of_text
     assert theirs.bos_token == ("<s>" if tokenizer.begin else None)
     assert theirs.pad_token_id == tokenizer.end_of_text  # batches need one
+    assert theirs.padding_side == "left"
     for text in (TEXT, "a</s>b"):
         assert theirs(text)["input_ids"] == tokenizer.begin + tokenizer.encode(text)
     assert load_tokenizer(tmp_path / "llama" / "tokenizer.json").tokens == tokenizer.tokens

@@ -188,7 +188,7 @@ def test_going_on_from_a_cache(tmp_path):
     text, cache = first.sequences[0].tolist(), first.past_key_values
     assert go_on(text, past_key_values=cache).sequences[0, 10:].tolist() == expected.tokens
     assert cache.steps[0][-8:] == expected.steps
-    for other in (text[-1:], text[1:]):
+    for other in (text[-1:], text[1:] * 2):
         with pytest.raises(ValueError, match="the cache is of another text: give it whole"):
             go_on(other, past_key_values=cache)
     first = go_on(row)
