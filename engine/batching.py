@@ -38,6 +38,7 @@ from model import Count, Llama, settings
 from runtime import UserError, autocast
 
 PLACES = 16  # a CPU's passes see multiples of so many places
+AGAIN = 0.97  # what a way of reading prompts seems to cost falls so when it is not taken
 PASSES = 16  # that reading a prompt in parallel takes, about, before one has been read
 
 
@@ -229,7 +230,11 @@ class Engine:
         A, longest = len(self.running), max(len(q.context) for q in sequences)
         one_by_one = self.expected(rounded(A), self.try_slot, A)
         size = parallel_size(sequences)
-        return self.expected(size, self.try_pass, len(sequences), longest) <= one_by_one
+        in_parallel = self.expected(size, self.try_pass, len(sequences), longest)
+        if in_parallel > one_by_one:  # for now: what was slow once may be tried again
+            known = self.seconds_of_a_slot if size in self.seconds_of_a_slot else self.trials
+            known[size] = AGAIN * in_parallel
+        return in_parallel <= one_by_one
 
     def expected(self, what, trial, *args):
         """Seconds that a slot takes: as measured, or if it never was by a trial."""
@@ -268,11 +273,10 @@ class Engine:
         if not new:
             return []
         sequences = [self.running[row] for row in new]
-        for row, q in zip(new, sequences, strict=True):
+        for q in sequences:
             if len(q.context) > T:
                 q.context = q.context[-max(T // 2, 1) :]
             q.position, q.length, q.state = 0, 0, "running"
-            self.cache.clear(row)
         contexts, u = torch.zeros(len(new), T, dtype=torch.long), torch.zeros(len(new), T).double()
         for i, q in enumerate(sequences):
             contexts[i, : len(q.context)] = torch.tensor(q.context)
@@ -284,6 +288,8 @@ class Engine:
             found = list(zip(sequences, tokens.tolist(), strict=True))
         else:
             tokens = contexts[:, 0]
+            for row in new:
+                self.cache.clear(row)
         counters = [
             [0, self.model.config.ponder_steps, q.position, q.length, len(q.context),
              min(T, len(q.context) + len(q.uniform) - q.chosen - 1)]

@@ -24,6 +24,7 @@ class SlotCache:
         masked = torch.tensor(MASKED, device=device)
         self.masked = key_channels(masked, self.d, dtype)  # (d'-d,) of a key that is not there
         self.layers, self.seen = self.empty(0), {}
+        self.used = 0  # places that any row has used so far: behind them all are empty
 
     def empty(self, places):
         """Layers in which every place is empty."""
@@ -44,6 +45,7 @@ class SlotCache:
     def views(self, rows, places):
         """The first rows and places of each layer: [keys, values], each (rows, G, places, d')."""
         if (rows, places) not in self.seen:  # making them takes as long as a norm
+            self.used = max(self.used, places)
             views = [x[:rows, :, :places].split(self.G, dim=1) for x in self.layers]
             self.seen = {(rows, places): views}
         return self.seen[rows, places]
@@ -51,7 +53,7 @@ class SlotCache:
     def clear(self, row, first=0):
         """Forget what a row holds from place `first` on."""
         for layer in self.layers:
-            layer[row, : self.G, first:, self.d :] = self.masked
+            layer[row, : self.G, first : self.used, self.d :] = self.masked
 
     def copy(self, source, target, length):
         """Row `target` becomes the first `length` places of row `source`."""
@@ -77,6 +79,7 @@ class PromptLayer:
             key_bias = k.new_zeros(k.size(0), N)
         q, k, v = augment(q, k, v, key_bias)
         self.cache.reserve(N)
+        self.cache.used = max(self.cache.used, N)
         kv = torch.cat([k, v], dim=1)  # (R, 2G, N, d')
         self.cache.layers[self.layer][self.at[self.rows], :, :N] = kv.to(self.cache.dtype)
         return attend_causally(q, k, v, d)

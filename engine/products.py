@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 WEIGHTS = ("float32", "bfloat16", "int8")
-LARGE = 2**20  # products from so many multiplications on are worth the call of oneDNN
+LARGE = 2**21  # products from so many multiplications on are worth the call of oneDNN
 FEW = 4  # rows up to which whole numbers are read as 8 bits
 onednn = torch.ops.mkldnn
 

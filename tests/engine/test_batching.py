@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import small_model
 
-from engine.batching import Engine
+from engine.batching import Engine, Sequence
 from engine.choosing import Sample, choose
 from engine.cuda_graphs import rounded
 from engine.prefill import settle
@@ -191,6 +191,16 @@ def test_prefill_by_what_was_measured(model, slow, monkeypatch):
     engine.seconds_of_a_slot |= other
     assert engine.generate(texts, 4, **SAMPLING) == first
     assert (engine.stats.prompt_passes > passes) == (slow == "in parallel") and len(tried) == 2
+
+
+@pytest.mark.parametrize("known", ["seconds_of_a_slot", "trials"])
+def test_a_slow_way_is_tried_again(model, known):
+    """Catches one slow reading in parallel that is remembered for good."""
+    engine = Engine(model, 2)
+    getattr(engine, known).update({2: 1.0, (2, 12): 1.05})
+    q = Sequence(0, list(range(9)), None, [])
+    engine.running = [q, q]
+    assert [engine.reads_in_parallel([q, q]) for _ in range(4)] == [False, False, True, True]
 
 
 def test_seconds_of_a_slot(model, monkeypatch):
