@@ -146,9 +146,12 @@ class Losses(Comparison):
 
 @settings
 class Lookup(Comparison):
-    """Does depth follow difficulty? PonderLM-3, PonderLM-2, vanilla, trained on data/lookup."""
+    """Does depth follow difficulty? Models that were trained on the lookup task."""
 
     tau: Share | None = None  # where pondering stops; by default where each run scored it
+    # the prepared corpus that all are asked about; by default what each was trained on
+    data: Given | None = None
+    more_steps: Annotated[int, Field(ge=0)] = 0  # than each was trained with, its last one again
     device: str = "auto"  # auto, cpu, cuda or mps
     draw = comparing.draw_lookup
 

@@ -21,7 +21,7 @@ keys, shared positions, and vectors as inputs), and PonderLM. No function reads 
 
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -108,6 +108,9 @@ class PonderConfig(LlamaConfig):
     # what multiplies a state that is fed back; None: 1. Of a former Llama it is measured
     feedback_scale: Positive | None = None
     backprop_passes: Count | None = None  # gradients through the last n passes; None: all
+    # of thinking: bottom mass by each token's cross-entropy, or by that of the batch as the paper
+    # prints it; or the mean of w_1 + .. + w_K, whose weight is a price in nats for a step
+    penalty: Literal["token", "batch", "mean"] = "token"
     penalty_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5  # lambda
 
     def __post_init__(self):
@@ -320,7 +323,6 @@ class PonderLM(nn.Module):
     has_router = True  # a learned s, soft masks and early exit
     iterates = True  # its states are a fixed point of the Jacobi iteration
     interleaves = True  # its longest pass runs all S slots of every token, not one
-    penalty_form = "token"  # see bottom_mass_penalty
 
     def __init__(self, config, Backbone=Llama):
         super().__init__()

@@ -147,6 +147,12 @@ def bottom_mass_penalty(log_w, ce, form="token"):
     return ((w * bottom).sum(0) / count.clamp(min=1)).sum(), rho
 
 
+def expected_steps(log_w):
+    """The steps that s expects, w_1 + .. + w_K, in the mean over tokens: ACT's ponder cost (Graves,
+    arXiv 1603.08983). (..., K+1) -> a scalar."""
+    return log_w[..., 1:].exp().sum(-1).mean()
+
+
 def show():
     tau = 1e-4
     print(f"Four tokens, K = 3, tau = {tau:g}\n{'':11}{'s_0..s_3':^36}{'w_0..w_3':^36}K-hat")

@@ -29,7 +29,7 @@ from baselines import build, find
 from corpus.batches import Windows, describe, unigram_entropy
 from interop import load, locate
 from model import PonderLM
-from router import bottom_mass_penalty
+from router import bottom_mass_penalty, expected_steps
 from runtime import (
     UserError,
     any_process,
@@ -55,7 +55,8 @@ from training.warm_start import adapt, offset_at, start_from
 
 
 def objective(model, x, y, R):
-    """The loss of one micro-batch: L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)).
+    """The loss of one micro-batch: L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)), or with the
+    penalty `mean` L = CE + lambda sum_k mean(w_k).
 
     Without a router L = CE, plus a loss of the method's own (MoR's routers) if it has one.
 
@@ -73,9 +74,12 @@ def objective(model, x, y, R):
         return out.loss + out.auxiliary, out.auxiliary, out
     if not (model.has_router and model.config.penalty_weight):
         return out.loss, torch.zeros_like(out.loss), out
+    if model.config.penalty == "mean":
+        penalty = expected_steps(out.log_w)
+        return out.loss + model.config.penalty_weight * penalty, penalty, out
     depths = model.partial_losses(out.h, out.s, y)  # (B, T, K): integrated up to step 0 .. K-1
     depths = torch.cat([depths, out.ce.detach()[..., None]], dim=-1)  # (B, T, K+1)
-    penalty, _ = bottom_mass_penalty(out.log_w, depths, model.penalty_form)
+    penalty, _ = bottom_mass_penalty(out.log_w, depths, model.config.penalty)
     return out.loss + model.config.penalty_weight * penalty, penalty, out
 
 

@@ -30,6 +30,7 @@ from runtime import UserError, pick_device, progress
 from training.runs import read_lines, read_results
 from training.settings import TrainConfig, is_same, read_run, validation_windows
 from training.validation import evaluate
+from training.warm_start import deeper
 
 # -- Runs and groups of them -----------------------------------------------------------------------
 
@@ -65,8 +66,32 @@ class Run:
     def settings(self):
         """What could matter of the settings beside method and seed, {name: value}."""
         found = vars(self.config) | vars(self.config.model)
+        if self.config.init_from:
+            found["init_from"] = origin(self.config.init_from)
         left_out = IRRELEVANT if self.method.iterates else IRRELEVANT | {"iters"}
         return {name: value for name, value in found.items() if name not in left_out}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A run that another one began from. Those that differ in their seed alone are equal."""
+
+    K: int
+    method: str
+    settings: dict
+
+    def __str__(self):
+        return f"K = {self.K} ({self.settings['steps']} steps)"
+
+
+def origin(place):
+    """What a run began from: an Origin, or where it is if that is no run (any more)."""
+    try:
+        path, config, corpus = read_run(place)
+    except UserError:
+        return place
+    run = Run(path, config, config.model, corpus, {})
+    return Origin(config.model.ponder_steps, config.model.method, run.settings)
 
 
 def read_runs(directories):
@@ -137,8 +162,10 @@ def group_runs(runs):
     return {key: list(group.values()) for key, group in groups.items()}
 
 
-def check_comparable(runs):
+def check_comparable(runs, one_text=True):
     """Name what differs between the runs beside the method, which a comparison should not have.
+
+    `one_text`: they have to be scored on the text that they come with.
 
     Raises:
         UserError: they are scored on different texts, or windows of them.
@@ -146,7 +173,7 @@ def check_comparable(runs):
     first, odd = runs[0], {}
     for run in runs:
         for what, differ in (
-            ("corpora", not is_same(first.corpus, run.corpus)),
+            ("corpora", one_text and not is_same(first.corpus, run.corpus)),
             ("windows", first.shape.block_size != run.shape.block_size),
             ("numbers of windows", first.config.eval_windows != run.config.eval_windows),
         ):
@@ -160,17 +187,18 @@ def check_comparable(runs):
         print(f"note: the runs differ in {name}, too: {', '.join(sorted(values))}")
 
 
-def over_seeds(runs, measure, by=()):
+def over_seeds(runs, measure, by=(), one_text=True):
     """One row for each method and K: how many seeds, and mean and deviation of each number.
 
     Args:
         measure: a function of a run -> rows of numbers: dicts or a frame
         by: the keys that tell the rows of a run apart; without any, what the steps cost is added
+        one_text: see check_comparable
 
     Returns:
         a frame of method, K, by, seeds, <number>, <number>_std, ..; one seed has no deviation: NaN.
     """
-    check_comparable(runs)
+    check_comparable(runs, one_text)
     groups = group_runs(runs)
     found = [
         pd.DataFrame(measure(run)).assign(method=name, K=K)
@@ -395,19 +423,23 @@ def draw_depth(study):
 # -- Accuracy where the difficulty is known (corpus/lookup.py) -------------------------------------
 
 
-def lookup_rows(runs, tau, device):
-    """One row for each method, K and number of lookups, 0 for filler, over the seeds."""
+def lookup_rows(runs, tau, device, data=None, more_steps=0):
+    """One row for each method, K and number of lookups, 0 for filler, over the seeds.
+
+    Asked of 1024 lines, of the corpus `data` if that is given, with `more_steps` than K.
+    """
 
     def numbers(run):
-        asked, right, steps = answers(open_subject(run.path, 1024, tau, device, "iterates"))
+        subject = open_subject(run.path, 1024, tau, device, "", data)
+        if more_steps:
+            subject = replace(subject, model=deeper(subject.model, more_steps))
+        asked, right, steps = answers(subject)
         tokens = pd.DataFrame({"accuracy": right.double(), "steps": steps.double()})
         found = tokens.groupby(asked.numpy()).mean().reindex([0, *LOOKUPS])
         return found.rename_axis("lookups").reset_index()
 
-    runs = [run for run in runs if run.method.iterates]
-    if not runs:
-        raise UserError("none of the runs is a PonderLM-3, PonderLM-2 or vanilla model")
-    frame = over_seeds(runs, numbers, by=["lookups"]).sort_values("K", kind="stable")
+    frame = over_seeds(runs, numbers, by=["lookups"], one_text=not data)
+    frame = frame.sort_values("K", kind="stable")
     # The offset has as many numbers as K says; where it alone tells two curves apart it stays.
     short = frame.method.str.replace(r", router_offset \([^)]*\)", "", regex=True)
     alone = not frame.assign(method=short).duplicated(["method", "K", "lookups"]).any()
@@ -426,7 +458,8 @@ def lookup_table(frame):
 
 def draw_lookup(study):
     def rows(runs):
-        return lookup_rows(runs, study.tau, pick_device(study.device))
+        device = pick_device(study.device)
+        return lookup_rows(runs, study.tau, device, study.data, study.more_steps)
 
     frame = study.frame("lookup", lookup_table, rows)
     x = "lookups that the next token takes (0: filler)"

@@ -27,6 +27,7 @@ from corpus.batches import Windows
 from corpus.lookup import lookups_asked
 from corpus.tokenizers import Tokenizer
 from engine.prefill import settle
+from evaluation.scoring import states
 from interop import load, read_config
 from model import PonderLM
 from router import bottom_mass_penalty
@@ -56,23 +57,24 @@ class Subject:
             yield rows[:, :-1], rows[:, 1:]
 
 
-def open_subject(path, windows=256, tau=None, device="cpu", needs="has_router"):
+def open_subject(path, windows=256, tau=None, device="cpu", needs="has_router", data=None):
     """A run's model with the first `windows` of its validation windows.
 
     Args:
         tau: None: where the run was scored.
-        needs: what its method must have, `has_router` or `iterates` (see model.PonderLM).
+        needs: what its method must have, `has_router` or `iterates` (see model.PonderLM); or "".
+        data: a prepared corpus whose windows take the place of its own.
 
     Raises:
         UserError: there is no run, its corpus has changed, or its method lacks what is needed.
     """
     method = find(read_config(path).method)
-    if not getattr(method, needs):
+    if needs and not getattr(method, needs):
         fitting = {"has_router": "with a learned router", "iterates": "that feed states back"}
         raise UserError(
             f"{path} is of method {method.method}; this figure is for methods {fitting[needs]}"
         )
-    config, tokenizer, val = validation_windows(path)
+    config, tokenizer, val = validation_windows(path, data)
     tau = config.tau if tau is None else tau
     rows = np.stack([val.window(i) for i in range(min(windows, val.count))])
     rows = torch.from_numpy(rows).to(device)
@@ -261,9 +263,10 @@ def tau_rows(subject, taus):
 def answers(subject):
     """Of each token that takes a known number of lookups: that number, whether the next token is
     predicted (the most probable one), and the executed steps -> (n,) each, decoded at tau."""
-    found = []
-    for x, y, h_hat, steps in stopped(subject, subject.tau, label="answers"):
-        right = subject.model.lm_head(h_hat).argmax(-1) == y
+    found, model = [], subject.model
+    for x, y in subject.batches("answers"):
+        h, s, steps = states(model, x, subject.tau)
+        right = model.lm_head(model.integrate(h, s, steps)).argmax(-1) == y
         asked = lookups_asked(x, subject.tokenizer)
         found.append([values[asked >= 0].cpu() for values in (asked, right, steps)])
     return [torch.cat(parts) for parts in zip(*found, strict=True)]

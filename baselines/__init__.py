@@ -80,7 +80,7 @@ def configure(config, method, **changes):
 def unused_settings(kind):
     """The settings of PonderConfig that a method does not follow, as it lacks what they set."""
     unused = set(kind.unused)
-    unused |= set() if kind.has_router else {"router_offset", "penalty_weight"}
+    unused |= set() if kind.has_router else {"router_offset", "penalty", "penalty_weight"}
     return unused if kind.iterates else unused | {"backprop_passes", "feedback_scale"}
 
 

@@ -5,7 +5,6 @@ ablation-mask           log w in attention: soft masks are not seen, hard stoppi
 ablation-integration    s in the prediction: the last executed state predicts alone
 ablation-router         a learned s: it stays uniform
 ablation-index          (nothing) the paper's index of the mask: w_k on the key of slot k+1
-ablation-penalty        (nothing) the paper's penalty, of the mean cross-entropy, which never acts
 """
 
 from dataclasses import replace
@@ -61,10 +60,3 @@ class PrintedIndex(PonderLM):
 
     def key_bias(self, log_w, tau=None):
         return hide_stopped(F.pad(log_w[..., :-1], (1, 0)), log_w, tau)
-
-
-class PrintedPenalty(PonderLM):
-    """Reading note 2: no element is ever chosen, so that the penalty is zero."""
-
-    method, title, marker = "ablation-penalty", "PonderLM-3, printed penalty", "P"
-    penalty_form = "batch"

@@ -90,7 +90,7 @@ def locate(name):
 # Fields that older files lack.
 LATER = {"rope_scaling", "feedback_scale", "backbone", "rotary_pct", "parallel_residual"}
 # Fields that PonderConfig once had. Now they are methods, or settings of one method.
-OLD = {"router", "ablation", "printed_mask_index", "penalty"}
+OLD = {"router", "ablation", "printed_mask_index"}
 OF_OTHERS = {"accumulate", "pause_token", "capacities"}
 
 
@@ -148,8 +148,11 @@ def parse_config(content):
     """
     if not isinstance(content, dict):
         raise UserError(f"{content!r} is not a JSON object")
+    if content.get("method") == "ablation-penalty":
+        content = content | {"method": "ponderlm3", "penalty": "batch"}
     if OLD & content.keys():
         content = rename(content)
+    content = {"penalty": "token"} | content  # which could not be chosen once
     Config = find(content.get("method")).Config
     return from_json(Config, content, LATER)
 
@@ -174,7 +177,6 @@ def rename(content):
     variants = {
         f"ablation-{content.get('ablation')}": content.get("ablation") is not None,
         "ablation-index": bool(content.get("printed_mask_index")),
-        "ablation-penalty": content.get("penalty") == "batch",
     }
     chosen = [name for name, is_so in variants.items() if is_so]
     if len(chosen) > 1:

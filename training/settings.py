@@ -126,7 +126,6 @@ OLD_FLAGS = {
     "--router": {"always": "--method ponderlm2"},
     "--ablation": {x: f"--method ablation-{x}" for x in ("mask", "integration", "router")},
     "--printed-mask-index": {"": "--method ablation-index"},
-    "--penalty": {"batch": "--method ablation-penalty"},
 }
 
 
@@ -340,16 +339,18 @@ def open_corpus(config):
     return folder, tokenizer, *tokens
 
 
-def validation_windows(path):
+def validation_windows(path, data=None):
     """The corpus that a run was trained on -> its config, tokenizer and validation windows.
 
+    Those of the corpus `data`, if that is given, which has to have the same token ids.
+
     Raises:
-        UserError: there is no run, or its corpus has changed.
+        UserError: there is no run, its corpus has changed, or `data` has ids of another tokenizer.
     """
     run, config, corpus = read_run(path)
     # Its own tokenizer, as when it is resumed: a model that it began from may be gone.
     here = replace(config, resume=True, out=str(run.parent), name=run.name)
-    folder, tokenizer, train, val = open_corpus(here)
-    if not is_same(describe_corpus(folder, tokenizer, train, val), corpus):
+    folder, tokenizer, train, val = open_corpus(replace(here, data=data or config.data))
+    if not data and not is_same(describe_corpus(folder, tokenizer, train, val), corpus):
         raise UserError(f"{path} was trained with another corpus than {config.data} is now")
     return config, tokenizer, Windows(val, config.model.block_size, seed=0)

@@ -111,6 +111,16 @@ def start_from(directory, config):
             f"block_size = {config.block_size}: {directory} was trained on windows of "
             f"{base.config.block_size} tokens"
         )
+    return carried_over(base, config)
+
+
+def carried_over(base, config):
+    """A new model by `config` with the weights of `base`; further rows of its router are copies of
+    the last.
+
+    Raises:
+        UserError: they do not fit.
+    """
     model = build(config)
     backbone = ("model.", "lm_head.")
     new = {k: x for k, x in model.state_dict().items() if not k.startswith(backbone)}
@@ -119,9 +129,17 @@ def start_from(directory, config):
         rows, more = tensors["router.proj.weight"], config.ponder_steps - base.config.ponder_steps
         tensors["router.proj.weight"] = torch.cat([rows, rows[-1:].expand(more, -1)])
     if wrong := differences(tensors, model.state_dict()):
-        raise UserError(f"{directory} does not fit {config.method}: {wrong}")
+        raise UserError(f"the {base.config.method} does not fit {config.method}: {wrong}")
     model.load_state_dict(tensors)
     return model
+
+
+def deeper(model, more):
+    """The model with `more` steps a token than it was trained with, its router's last row again."""
+    config, offset = model.config, model.config.offset
+    offset = (*offset, *offset[-1:] * more) if can_warm_up(config.method) else offset
+    config = replace(config, ponder_steps=config.ponder_steps + more, router_offset=offset)
+    return carried_over(model, config).to(model.lm_head.weight.device).eval()
 
 
 @torch.no_grad()

@@ -359,7 +359,6 @@ def test_command_line():
         (["--router=learned"], "leave it out"),
         (["--ablation", "mask"], "--method ablation-mask"),
         (["--printed-mask-index"], "--method ablation-index"),
-        (["--penalty", "batch"], "--method ablation-penalty"),
     ],
 )
 def test_old_flags(flags, now):

@@ -48,7 +48,7 @@ SCRIPTS = (
 )
 SCRIPTS += " windows stream formats config llama methods measure report corpora tokenizer device"
 OLD = rf"(?<![\w/])({SCRIPTS.replace(' ', '|')}|settings|run|checkpoint)\.py\b"
-OLD += r"|--ablation|--printed-mask-index|--penalty\s|hops|LOG\.md|assets/"
+OLD += r"|--ablation|--printed-mask-index|ablation-penalty|hops|LOG\.md|assets/"
 
 
 def shell(text):

@@ -505,7 +505,8 @@ OLD = dict(router="learned", ablation=None, printed_mask_index=False, penalty="t
         ("ponderlm3", "ablation-mask", dict(ablation="mask")),
         ("ponderlm3", "ablation-router", dict(ablation="router")),
         ("ponderlm3", "ablation-index", dict(printed_mask_index=True)),
-        ("ponderlm3", "ablation-penalty", dict(penalty="batch")),
+        ("ponderlm3", "ponderlm3", dict(penalty="batch")),
+        ("ablation-penalty", "ponderlm3", dict(penalty="batch")),
         ("ponderlm1", "ponderlm1", dict(accumulate=False)),
         ("pause", "pause", dict(pause_token=7)),
         ("mor-expert", "mor-expert", dict(capacities=[1.0, 0.5, 0.5, 0.1])),
@@ -514,7 +515,8 @@ OLD = dict(router="learned", ablation=None, printed_mask_index=False, penalty="t
 )
 def test_models_of_earlier_days(tmp_path, method, now, fields):
     """Catches an old directory that is read as another method, or not at all."""
-    own = {k: v for k, v in fields.items() if k in ("accumulate", "pause_token", "capacities")}
+    kept = ("accumulate", "pause_token", "capacities", "penalty")
+    own = {k: v for k, v in fields.items() if k in kept}
     own = {k: tuple(v) if isinstance(v, list) else v for k, v in own.items()}
     shape = {"ponder_steps": 0} if now == "vanilla" else {}
     model = small_model(method=now, **shape, **own).float()

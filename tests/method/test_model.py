@@ -269,6 +269,16 @@ def test_parts_of_the_loss():
     torch.testing.assert_close(loss, out.loss + 0.7 * penalty)
 
 
+def test_price_of_steps():
+    """Catches a penalty `mean` that is another form's, or has another weight."""
+    model, idx = small_model(penalty="mean", penalty_weight=0.3).train(), tokens(T=9, B=2)
+    y = tokens(9, 2, seed=1)
+    loss, penalty, out = objective(model, idx, y, 2)
+    _, s, _ = model.jacobi(idx, R=2)
+    assert penalty.item() == pytest.approx((s @ torch.arange(4.0).double()).mean().item(), abs=1e-9)
+    torch.testing.assert_close(loss, out.loss + 0.3 * penalty)
+
+
 def gradients(model, idx, iters):
     model.zero_grad()
     loss, _, _ = objective(model, idx[:, :-1], idx[:, 1:], iters)

@@ -6,7 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import MASKED
-from router import FixedDepth, Router, bottom_mass_penalty, mask_score, stop_step
+from router import (
+    FixedDepth,
+    Router,
+    bottom_mass_penalty,
+    expected_steps,
+    mask_score,
+    stop_step,
+)
 from runtime import UserError
 
 extreme_logits = st.lists(
@@ -153,6 +160,17 @@ def test_penalty_gradient_reaches_only_the_chosen():
     assert rho.tolist() == pytest.approx([0, 0.5], abs=1e-2) and ce.grad is None
     assert log_w.grad[:, 0].tolist() == [0] * 4
     assert (log_w.grad[:, 1] != 0).tolist() == [False, True, False, True]
+
+
+def test_expected_steps():
+    """Catches a price of steps that is not the mean of sum_k k s_k, or without its gradient."""
+    logits = torch.randn(5, 3, 4, dtype=torch.float64, requires_grad=True)
+    log_s = logits.log_softmax(-1)
+    expected = (log_s.exp() * torch.arange(4)).sum(-1).mean()
+    actual = expected_steps(mask_score(log_s))
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
+    grads = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (actual, expected)]
+    torch.testing.assert_close(*grads, atol=1e-12, rtol=0)
 
 
 def test_printed_penalty_is_inactive():
