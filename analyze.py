@@ -9,6 +9,7 @@ Of one run, by default the newest in out/; written to <run>/report/:
     python analyze.py tau           loss and steps against where pondering stops
     python analyze.py penalty       why the printed penalty never acts
     python analyze.py heatmap       a text, each token shaded by its steps: an HTML page
+    python analyze.py chain         where each step of an answered lookup looks (data/lookup)
     python analyze.py report        all of these on one page, index.html
     python analyze.py explainer     the model itself on a page that runs it: explainer.html
 
@@ -30,7 +31,7 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from analysis import comparing, explainer, figures, pages
+from analysis import comparing, explainer, figures, lookup, pages
 from analysis.comparing import Comparison
 from analysis.figures import Study
 from model import Count, Given, settings
@@ -103,6 +104,13 @@ class Heatmap(Study):
 
 
 @settings
+class Chain(Study):
+    """Where each step of an answered question looks, of a model trained on the lookup task."""
+
+    needs, draw = "iterates", lookup.draw_chain
+
+
+@settings
 class Report(Shift, Tokens, Tau, Heatmap):
     """All figures and tables of one run, the depth map, config and commit, on one page."""
 
@@ -153,10 +161,10 @@ class Lookup(Comparison):
     data: Given | None = None
     more_steps: Annotated[int, Field(ge=0)] = 0  # than each was trained with, its last one again
     device: str = "auto"  # auto, cpu, cuda or mps
-    draw = comparing.draw_lookup
+    draw = lookup.draw_lookup
 
 
-OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Penalty, Heatmap, Report)
+OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Penalty, Heatmap, Chain, Report)
 OF_SEVERAL = (Pareto, Depth, Losses, Lookup)
 
 

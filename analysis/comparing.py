@@ -14,23 +14,20 @@ frontier    no other row is better in steps or perplexity and not worse in the o
 
 import math
 from dataclasses import dataclass, fields, replace
-from itertools import combinations, cycle
+from itertools import combinations
 from pathlib import Path
 
 import pandas as pd
 
-from analysis.measuring import answers, open_subject
-from analysis.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, tabulate
+from analysis.tables import LINES, MARKERS, new_figure, save, save_figure, tabulate
 from baselines import all_methods, configure, find
 from baselines.cost import cost
-from corpus.lookup import CHAINS, LOOKUPS
 from interop import load, read_config
 from model import LlamaConfig, PonderConfig, settings
 from runtime import UserError, pick_device, progress
 from training.runs import read_lines, read_results
 from training.settings import TrainConfig, is_same, read_run, validation_windows
 from training.validation import evaluate
-from training.warm_start import deeper
 
 # -- Runs and groups of them -----------------------------------------------------------------------
 
@@ -123,7 +120,12 @@ def read_runs(directories):
 
 
 def brief(value, others):
-    """A setting in few digits, if that tells it from the others."""
+    """A setting in few digits, if that tells it from the others; else with what does."""
+    if isinstance(value, Origin):
+        alike = [x for x in others if isinstance(x, Origin) and str(x) == str(value)]
+        own = sorted(value.settings.items(), key=str)
+        own = [f"{k} {v}" for k, v in own if any(x.settings.get(k) != v for x in alike)]
+        return ", ".join([str(value), *own])
     if not isinstance(value, float):
         return str(value)
     short = f"{value:.4g}"
@@ -418,61 +420,3 @@ def draw_depth(study):
     axes.xaxis.set_major_formatter("{x:.0f}")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     save_figure(figure, study.out / "depth.png")
-
-
-# -- Accuracy where the difficulty is known (corpus/lookup.py) -------------------------------------
-
-
-def lookup_rows(runs, tau, device, data=None, more_steps=0):
-    """One row for each method, K and number of lookups, 0 for filler, over the seeds.
-
-    Asked of 1024 lines, of the corpus `data` if that is given, with `more_steps` than K.
-    """
-
-    def numbers(run):
-        subject = open_subject(run.path, 1024, tau, device, "", data)
-        if more_steps:
-            subject = replace(subject, model=deeper(subject.model, more_steps))
-        asked, right, steps = answers(subject)
-        tokens = pd.DataFrame({"accuracy": right.double(), "steps": steps.double()})
-        found = tokens.groupby(asked.numpy()).mean().reindex([0, *LOOKUPS])
-        return found.rename_axis("lookups").reset_index()
-
-    frame = over_seeds(runs, numbers, by=["lookups"], one_text=not data)
-    frame = frame.sort_values("K", kind="stable")
-    # The offset has as many numbers as K says; where it alone tells two curves apart it stays.
-    short = frame.method.str.replace(r", router_offset \([^)]*\)", "", regex=True)
-    alone = not frame.assign(method=short).duplicated(["method", "K", "lookups"]).any()
-    return frame.assign(method=short) if alone else frame
-
-
-def lookup_table(frame):
-    """Accuracy and executed steps, a column for each number of lookups."""
-    curve = ["method", "K", "lookups"]
-    cells = tabulate(frame, {"accuracy": "accuracy:.3f", "steps": "steps:.2f"})
-    cells = frame[curve].join(cells).astype({"K": int}).set_index(curve)
-    cells = cells.stack().unstack("lookups", sort=False)
-    cells.columns = [f"{n} lookup" + "s"[: n - 1] if n else "filler" for n in cells.columns]
-    return cells.rename_axis(["method", "K", ""]).reset_index()
-
-
-def draw_lookup(study):
-    def rows(runs):
-        device = pick_device(study.device)
-        return lookup_rows(runs, study.tau, device, study.data, study.more_steps)
-
-    frame = study.frame("lookup", lookup_table, rows)
-    x = "lookups that the next token takes (0: filler)"
-    figure, (left, right) = new_figure(x, "", panels=2)
-    curves = frame.groupby(["method", "K"], sort=False)
-    looks = zip(cycle(COLORS), cycle(MARKERS), strict=True)
-    for ((name, K), curve), (color, marker) in zip(curves, looks, strict=False):
-        look = {"marker": marker, "color": color, "label": f"{name}, K = {K:.0f}"}
-        left.plot(curve.lookups, curve.accuracy, **look)
-        right.plot(curve.lookups, curve.steps, **look)
-    left.axhline(1 / CHAINS, color="#777777", linestyle=":", label="guessing")
-    left.set_ylabel("share of right answers")
-    right.set_ylabel("executed steps")
-    look = {"loc": "outside lower center", "ncols": 3, "fontsize": 8}
-    figure.legend(*left.get_legend_handles_labels(), **look)
-    save_figure(figure, study.out / "lookup.png")

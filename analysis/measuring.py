@@ -24,10 +24,8 @@ import torch
 
 from baselines import find
 from corpus.batches import Windows
-from corpus.lookup import lookups_asked
 from corpus.tokenizers import Tokenizer
 from engine.prefill import settle
-from evaluation.scoring import states
 from interop import load, read_config
 from model import PonderLM
 from router import bottom_mass_penalty
@@ -131,8 +129,13 @@ def stopped(subject, tau, alpha=0.0, dtype=torch.float32, label="tokens"):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     for x, y in subject.batches(label):
         with autocast(x.device, dtype):
-            found = settle(subject.model, x, tau, alpha, tolerance=tolerance)
-            yield x, y, subject.model.integrate(found.h, found.s, found.steps), found.steps
+            if subject.model.iterates:
+                found = settle(subject.model, x, tau, alpha, tolerance=tolerance)
+                h, s, steps = found.h, found.s, found.steps
+            else:
+                h, s, log_w = subject.model.states(x, tau=tau)
+                steps = subject.model.executed(log_w, tau)
+            yield x, y, subject.model.integrate(h, s, steps), steps
 
 
 def decoded(subject, *args, **kwargs):
@@ -254,22 +257,6 @@ def tau_rows(subject, taus):
         row |= {"perplexity": math.exp(row["loss"]), "steps": mean(steps)}
         rows.append(row | {"change": mean(loss - base), "moved": mean((loss - base).abs())})
     return rows
-
-
-# -- Known difficulty (corpus/lookup.py) -----------------------------------------------------------
-
-
-@torch.no_grad()
-def answers(subject):
-    """Of each token that takes a known number of lookups: that number, whether the next token is
-    predicted (the most probable one), and the executed steps -> (n,) each, decoded at tau."""
-    found, model = [], subject.model
-    for x, y in subject.batches("answers"):
-        h, s, steps = states(model, x, subject.tau)
-        right = model.lm_head(model.integrate(h, s, steps)).argmax(-1) == y
-        asked = lookups_asked(x, subject.tokenizer)
-        found.append([values[asked >= 0].cpu() for values in (asked, right, steps)])
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
 # -- The penalty's ratio (section 3.4.2) -----------------------------------------------------------

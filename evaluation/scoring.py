@@ -53,7 +53,7 @@ class Scores:
     depths: torch.Tensor  # (n, K+1) soft, integrated up to depth i; without weights s, h^(i) alone
 
 
-def states(model, idx, tau, lengths=None):
+def states(model, idx, tau, lengths):
     """h, s and executed steps of right-padded rows, hard-stopped at tau; 0 runs all steps.
 
     Each row's fixed point is found on its own, so that it does not depend on its neighbours.

@@ -117,3 +117,13 @@ def config(tmp_path, monkeypatch):
         device="cpu",
         precision="float32",
     )
+
+
+def records(frame):
+    """The rows of a frame as dicts, None for nothing."""
+    frame = frame.astype(object)
+    return frame.where(frame.notna(), None).to_dict("records")
+
+
+def flags(runs):
+    return tuple(map(str, runs))

@@ -350,6 +350,8 @@ def validation_windows(path, data=None):
     run, config, corpus = read_run(path)
     # Its own tokenizer, as when it is resumed: a model that it began from may be gone.
     here = replace(config, resume=True, out=str(run.parent), name=run.name)
+    if data:
+        tokenizer_beside(run, data)  # has the same ids
     folder, tokenizer, train, val = open_corpus(replace(here, data=data or config.data))
     if not data and not is_same(describe_corpus(folder, tokenizer, train, val), corpus):
         raise UserError(f"{path} was trained with another corpus than {config.data} is now")

@@ -136,9 +136,10 @@ def carried_over(base, config):
 
 def deeper(model, more):
     """The model with `more` steps a token than it was trained with, its router's last row again."""
-    config, offset = model.config, model.config.offset
-    offset = (*offset, *offset[-1:] * more) if can_warm_up(config.method) else offset
-    config = replace(config, ponder_steps=config.ponder_steps + more, router_offset=offset)
+    config, longer = model.config, {}
+    if can_warm_up(config.method):
+        longer = {"router_offset": (*config.offset, *config.offset[-1:] * more)}
+    config = replace(config, ponder_steps=config.ponder_steps + more, **longer)
     return carried_over(model, config).to(model.lm_head.weight.device).eval()
 
 

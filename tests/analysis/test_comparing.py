@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pandas as pd
 import pytest
+from conftest import flags, records
 
 from analysis.comparing import (
     at_other_taus,
@@ -14,30 +15,17 @@ from analysis.comparing import (
     depth_rows,
     draw_curves,
     group_runs,
-    lookup_rows,
     method_of,
     on_frontier,
     pareto_rows,
     read_runs,
 )
-from analysis.measuring import answers, open_subject
 from analysis.tables import MARKERS, new_figure, read
-from analyze import Depth, Lookup, Losses, Pareto
+from analyze import Depth, Losses, Pareto
 from baselines import all_methods, configure
 from baselines.cost import cost
 from runtime import UserError
 from training.settings import PRESETS
-
-
-def records(frame):
-    """The rows of a frame as dicts, None for nothing."""
-    frame = frame.astype(object)
-    return frame.where(frame.notna(), None).to_dict("records")
-
-
-def flags(runs):
-    return tuple(map(str, runs))
-
 
 SCORES = ("hard", "fixed", "trained", "permuted")
 
@@ -144,51 +132,6 @@ def test_at_other_taus(trained, tmp_path):
         at_other_taus([replace(run, path=copy)], (0.5,), "cpu")
 
 
-def test_lookup(trained, tmp_path, capsys):
-    """Catches accuracy and steps of other questions, K or seeds, and a text that is another one."""
-    runs = [trained / f"lookup-{name}" for name in (0, 1, "plain")]
-    Lookup(flags(runs), out=tmp_path).draw()
-    rows = records(read(tmp_path / "lookup.csv"))
-    assert [(r["K"], r["lookups"], r["seeds"]) for r in rows] == [
-        (K, n, 2 if K else 1) for K in (0, 2) for n in range(7)
-    ]
-    assert {r["method"] for r in rows} == {"vanilla", "PonderLM-3"}
-    found = [answers(open_subject(run)) for run in runs[:2]]
-    for row in rows[7:]:
-        for part, key in ((1, "accuracy"), (2, "steps")):
-            means = [f[part][f[0] == row["lookups"]].double() for f in found]
-            if len(means[0]):
-                assert row[key] == pytest.approx(sum(m.mean().item() for m in means) / 2)
-            else:
-                assert row[key] is None
-    assert all(row["steps"] == 0 for row in rows[:7] if row["steps"] is not None)
-    table = (tmp_path / "lookup.md").read_text()
-    assert None in [row["steps"] for row in rows] and "| - |" in table
-    assert "| filler | 1 lookup | 2 lookups |" in table
-    lines = [line.split(" | ")[:3] for line in table.splitlines()[2:]]
-    assert lines == [
-        [f"| {name}", K, key]
-        for name, K in (("vanilla", "0"), ("PonderLM-3", "2"))
-        for key in ("accuracy", "steps")
-    ]
-    printed = capsys.readouterr().out
-    Lookup(out=tmp_path, redraw=True).draw()
-    assert capsys.readouterr().out in printed and (tmp_path / "lookup.png").exists()
-    stopped = lookup_rows(read_runs(runs[:1]), tau=1.0, device="cpu")
-    assert not stopped.steps.any()
-    with pytest.raises(UserError, match="windows of 16 tokens are not lines"):
-        Lookup(flags([trained / "other"]), out=tmp_path).draw()
-
-
-def test_other_offsets_are_other_curves(trained):
-    """Catches runs that become one curve when the offset leaves their name."""
-    runs = read_runs([trained / "lookup-0", trained / "lookup-1"])
-    model = replace(runs[1].config.model, router_offset=(0.0, 0.0, 1.0))
-    runs[1] = replace(runs[1], config=replace(runs[1].config, model=model))
-    rows = lookup_rows(runs, None, "cpu")
-    assert rows.method.nunique() == 2 and len(rows) == 14
-
-
 def test_on_frontier():
     """Catches a frontier that keeps a beaten point, or drops one of two equal ones."""
     points = [(0, 9), (2, 5), (2, 5), (2, 6), (3, 5), (3, 4), (4, 4.5)]
@@ -216,6 +159,22 @@ def test_settings_that_look_alike(name, values, make_run):
     """Catches settings that are one curve because they print alike, or are not looked at."""
     runs = [make_run(str(v), 1, 2, seed=i, **{name: v}) for i, v in enumerate(values)]
     assert len(group_runs(read_runs(runs))) == 2
+
+
+def test_where_a_run_began_is_another_curve(make_run):
+    """Catches seeds that fall apart because each began from its own first stage; stages that are
+    mixed up although they were other trainings; and a beginning that is gone."""
+    for seed in (0, 1):
+        make_run(f"short-{seed}", 1, 1, seed=seed)
+        make_run(f"long-{seed}", 1, 1, seed=seed, batch_size=4)
+    runs = read_runs([make_run("new", 1, 2)] * 5)
+    folder = runs[0].path.parent
+    begun = ("short-0", "short-1", "long-0", "long-1", "gone")
+    for i, name in enumerate(begun):
+        config = replace(runs[i].config, init_from=str(folder / name), seed=i)
+        runs[i] = replace(runs[i], config=config)
+    groups = group_runs(runs).values()
+    assert [[run.config.seed for run in group] for group in groups] == [[0, 1], [2, 3], [4]]
 
 
 def test_the_same_run_twice(make_run):

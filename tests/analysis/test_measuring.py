@@ -1,7 +1,6 @@
 """What is measured of one model, against loops that say it plainly."""
 
 import math
-import random
 from itertools import islice, product
 
 import pytest
@@ -12,7 +11,6 @@ from conftest import small_model
 from analysis.convergence import convergence_rows, exponential_fit, refinements, rmse
 from analysis.measuring import (
     Measured,
-    answers,
     bucket_rows,
     by_each,
     decoded,
@@ -25,7 +23,6 @@ from analysis.measuring import (
     thirds,
 )
 from analysis.words import show_token, token_rows, words
-from corpus import lookup
 from corpus.tokenizers import Tokenizer
 
 
@@ -275,24 +272,3 @@ def test_penalty_rows():
     assert rows[3]["rho_token"] == rows[3]["rho_batch"] == pytest.approx(sigmoid(4))
     assert [r["count_token"] for r in rows] == [0, 0, 0, 1]  # floor(0.98), floor(2 x 0.98)
     assert len(penalty_rows(measured, T=1, batch_size=100)) == 2  # what there is
-
-
-@torch.no_grad()
-def test_answers(subject):
-    """Catches answers taken from the wrong place, and steps of other tokens."""
-    tokenizer, x = lookup.tokenizer(), []
-    for i in range(40):
-        x.append([*tokenizer.encode(lookup.line(random.Random(i))), tokenizer.end_of_text])
-    x = torch.tensor(x)
-    model = small_model(vocab_size=tokenizer.vocab_size, block_size=64, seed=3)
-    one = subject(model)
-    one.tokenizer, one.rows = tokenizer, torch.cat([x, x[:, :1]], dim=1)
-    asked, right, steps = answers(one)
-    out = model(x, tau=0.3)
-    expected = []
-    for b in range(40):
-        for t, n in enumerate(lookup.lookups_asked(x[b : b + 1], tokenizer)[0].tolist()):
-            if n >= 0:
-                guess = out.logits[b, t].argmax() == one.rows[b, t + 1]
-                expected.append((n, guess.item(), out.steps[b, t].item()))
-    assert list(zip(asked.tolist(), right.tolist(), steps.tolist(), strict=True)) == expected
