@@ -77,13 +77,15 @@ def draw_lookup(study):
     frame = study.frame("lookup", lookup_table, rows)
     x = "lookups that the next token takes (0: filler)"
     figure, (left, right) = new_figure(x, "", panels=2)
-    curves = frame.groupby(["method", "K"], sort=False)
+    curves, alone = frame.groupby(["method", "K"], sort=False), frame.method.nunique() == 1
     looks = zip(cycle(COLORS), cycle(MARKERS), strict=True)
     for ((name, K), curve), (color, marker) in zip(curves, looks, strict=False):
-        look = {"marker": marker, "color": color, "label": f"{name}, K = {K:.0f}"}
-        left.plot(curve.lookups, curve.accuracy, **look)
-        right.plot(curve.lookups, curve.steps, **look)
-    left.axhline(1 / CHAINS, color="#777777", linestyle=":", label="guessing")
+        label = f"K = {K:.0f}" if alone else f"{name}, K = {K:.0f}"
+        look = {"marker": marker, "color": color, "label": label, "capsize": 2, "elinewidth": 0.6}
+        left.errorbar(curve.lookups, curve.accuracy, curve.get("accuracy_std"), **look)
+        right.errorbar(curve.lookups, curve.steps, curve.get("steps_std"), **look)
+    left.axhline(1 / CHAINS, color="#777777", linestyle=":", label="guessing; lookups - 1")
+    right.plot(LOOKUPS, [n - 1 for n in LOOKUPS], color="#777777", linestyle=":")
     left.set_ylabel("share of right answers")
     right.set_ylabel("executed steps")
     look = {"loc": "outside lower center", "ncols": 3, "fontsize": 8}

@@ -1,32 +1,55 @@
 #!/usr/bin/env bash
-# Does depth follow difficulty where the difficulty is known? One layer, K = 0 to 4.
-#     bash runs/lookup.sh      RUNS="3 1 long", SEED=1 or both: these alone, no table
+# Does depth follow difficulty where the difficulty is known? One layer, learned one step at a time.
+#     bash runs/lookup.sh      RUNS="grown once", SEEDS=1 or both: these alone, no table
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . runs/once.sh
 
 OUT=out/lookup
-[ ! -d out/hops ] || OUT=out/hops # runs that were made when the task had that name
 
-train() { # name, K, flags
-  local how=(--method vanilla)
-  if [ "$2" != 0 ]; then # The router starts undecided. A lookup needs no latent of another token, so R = 0.
-    how=(--ponder-steps "$2" --iters 0 0 --penalty-weight 0 --router-offset $(printf '0 %.0s' $(seq 0 "$2")))
-  fi
-  once $OUT "$1" "${SEED:-0}" --preset tiny --data data/lookup "${how[@]}" --num-hidden-layers 1 \
-    --hidden-size 128 --intermediate-size 344 --num-attention-heads 4 --head-dim 32 \
-    --learning-rate 3e-3 --steps 7000 --eval-every 1000 --log-every 100 --precision bfloat16 "${@:3}"
+task() { # folder, lines, seed, lookups: each equally often
+  [ -f "data/$1/meta.json" ] ||
+    "${PYTHON:-python}" -m corpus lookup --folder "data/$1" --lines "$2" --seed "$3" --lookups "${@:4}"
 }
 
-[ -f data/lookup/meta.json ] || "${PYTHON:-python}" -m corpus lookup
-for run in ${RUNS:-0 1 2 3 4 long}; do
-  case $run in
-    long) train K1-long 1 --steps 14000 ;;
-    1) for s in ${SEED:-0 1}; do SEED=$s train K1 1; done ;;
-    *) train "K$run" "$run" ;;
-  esac
+train() { # name, seed, text, flags
+  once $OUT "$1" "$2" --preset tiny --data "data/$3" --num-hidden-layers 1 --hidden-size 128 \
+    --intermediate-size 344 --num-attention-heads 4 --head-dim 32 --batch-size 16 \
+    --eval-every 500 --log-every 100 --precision bfloat16 "${@:4}"
+}
+
+grow() { # name, seed, the last K, flags of the first stage
+  train "$1-K1" "$2" lookup-K1 --ponder-steps 1 --learning-rate 3e-3 --steps 3000 "${@:4}"
+  local K copy=
+  [ "$1" != grown ] || copy="--ponder-warmup 0" # the copied row of the router counts at once
+  for K in $(seq 2 "$3"); do
+    train "$1-K$K" "$2" "lookup-K$K" --init-from "$OUT/$1-K$((K - 1))-$2" --ponder-steps "$K" \
+      --learning-rate 1.5e-3 --steps 500 $copy
+  done
+}
+
+for K in 1 2 3 4 5; do task lookup-K$K 50000 0 $(seq 1 $((K + 1))); done
+task lookup-all 20000 1 1 2 3 4 5 6
+
+# A step costs 0.01 nats; the router starts undecided.
+ours=(--iters 1 1 --penalty mean --penalty-weight 0.01 --router-offset)
+long=(--learning-rate 3e-3 --steps 4000) # as much text as K = 3 has seen when it is grown
+for seed in ${SEEDS:-0 1 2}; do
+  for run in ${RUNS:-grown once ponderlm2 looped vanilla}; do
+    case $run in
+      grown) grow grown "$seed" 5 "${ours[@]}" 0 0 ;;
+      once) train once-K3 "$seed" lookup-K3 --ponder-steps 3 "${ours[@]}" 0 0 0 0 "${long[@]}" ;;
+      ponderlm2) grow ponderlm2 "$seed" 3 --method ponderlm2 --iters 1 1 ;;
+      looped) grow looped "$seed" 3 --method looped ;;
+      vanilla) train vanilla-L4 "$seed" lookup-K3 --method vanilla --num-hidden-layers 4 "${long[@]}" ;;
+    esac
+  done
 done
 
-if [ -z "${RUNS:-}${SEED:-}" ]; then
-  "${PYTHON:-python}" analyze.py lookup --tau 0.1 --runs $OUT/K*
+if [ -z "${RUNS:-}${SEEDS:-}" ]; then
+  asked() { "${PYTHON:-python}" analyze.py lookup --tau 0.1 --data data/lookup-all "$@"; }
+  asked --runs $OUT/grown-K*
+  asked --runs $OUT/*-K3-? $OUT/vanilla-L4-? --out out/analyze/rivals
+  asked --runs $OUT/grown-K3-? --more-steps 2 --out out/analyze/beyond
+  "${PYTHON:-python}" analyze.py chain --run $OUT/grown-K5-0 --tau 0.1
 fi

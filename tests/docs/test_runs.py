@@ -159,35 +159,43 @@ def test_paper_in_full(run_script, tmp_path):
 
 
 def test_lookup(run_script, tmp_path):
-    """Catches flags that train.py does not know, budgets that differ in more than K, a task that is
-    not prepared or prepared again, and old finished runs that are trained again."""
+    """Catches flags that train.py does not know, stages that do not begin from the one before, or
+    have another text, rivals with more or less text, a task that is prepared again, and finished
+    runs that are trained again."""
     calls = run_script("lookup.sh")
-    assert calls["corpus"] == [["lookup"]]
-    configs = [parse(args) for args in calls["train.py"]]
-    assert [config.model.ponder_steps for config in configs] == [0, 1, 1, 2, 3, 4, 1]
-    assert [config.model.method for config in configs] == ["vanilla", *["ponderlm3"] * 6]
-    assert [len(config.model.offset) for config in configs] == [1, 2, 2, 3, 4, 5, 2]
-    assert all(set(config.model.offset) == {0} for config in configs)
-    assert all(config.model.penalty_weight == 0 for config in configs[1:])
-    assert all(config.model.iters == (0, 0) for config in configs[1:])
-    assert [config.seed for config in configs] == [0, 0, 1, 0, 0, 0, 0]
-    assert [config.steps for config in configs] == [7000] * 6 + [14000]
-    allowed = {"name", "steps", "seed", "method", "ponder_steps", "router_offset"}
-    for config in configs[1:]:
-        assert changes(configs[1], config).keys() <= allowed
-    assert changes(configs[0], configs[1]).keys() <= allowed | {"iters", "penalty_weight"}
-    assert configs[0].data == "data/lookup" and configs[0].out == "out/lookup"
-    (tmp_path / "data/lookup").mkdir(parents=True)
-    (tmp_path / "data/lookup/meta.json").touch()
-    (analyzed,) = calls["analyze.py"]
-    assert analyzed[:2] == ["lookup", "--tau"]
-    calls = run_script("lookup.sh", SEED="1", RUNS="1 2")
-    assert [len(calls[name]) for name in ("corpus", "train.py", "analyze.py")] == [0, 2, 0]
-    (old := tmp_path / "out/hops/K3-0").mkdir(parents=True)
-    (old / "results.json").touch()
-    calls = run_script("lookup.sh", SEED="0")
-    assert [len(calls[name]) for name in ("train.py", "analyze.py")] == [5, 0]
-    assert {args[1] for args in calls["train.py"]} == {"out/hops"}
+    asked = {args[2]: args[args.index("--lookups") + 1 :] for args in calls["corpus"]}
+    assert [len(numbers) for numbers in asked.values()] == [2, 3, 4, 5, 6, 6]
+    # Whatever a stage begins from would have to be there.
+    flags = {args[args.index("--name") + 1]: args for args in calls["train.py"]}
+    assert len(flags) == 3 * (5 + 1 + 3 + 3 + 1)
+    configs = {}
+    for name, args in flags.items():
+        if "--init-from" in args:
+            at = args.index("--init-from")
+            method, K, seed = name.split("-")
+            assert args[at + 1] == f"out/lookup/{method}-K{int(K[1]) - 1}-{seed}"
+            args = args[:at] + args[at + 2 :] + ["--method", method.replace("grown", "ponderlm3")]
+        configs[name] = parse([arg for arg in args if arg != "--ponder-warmup" or "grown" in name])
+    for name, config in configs.items():
+        K = 3 if "vanilla" in name else int(name.split("-")[1][1])
+        assert f"data/lookup-K{K}" == config.data in asked and config.seed == int(name[-1])
+        assert config.model.ponder_steps == (0 if "vanilla" in name else K)
+    text = {name: c.steps * c.batch_size for name, c in configs.items()}
+    for rival in ("grown", "ponderlm2", "looped"):
+        assert sum(text[f"{rival}-K{K}-1"] for K in (1, 2, 3)) == text["once-K3-1"]
+    assert text["once-K3-1"] == text["vanilla-L4-1"]
+    assert configs["grown-K1-0"].model.offset == (0, 0)
+    assert configs["vanilla-L4-0"].model.num_hidden_layers == 4
+    analyzed = calls["analyze.py"]
+    assert [args[0] for args in analyzed] == ["lookup", "lookup", "lookup", "chain"]
+    assert all("data/lookup-all" in args for args in analyzed[:3])
+    for folder in asked:
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "meta.json").touch()
+    (done := tmp_path / "out/lookup/once-K3-1").mkdir(parents=True)
+    (done / "results.json").touch()
+    calls = run_script("lookup.sh", SEEDS="1", RUNS="once vanilla")
+    assert [len(calls[name]) for name in ("corpus", "train.py", "analyze.py")] == [0, 1, 0]
 
 
 def test_pareto_scale_and_seeds(run_script, tmp_path):
