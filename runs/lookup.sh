@@ -19,27 +19,32 @@ train() { # name, seed, text, flags
 }
 
 grow() { # name, seed, the last K, flags of the first stage
-  train "$1-K1" "$2" lookup-K1 --ponder-steps 1 --learning-rate 3e-3 --steps 3000 "${@:4}"
-  local K copy=
-  [ "$1" != grown ] || copy="--ponder-warmup 0" # the copied row of the router counts at once
+  train "$1-start" "$2" lookup-K1 --ponder-steps 1 --iters 0 0 --learning-rate 3e-3 --steps 3000 "${@:4}"
+  local K offset="0 0" price=
+  [ "$1" != grown ] || price="--penalty mean --penalty-weight 0.1"
+  train "$1-K1" "$2" lookup-K1 --init-from "$OUT/$1-start-$2" --iters 1 1 \
+    --learning-rate 3e-3 --steps 500 $price
   for K in $(seq 2 "$3"); do
+    if [ "$1" = grown ]; then # a new row of the router is a copy, and begins at a 20th of its share
+      offset+=" $((3 - 3 * K))"
+      price="--penalty-weight 0.03 --ponder-warmup 0 --router-offset $offset"
+    fi
     train "$1-K$K" "$2" "lookup-K$K" --init-from "$OUT/$1-K$((K - 1))-$2" --ponder-steps "$K" \
-      --learning-rate 1.5e-3 --steps 500 $copy
+      --learning-rate 1.5e-3 --steps 500 $price
   done
 }
 
 for K in 1 2 3 4 5; do task lookup-K$K 50000 0 $(seq 1 $((K + 1))); done
 task lookup-all 20000 1 1 2 3 4 5 6
 
-# A step costs 0.01 nats; the router starts undecided.
-ours=(--iters 1 1 --penalty mean --penalty-weight 0.01 --router-offset)
-long=(--learning-rate 3e-3 --steps 4000) # as much text as K = 3 has seen when it is grown
+free=(--penalty-weight 0 --router-offset 0 0) # no step costs anything, the router is undecided
+long=(--learning-rate 3e-3 --steps 4500) # as much text as K = 3 has seen when it is grown
 for seed in ${SEEDS:-0 1 2}; do
   for run in ${RUNS:-grown once ponderlm2 looped vanilla}; do
     case $run in
-      grown) grow grown "$seed" 5 "${ours[@]}" 0 0 ;;
-      once) train once-K3 "$seed" lookup-K3 --ponder-steps 3 "${ours[@]}" 0 0 0 0 "${long[@]}" ;;
-      ponderlm2) grow ponderlm2 "$seed" 3 --method ponderlm2 --iters 1 1 ;;
+      grown) grow grown "$seed" 5 "${free[@]}" ;;
+      once) train once-K3 "$seed" lookup-K3 --ponder-steps 3 --iters 1 1 "${free[@]}" 0 0 "${long[@]}" ;;
+      ponderlm2) grow ponderlm2 "$seed" 3 --method ponderlm2 ;;
       looped) grow looped "$seed" 3 --method looped ;;
       vanilla) train vanilla-L4 "$seed" lookup-K3 --method vanilla --num-hidden-layers 4 "${long[@]}" ;;
     esac

@@ -165,26 +165,30 @@ def test_lookup(run_script, tmp_path):
     calls = run_script("lookup.sh")
     asked = {args[2]: args[args.index("--lookups") + 1 :] for args in calls["corpus"]}
     assert [len(numbers) for numbers in asked.values()] == [2, 3, 4, 5, 6, 6]
-    # Whatever a stage begins from would have to be there.
     flags = {args[args.index("--name") + 1]: args for args in calls["train.py"]}
-    assert len(flags) == 3 * (5 + 1 + 3 + 3 + 1)
+    assert len(flags) == 3 * (6 + 1 + 4 + 4 + 1)
     configs = {}
     for name, args in flags.items():
-        if "--init-from" in args:
+        if "--init-from" in args:  # which is not there: as if it was, but for what it would say
+            method, stage, seed = name.split("-")
+            before = "start" if stage == "K1" else f"K{int(stage[1]) - 1}"
             at = args.index("--init-from")
-            method, K, seed = name.split("-")
-            assert args[at + 1] == f"out/lookup/{method}-K{int(K[1]) - 1}-{seed}"
+            assert args[at + 1] == f"out/lookup/{method}-{before}-{seed}"
             args = args[:at] + args[at + 2 :] + ["--method", method.replace("grown", "ponderlm3")]
-        configs[name] = parse([arg for arg in args if arg != "--ponder-warmup" or "grown" in name])
+            args = " ".join(args).replace("--ponder-warmup 0", "").split()
+            args += ["--ponder-steps", "1"] if stage == "K1" else []
+            args += ["--router-offset", "0", "0"] if name.startswith("grown-K1") else []
+        configs[name] = parse(args)
+    text = {name: config.steps * config.batch_size for name, config in configs.items()}
     for name, config in configs.items():
-        K = 3 if "vanilla" in name else int(name.split("-")[1][1])
+        K = 1 if "start" in name else 3 if "vanilla" in name else int(name.split("-")[1][1])
         assert f"data/lookup-K{K}" == config.data in asked and config.seed == int(name[-1])
         assert config.model.ponder_steps == (0 if "vanilla" in name else K)
-    text = {name: c.steps * c.batch_size for name, c in configs.items()}
+        if "grown" in name:
+            assert config.model.offset == tuple(min(0, 3 - 3 * k) for k in range(K + 1))
     for rival in ("grown", "ponderlm2", "looped"):
-        assert sum(text[f"{rival}-K{K}-1"] for K in (1, 2, 3)) == text["once-K3-1"]
-    assert text["once-K3-1"] == text["vanilla-L4-1"]
-    assert configs["grown-K1-0"].model.offset == (0, 0)
+        stages = [text[f"{rival}-{stage}-1"] for stage in ("start", "K1", "K2", "K3")]
+        assert sum(stages) == text["once-K3-1"] == text["vanilla-L4-1"]
     assert configs["vanilla-L4-0"].model.num_hidden_layers == 4
     analyzed = calls["analyze.py"]
     assert [args[0] for args in analyzed] == ["lookup", "lookup", "lookup", "chain"]
