@@ -18,19 +18,23 @@ train() { # name, seed, text, flags
     --eval-every 500 --log-every 100 --precision bfloat16 "${@:4}"
 }
 
-grow() { # name, seed, the last K, flags of the first stage
-  train "$1-start" "$2" lookup-K1 --ponder-steps 1 --iters 0 0 --learning-rate 3e-3 --steps 3000 "${@:4}"
-  local K offset="0 0" price=
+finish() { # name, seed, K: 500 steps more; in ours each step of a token now costs 0.1 nats
+  local price=
   [ "$1" != grown ] || price="--penalty mean --penalty-weight 0.1"
-  train "$1-K1" "$2" lookup-K1 --init-from "$OUT/$1-start-$2" --iters 1 1 \
+  train "$1-K$3" "$2" "lookup-K$3" --init-from "$OUT/$1-learns-K$3-$2" --iters 1 1 \
     --learning-rate 3e-3 --steps 500 $price
+}
+
+grow() { # name, seed, the last K, flags of the first stage
+  train "$1-learns-K1" "$2" lookup-K1 --ponder-steps 1 --iters 0 0 --learning-rate 3e-3 --steps 3000 \
+    "${@:4}"
+  finish "$1" "$2" 1
+  local K from=$1-K1 free=
+  [ "$1" != grown ] || free="--penalty-weight 0 --ponder-warmup 0" # and the copied row counts at once
   for K in $(seq 2 "$3"); do
-    if [ "$1" = grown ]; then # a new row of the router is a copy, and begins at a 20th of its share
-      offset+=" $((3 - 3 * K))"
-      price="--penalty-weight 0.03 --ponder-warmup 0 --router-offset $offset"
-    fi
-    train "$1-K$K" "$2" "lookup-K$K" --init-from "$OUT/$1-K$((K - 1))-$2" --ponder-steps "$K" \
-      --learning-rate 1.5e-3 --steps 500 $price
+    train "$1-learns-K$K" "$2" "lookup-K$K" --init-from "$OUT/$from-$2" --ponder-steps "$K" \
+      --iters 1 1 --learning-rate 1.5e-3 --steps 500 $free
+    from=$1-learns-K$K
   done
 }
 
@@ -38,14 +42,19 @@ for K in 1 2 3 4 5; do task lookup-K$K 50000 0 $(seq 1 $((K + 1))); done
 task lookup-all 20000 1 1 2 3 4 5 6
 
 free=(--penalty-weight 0 --router-offset 0 0) # no step costs anything, the router is undecided
-long=(--learning-rate 3e-3 --steps 4500) # as much text as K = 3 has seen when it is grown
+long=(--learning-rate 3e-3 --steps 5000) # as much text as K = 3 has seen when it is grown
 for seed in ${SEEDS:-0 1 2}; do
   for run in ${RUNS:-grown once ponderlm2 looped vanilla}; do
     case $run in
-      grown) grow grown "$seed" 5 "${free[@]}" ;;
+      grown)
+        grow grown "$seed" 5 "${free[@]}"
+        for K in 2 3 4 5; do finish grown "$seed" "$K"; done
+        ;;
       once) train once-K3 "$seed" lookup-K3 --ponder-steps 3 --iters 1 1 "${free[@]}" 0 0 "${long[@]}" ;;
-      ponderlm2) grow ponderlm2 "$seed" 3 --method ponderlm2 ;;
-      looped) grow looped "$seed" 3 --method looped ;;
+      ponderlm2 | looped)
+        grow "$run" "$seed" 3 --method "$run"
+        finish "$run" "$seed" 3
+        ;;
       vanilla) train vanilla-L4 "$seed" lookup-K3 --method vanilla --num-hidden-layers 4 "${long[@]}" ;;
     esac
   done
@@ -54,7 +63,7 @@ done
 if [ -z "${RUNS:-}${SEEDS:-}" ]; then
   asked() { "${PYTHON:-python}" analyze.py lookup --tau 0.1 --data data/lookup-all "$@"; }
   asked --runs $OUT/grown-K*
-  asked --runs $OUT/*-K3-? $OUT/vanilla-L4-? --out out/analyze/rivals
+  asked --runs $OUT/{grown,once,ponderlm2,looped}-K3-? $OUT/vanilla-L4-? --out out/analyze/rivals
   asked --runs $OUT/grown-K3-? --more-steps 2 --out out/analyze/beyond
   "${PYTHON:-python}" analyze.py chain --run $OUT/grown-K5-0 --tau 0.1
 fi

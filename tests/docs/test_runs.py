@@ -166,29 +166,32 @@ def test_lookup(run_script, tmp_path):
     asked = {args[2]: args[args.index("--lookups") + 1 :] for args in calls["corpus"]}
     assert [len(numbers) for numbers in asked.values()] == [2, 3, 4, 5, 6, 6]
     flags = {args[args.index("--name") + 1]: args for args in calls["train.py"]}
-    assert len(flags) == 3 * (6 + 1 + 4 + 4 + 1)
+    assert len(flags) == 3 * (5 + 5 + 1 + 5 + 5 + 1)
     configs = {}
     for name, args in flags.items():
+        method, *learns, K, seed = name.split("-")
         if "--init-from" in args:  # which is not there: as if it was, but for what it would say
-            method, stage, seed = name.split("-")
-            before = "start" if stage == "K1" else f"K{int(stage[1]) - 1}"
-            at = args.index("--init-from")
-            assert args[at + 1] == f"out/lookup/{method}-{before}-{seed}"
-            args = args[:at] + args[at + 2 :] + ["--method", method.replace("grown", "ponderlm3")]
-            args = " ".join(args).replace("--ponder-warmup 0", "").split()
-            args += ["--ponder-steps", "1"] if stage == "K1" else []
-            args += ["--router-offset", "0", "0"] if name.startswith("grown-K1") else []
-        configs[name] = parse(args)
+            at, K = args.index("--init-from"), int(K[1])
+            before = f"{method}-learns-K{K}-{seed}"
+            if learns:
+                before = f"{method}-{'learns-' * (K > 2)}K{K - 1}-{seed}"
+            assert args[at + 1] == f"out/lookup/{before}" and before in configs
+            kept = " ".join(args[:at] + args[at + 2 :]).replace("--ponder-warmup 0", "")
+            more = "" if learns else f" --ponder-steps {K}"
+            args = [*kept.split(), *more.split(), "--method", method.replace("grown", "ponderlm3")]
+        configs[name] = config = parse(args)
+        K = 3 if method == "vanilla" else config.model.ponder_steps
+        assert f"data/lookup-K{K}" == config.data in asked and config.seed == int(seed)
+        assert name.split("-")[-2] in (f"K{K}", "L4")
+        if method == "grown":
+            assert config.model.penalty_weight == (0 if learns else 0.1)
     text = {name: config.steps * config.batch_size for name, config in configs.items()}
-    for name, config in configs.items():
-        K = 1 if "start" in name else 3 if "vanilla" in name else int(name.split("-")[1][1])
-        assert f"data/lookup-K{K}" == config.data in asked and config.seed == int(name[-1])
-        assert config.model.ponder_steps == (0 if "vanilla" in name else K)
-        if "grown" in name:
-            assert config.model.offset == tuple(min(0, 3 - 3 * k) for k in range(K + 1))
     for rival in ("grown", "ponderlm2", "looped"):
-        stages = [text[f"{rival}-{stage}-1"] for stage in ("start", "K1", "K2", "K3")]
-        assert sum(stages) == text["once-K3-1"] == text["vanilla-L4-1"]
+        stages = ("learns-K1", "K1", "learns-K2", "learns-K3", "K3")
+        total = sum(text[f"{rival}-{stage}-1"] for stage in stages)
+        assert total == text["once-K3-1"] == text["vanilla-L4-1"]
+    assert configs["grown-learns-K1-0"].model.offset == (0, 0)
+    assert configs["grown-K2-0"].model.penalty == "mean"
     assert configs["vanilla-L4-0"].model.num_hidden_layers == 4
     analyzed = calls["analyze.py"]
     assert [args[0] for args in analyzed] == ["lookup", "lookup", "lookup", "chain"]
