@@ -164,7 +164,7 @@ class Lookup(Comparison):
     draw = lookup.draw_lookup
 
 
-OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Penalty, Heatmap, Chain, Report)
+OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Penalty, Heatmap, Report)
 OF_SEVERAL = (Pareto, Depth, Losses, Lookup)
 
 
@@ -183,7 +183,7 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["hops"]:
         raise UserError("`analyze.py hops` has another name now: python analyze.py lookup")
-    kinds = (*OF_ONE_RUN, Explainer, *OF_SEVERAL)
+    kinds = (*OF_ONE_RUN, Chain, Explainer, *OF_SEVERAL)
     commands = {kind.__name__.lower(): reader(kind) for kind in kinds}
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, args=argv).draw()
 

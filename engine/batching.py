@@ -288,8 +288,8 @@ class Engine:
             found = list(zip(sequences, tokens.tolist(), strict=True))
         else:
             tokens = contexts[:, 0]
-            for row in new:
-                self.cache.clear(row)
+        for row, q in zip(new, sequences, strict=True):
+            self.cache.clear(row, q.length)  # what was written behind its slots
         counters = [
             [0, self.model.config.ponder_steps, q.position, q.length, len(q.context),
              min(T, len(q.context) + len(q.uniform) - q.chosen - 1)]
@@ -329,11 +329,10 @@ class Engine:
                 max_passes=o.max_passes,
                 cache=[PromptLayer(self.cache, i, at) for i in range(len(self.cache.layers))],
             )  # fmt: skip
-        for row, q, steps in zip(rows, sequences, found.steps.tolist(), strict=True):
+        for q, steps in zip(sequences, found.steps.tolist(), strict=True):
             q.position = len(q.context)
             q.read += steps[: q.position]
             q.length = q.position + sum(steps)
-            self.cache.clear(row, q.length)  # what earlier passes wrote behind its slots
         self.stats.prompt_passes += found.passes
         slots = sum(q.length for q in sequences)
         self.measured(parallel_size(sequences), (time.perf_counter() - start) / slots)
