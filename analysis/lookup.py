@@ -53,6 +53,8 @@ def lookup_rows(runs, tau, device, data=None, more_steps=0):
 
     frame = over_seeds(runs, numbers, by=["lookups"], one_text=not data)
     frame = frame.sort_values("K", kind="stable")
+    if more_steps:
+        frame["method"] += f", {more_steps} more steps"
     # The offset has as many numbers as K says; where it alone tells two curves apart it stays.
     short = frame.method.str.replace(r", router_offset \([^)]*\)", "", regex=True)
     alone = not frame.assign(method=short).duplicated(["method", "K", "lookups"]).any()

@@ -29,11 +29,11 @@ grow() { # name, seed, the last K, flags of the first stage
   train "$1-learns-K1" "$2" lookup-K1 --ponder-steps 1 --iters 0 0 --learning-rate 3e-3 --steps 3000 \
     "${@:4}"
   finish "$1" "$2" 1
-  local K from=$1-K1 free=
-  [ "$1" != grown ] || free="--penalty-weight 0 --ponder-warmup 0" # and the copied row counts at once
+  local K from=$1-K1 more=
+  [ "$1" != grown ] || more="--penalty-weight 0 --ponder-warmup 0" # and the copied row counts at once
   for K in $(seq 2 "$3"); do
     train "$1-learns-K$K" "$2" "lookup-K$K" --init-from "$OUT/$from-$2" --ponder-steps "$K" \
-      --iters 1 1 --learning-rate 1.5e-3 --steps 500 $free
+      --iters 1 1 --learning-rate 1.5e-3 --steps 500 $more
     from=$1-learns-K$K
   done
 }

@@ -114,6 +114,7 @@ def test_more_steps(trained):
     rows = lookup_rows([run], 0.0, "cpu", more_steps=2)
     taken = rows.steps.dropna()
     assert len(taken) > 2 and (taken == run.shape.ponder_steps + 2).all()
+    assert rows.method.str.endswith(", 2 more steps").all()
     model = load(run.path)
     more = deeper(model, 2)
     assert more.router.proj.weight[2:].eq(model.router.proj.weight[2]).all()
