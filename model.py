@@ -108,9 +108,10 @@ class PonderConfig(LlamaConfig):
     # what multiplies a state that is fed back; None: 1. Of a former Llama it is measured
     feedback_scale: Positive | None = None
     backprop_passes: Count | None = None  # gradients through the last n passes; None: all
-    # of thinking: bottom mass by each token's cross-entropy, or by that of the batch as the paper
-    # prints it; or the mean of w_1 + .. + w_K, whose weight is a price in nats for a step
-    penalty: Literal["token", "batch", "mean"] = "token"
+    # of thinking: bottom mass by the cross-entropy of the batch, as the paper prints it (at losses
+    # like its own it never acts), or by that of each token; or the mean of w_1 + .. + w_K, whose
+    # weight is a price in nats for a step
+    penalty: Literal["batch", "token", "mean"] = "batch"
     penalty_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5  # lambda
 
     def __post_init__(self):

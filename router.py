@@ -116,7 +116,7 @@ def slot_bias(log_w, tau=None):
     return log_w.masked_fill(slot > stop_step(log_w, tau)[..., None], MASKED)
 
 
-def bottom_mass_penalty(log_w, ce, form="token"):
+def bottom_mass_penalty(log_w, ce, form):
     """Minimum-ponder penalty (section 3.4.2), without its weight lambda.
 
     Where depth k resolves a fraction d_rho_k more of the tokens than depth k-1 did, the mean of the
@@ -125,7 +125,7 @@ def bottom_mass_penalty(log_w, ce, form="token"):
     Args:
         log_w: (..., K+1) mask scores; the gradient flows into these alone.
         ce: (..., K+1) cross-entropy of each token with integration truncated after step i, in nats.
-        form: 'token' or 'batch', see below.
+        form: 'batch' or 'token', see below.
 
     Returns:
         The penalty, a scalar, and rho (K+1,).
@@ -140,7 +140,7 @@ def bottom_mass_penalty(log_w, ce, form="token"):
         # and no element is ever chosen.
         rho = torch.sigmoid(-10 * (ce.mean(0) - 0.5))
     else:
-        raise ValueError(f"penalty form {form!r} is neither 'token' nor 'batch'")
+        raise ValueError(f"penalty form {form!r} is neither 'batch' nor 'token'")
     w = log_w[..., 1:].exp().flatten(0, -2).sort(dim=0).values  # (B*T, K), smallest first
     count = (rho.diff().clamp(min=0) * len(w)).floor()  # (K,)
     bottom = torch.arange(len(w), device=w.device)[:, None] < count  # (B*T, K)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from corpus.tokenizers import load_tokenizer
 from engine.choosing import Choice, Sample, Temperature, check_request, choose, uniform
@@ -90,10 +90,21 @@ def generate(model, prompts, max_new_tokens, *, seed=None, **kwargs):
 # -- The command line ------------------------------------------------------------------------------
 
 
+
+def in_range(tau):
+    if tau != "auto" and not 0 <= tau <= 1:
+        raise ValueError("should be auto or a probability, 0 to 1")
+    return tau
+
+
+Tau = Annotated[float | Literal["auto"], AfterValidator(in_range)]
+
+
 @settings
 class Options(Choice):
-    # stop when the mask score is below; 0: never; by default where the run was scored, else 1e-4
-    tau: Annotated[float, Field(ge=0, le=1)] | None = None
+    # stop when the mask score is below; 0: never; auto: where the training found that it costs
+    # hardly anything (train.py --tau-cost); by default where the run was scored, else 1e-4
+    tau: Tau | None = None
     temperature: Temperature = 0.8  # 0 is greedy
     # directory of a model, or its name on the Hub; by default the newest, else models/shakespeare
     run: Given | None = None
@@ -115,6 +126,22 @@ def scored_tau(directory):
     config = read_json(exported) if exported.exists() else {}
     config |= read_json(run, dict[str, dict]).get("config", {}) if run.exists() else {}
     return config.get("tau", Choice.tau)
+
+
+def chosen_tau(directory):
+    """The tau that a training chose by what it costs: --tau auto.
+
+    Raises:
+        UserError: none was.
+    """
+    file = Path(directory, "results.json")
+    chosen = read_json(file, dict).get("chosen") if file.exists() else None
+    if not chosen:
+        raise UserError(
+            f"--tau auto: {directory} has no tau that its training chose; give a number, after a "
+            f"look at python analyze.py tau --run {directory}"
+        )
+    return chosen["tau"]
 
 
 class Request:
@@ -141,8 +168,9 @@ class Request:
         self.ids = [begin + self.tokenizer.encode(text) or [end or 0] for text in self.texts]
         self.end, self.read = end if o.stop else None, [[] for _ in self.texts]
         self.choice = {field.name: getattr(o, field.name) for field in fields(Choice)}
-        if o.tau is None:
-            self.choice["tau"] = scored_tau(self.directory)
+        if o.tau in (None, "auto"):
+            find = chosen_tau if o.tau == "auto" else scored_tau
+            self.choice["tau"] = find(self.directory)
         check_request(self.model, self.ids, o.max_new_tokens, **self.choice)
 
     def describe(self, decoder):

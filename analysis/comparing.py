@@ -27,7 +27,7 @@ from model import LlamaConfig, PonderConfig, settings
 from runtime import UserError, pick_device, progress
 from training.runs import read_lines, read_results
 from training.settings import TrainConfig, is_same, read_run, validation_windows
-from training.validation import evaluate
+from training.validation import evaluate, reported
 
 # -- Runs and groups of them -----------------------------------------------------------------------
 
@@ -42,6 +42,7 @@ IRRELEVANT |= {
     "compile",
     "recompute",
     "method",
+    "tau_cost",
 }
 BACKBONE = {field.name for field in fields(LlamaConfig)}
 
@@ -297,7 +298,7 @@ def at_other_taus(runs, taus, device):
     pairs = [(run, tau) for run in mine for tau in dict.fromkeys(taus) if tau != run.config.tau]
     for run, tau in progress(pairs, desc="other tau", disable=not pairs or None):
         _, _, val = validation_windows(run.path)
-        count = min(run.config.eval_windows, val.count)
+        count = reported(run.config, val)
         hard = evaluate(load(run.path).to(device), val, count, device, tau=tau, tau_steps=tau)
         config = replace(run.config, tau=tau)
         found.append(replace(run, config=config, results={"hard": hard}))

@@ -256,7 +256,7 @@ def draw_tokens(study):
 def draw_tau(study):
     columns = {"tau": "tau:g", "precision": "precision", "loss": "loss:.4f"}
     columns |= {"perplexity": "perplexity:.4f", "steps": "steps:.2f", "Δloss": "change:+.1e"}
-    columns |= {"mean absolute Δloss": "moved:.1e"}
+    columns |= {"mean absolute Δloss": "moved:.1e", "chosen by cost": "chosen"}
     frame = study.frame("tau", columns, lambda: measuring.tau_rows(study.subject, study.taus))
     curve = frame[frame.precision == "float32"]
     rounded = frame[frame.precision == "bfloat16"].iloc[0]
@@ -270,6 +270,8 @@ def draw_tau(study):
         shown = curve[(curve[key] != 0) | (key == "steps")]  # no 0 on the logarithmic axis
         axes.plot(shown.tau, shown[key], "o-", color=color)
         axes.axvline(rounded.tau, color="#777777", linestyle=":")
+        for tau in curve.tau[curve.chosen == 1]:
+            axes.axvline(tau, color="#009E73", label="chosen by its cost")
         axes.set_xscale("symlog", linthresh=1e-6)
         axes.set(xlim=(0, 1.3), ylabel=label)
     lowest = curve.perplexity.min()

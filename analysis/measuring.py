@@ -30,6 +30,7 @@ from interop import load, read_config
 from model import PonderLM
 from router import bottom_mass_penalty
 from runtime import UserError, autocast, progress
+from training.runs import read_results
 from training.settings import TrainConfig, validation_windows
 from training.validation import truncate
 
@@ -244,10 +245,13 @@ def tau_rows(subject, taus):
     """Loss and executed steps hard-stopped at each tau; and how far bfloat16 moves them -> rows.
 
     change is the difference of the mean loss to that of all K steps in float32, moved the mean over
-    tokens of the absolute difference.
+    tokens of the absolute difference, chosen 1 at the tau that the training chose by its cost.
     """
     if not taus:
         raise UserError("--taus is empty: give at least one")
+    results = read_results(subject.path) if (subject.path / "results.json").exists() else {}
+    chosen = (results.get("chosen") or {}).get("tau")  # None: of a checkpoint, or an older run
+    taus = {*taus, chosen} - {None}
     full, _ = decoded(subject, 0.0, label="tau 0")
     rows = []
     for tau, dtype in [*((t, torch.float32) for t in sorted(taus)), (subject.tau, torch.bfloat16)]:
@@ -255,7 +259,8 @@ def tau_rows(subject, taus):
         loss, steps = decoded(subject, tau, dtype=dtype, label=f"tau {tau:g}")
         row = {"tau": tau, "precision": str(dtype)[6:], "loss": mean(loss)}
         row |= {"perplexity": math.exp(row["loss"]), "steps": mean(steps)}
-        rows.append(row | {"change": mean(loss - base), "moved": mean((loss - base).abs())})
+        row |= {"change": mean(loss - base), "moved": mean((loss - base).abs())}
+        rows.append(row | {"chosen": int(tau == chosen)})
     return rows
 
 

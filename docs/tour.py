@@ -161,7 +161,7 @@ def penalty(model, idx):
     w = [[0.95, 0.9], [0.9, 0.2], [0.5, 0.1], [0.3, 0.05]]  # made up, as are the losses ce_i
     ce = torch.tensor([[3.0, 2.8, 2.7], [1.5, 0.2, 0.2], [2.0, 0.1, 0.1], [0.3, 0.2, 0.1]])
     log_w = F.pad(torch.tensor(w).log(), (1, 0)).requires_grad_()  # (4, K+1)
-    value, rho = bottom_mass_penalty(log_w, ce)
+    value, rho = bottom_mass_penalty(log_w, ce, "token")
     value.backward()
     print(f"rho = {[round(x, 2) for x in rho.tolist()]}, penalty {value:.3f}")
     pushed = [", ".join(f"w_{k}" for k in (1, 2) if g[k]) for g in log_w.grad.tolist()]

@@ -20,7 +20,7 @@ from evaluation.perplexity import score_texts, show
 from interop import INCLUDED, find_model, load
 from model import Count, Given, settings
 from runtime import UserError, command_line, pick_device, read_json, write_json
-from training.settings import Share
+from sample import Tau, chosen_tau
 
 OF_TEXTS = ("data", "stride", "windows")
 OF_TASKS = ("num_fewshot", "limit", "include_path")
@@ -32,7 +32,7 @@ class Options:
     run: Given | None = None
     # text file, or folder of them; by default the validation tokens of the run's corpus
     data: Given | None = None
-    tau: Share = 1e-4  # where decoding stops, 0 never
+    tau: Tau = 1e-4  # where decoding stops, 0 never; auto: where the training found it cheap
     stride: int | None = None  # tokens from one window to the next; by default half a window
     windows: Count | None = None  # score only so many, from the start on; by default all
     # of lm-evaluation-harness, with commas between them: lambada_openai,arc_easy
@@ -73,16 +73,17 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     if o.tasks is not None:
         benchmarks.check_installed()
     directory = find_model(o.run, otherwise=INCLUDED)
+    tau = chosen_tau(directory) if o.tau == "auto" else o.tau
     model = load(directory).to(pick_device(o.device))
     if o.tasks is not None:
         tokenizer = load_tokenizer(directory / "tokenizer.json")
-        lm = harness_lm(model, tokenizer, o.tau, o.batch_tokens)
+        lm = harness_lm(model, tokenizer, tau, o.batch_tokens)
         of_tasks = {name: getattr(o, name) for name in OF_TASKS}
         report = benchmarks.run(lm, directory, o.tasks, out=o.out, **of_tasks)
         benchmarks.show(report, model.config)
         return
     of_texts = {name: getattr(o, name) for name in OF_TEXTS}
-    result = score_texts(model, directory, tau=o.tau, batch_tokens=o.batch_tokens, **of_texts)
+    result = score_texts(model, directory, tau=tau, batch_tokens=o.batch_tokens, **of_texts)
     show(result)
     if o.out is not None:
         write_json(o.out, result)

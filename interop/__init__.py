@@ -153,8 +153,10 @@ def parse_config(content):
     if OLD & content.keys():
         content = rename(content)
     content = {"penalty": "token"} | content  # which could not be chosen once
-    Config = find(content.get("method")).Config
-    return from_json(Config, content, LATER)
+    kind = find(content.get("method"))
+    if not kind.has_router:  # what it did not follow may have been another default
+        content["penalty"] = PonderConfig.penalty
+    return from_json(kind.Config, content, LATER)
 
 
 def from_json(kind, content, later=()):

@@ -20,7 +20,7 @@ for seed in ${SEEDS:-1 2 3}; do
   train longer "$seed" --method vanilla
   train taught "$seed" --penalty-weight 0
   [ "$seed" = 1 ] || continue
-  train penalty "$seed"
+  train penalty "$seed" --penalty token
   train length-as-it-is "$seed" --penalty-weight 0 --feedback-scale 1
   train at-once "$seed" --penalty-weight 0 --ponder-warmup 0
   train ponderlm2 "$seed" --method ponderlm2 --iters 1 1

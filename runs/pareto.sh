@@ -22,9 +22,9 @@ for seed in ${SEEDS:-0 1 2}; do
     train looped-$K --method looped --ponder-steps $K
     R=$((K > 3 ? 3 : 2)) # refinements: the fixed point is then at most 0.005 nats worse
     train ponderlm2-$K --method ponderlm2 --ponder-steps $K --iters $R $R
-    train ponderlm3-$K --ponder-steps $K
+    train ponderlm3-$K --penalty token --ponder-steps $K
   done
-  train ponderlm3-5 --ponder-steps 5
+  train ponderlm3-5 --penalty token --ponder-steps 5
 
   # sqrt(D) is the scale of embeddings in their own code
   train pause-3 --method pause

@@ -12,8 +12,8 @@ train() { # name, flags
 for seed in ${SEEDS:-0 1 2}; do
   train no-pondering --method vanilla
   train ponderlm2 --method ponderlm2 --iters 2 2
-  train ponderlm3-no-penalty --penalty-weight 0
   train ponderlm3
+  train ponderlm3-token --penalty token
 done
 
 if [ -z "${SEEDS:-}" ]; then

@@ -125,6 +125,10 @@ class Scores(TypedDict):
     stopped: list[Finite]
 
 
+class Chosen(Scores):
+    tau: Annotated[Finite, Field(ge=0, le=1)]
+
+
 class Results(TypedDict):
     """What results.json holds."""
 
@@ -132,6 +136,7 @@ class Results(TypedDict):
     fixed: Scores
     hard: Scores
     permuted: Scores
+    chosen: NotRequired[Chosen | None]  # at the tau that training chose; came later
     iters: Number
     unigram_entropy: Finite
 

@@ -63,6 +63,8 @@ class TrainConfig:
     eval_every: Count = 250  # steps between checkpoints, each of which is evaluated
     eval_windows: Count = 512  # validation windows of the final evaluation
     tau: Share = 1e-4  # where executed steps are counted and hard stopping is scored
+    # nats a token that stopping may cost at the tau that is chosen in the end, for --tau auto
+    tau_cost: Annotated[float, Field(ge=0)] = 0.002
 
     device: str = "auto"  # auto, cpu, cuda, mps
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # on a CPU; None: what is faster
@@ -75,8 +77,10 @@ class TrainConfig:
 # What a resumed training may change: anything else would make it another training. The corpus may
 # have moved, but must be the same.
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
+MAY_CHANGE |= {"tau_cost"}
 MAY_CHANGE |= {"data", "device", "threads", "precision", "backend", "compile", "recompute"}
-LATER = ("model", "init_from", "ponder_warmup", "threads")  # fields that older files lack
+# Fields that older files lack.
+LATER = ("model", "init_from", "ponder_warmup", "ponder_from", "threads", "tau_cost")
 PRESETS = {
     # A 2-core CPU, minutes. d = 24 is 32 with the bias channels, a width that GPU kernels have.
     "tiny": TrainConfig(
@@ -234,8 +238,7 @@ def read_settings(out, name=None):
         corpus = check_json(content["corpus"], Corpus)
         if content["config"]["data"] == "hops":  # its name before it was a folder
             content["config"]["data"] = "data/lookup"
-        optional = ("model", "init_from", "ponder_warmup", "ponder_from", "threads")  # added later
-        config = from_json(TrainConfig, content["config"], optional)
+        config = from_json(TrainConfig, content["config"], LATER)
         return run, replace(config, model=model), corpus
     except (UserError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} does not hold the settings of a run: {error}") from None

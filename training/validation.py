@@ -42,8 +42,9 @@ def evaluate(
     tau_steps=1e-4,
     permute=False,
     batch_size=32,
+    first=0,
 ):
-    """Mean losses over `count` windows, the first in the order of their seed, in float32.
+    """Mean losses over `count` windows from the `first` on, in the order of their seed, in float32.
 
     iters and tau as in PonderLM.states; iters None is the fixed point, which decoding computes.
     permute gives each token another one's s and w: as many steps, but not where the router wants.
@@ -59,8 +60,9 @@ def evaluate(
     S, total = model.config.ponder_steps + 1, 0
     sums = torch.zeros(1 + (3 if model.has_router else 2) * S, dtype=torch.float64)
     rank, processes = rank_and_size()
-    for first in range(rank * batch_size, count, processes * batch_size):
-        rows = [windows.window(i) for i in range(first, min(first + batch_size, count))]
+    end = first + count
+    for i in range(first + rank * batch_size, end, processes * batch_size):
+        rows = [windows.window(j) for j in range(i, min(i + batch_size, end))]
         rows = torch.from_numpy(np.stack(rows)).to(device)
         x, y = rows[:, :-1], rows[:, 1:]
         h, s, log_w = model.states(x, iters, tau)
@@ -86,19 +88,47 @@ def evaluate(
     return dict(loss=loss, steps=steps, truncated=truncated, alone=alone, stopped=stopped)
 
 
+def reported(config, windows):
+    """How many windows the reported losses are of: the first ones, which leave as many for tau."""
+    return min(config.eval_windows, -(-windows.count // 2))
+
+
+TAUS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 5e-3, 3e-3, 2e-3, 1e-3, 5e-4, 3e-4, 2e-4, 1e-4)
+
+
+def choose_tau(model, windows, count, device, tau_cost):
+    """The largest of TAUS that loses at most `tau_cost` nats to all steps; 0 if none does.
+
+    It is chosen by as many windows as there are behind the first `count`, which are reported, but
+    no more than those. (A single window serves both.)
+    """
+    held = min(count, windows.count - count)
+
+    def loss(tau):
+        first = count if held else 0
+        return evaluate(model, windows, held or 1, device, tau=tau, first=first)["loss"]
+
+    limit = loss(None) + tau_cost
+    return next((tau for tau in TAUS if loss(tau) <= limit), 0.0)
+
+
 def final_report(model, windows, config, device):
-    """The losses that count, printed and returned: as trained, at the fixed point, hard-stopped."""
+    """The losses that count, printed and returned: as trained, at the fixed point, hard-stopped at
+    the tau of the config and at one that is chosen."""
     R, iterates = max(config.model.iters), model.iterates and model.config.ponder_steps > 0
-    count = min(config.eval_windows, windows.count)
+    count = reported(config, windows)
 
     def measure(**kwargs):
         return evaluate(model, windows, count, device, tau_steps=config.tau, **kwargs)
 
     trained = hard = permuted = fixed = measure()
+    chosen = None
     if iterates:
         trained = measure(iters=R)
     if model.has_router:  # otherwise nothing is masked and all tokens take as many steps
         hard, permuted = measure(tau=config.tau), measure(tau=config.tau, permute=True)
+        tau = choose_tau(model, windows, count, device, config.tau_cost)
+        chosen = {"tau": tau, **evaluate(model, windows, count, device, tau=tau, tau_steps=tau)}
     print(f"\nvalidation loss in nats per token, {count} windows of {windows.block_size} tokens")
     if iterates:
         print(f"  {f'as trained, R = {R}':28}  {trained['loss']:.4f}")
@@ -106,10 +136,14 @@ def final_report(model, windows, config, device):
     if model.has_router:
         print(f"  hard-stopped at tau = {config.tau:<7g} {hard['loss']:.4f}")
         print(f"  the same, s permuted          {permuted['loss']:.4f}  (as many steps elsewhere)")
-    print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}")
+        print(f"  and at tau = {chosen['tau']:<7g}         {chosen['loss']:.4f}  (chosen by cost)")
+    print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}", end="")
+    print(f"; at tau = {chosen['tau']:g} {chosen['steps']:.2f}" if chosen else "")
     print("depth i                      " + "".join(f"{i:8d}" for i in range(len(hard["alone"]))))
     rows = {"loss, integrated up to i": fixed["truncated"]} if model.has_router else {}
     rows |= {"loss of h^(i) alone": fixed["alone"], "tokens that stop here": hard["stopped"]}
     for title, row in rows.items():
         print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
-    return dict(trained=trained, fixed=fixed, hard=hard, permuted=permuted, iters=R)
+    return dict(
+        trained=trained, fixed=fixed, hard=hard, permuted=permuted, chosen=chosen, iters=R
+    )

@@ -108,7 +108,7 @@ def memory(tmp_path_factory):
     x = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     y = torch.tensor([row[1:] + [-100] * (longest + 1 - len(row)) for row in rows])
     torch.manual_seed(0)
-    model = build(PonderConfig(257, 48, 96, 2, 2, block_size=24, ponder_steps=2))
+    model = build(PonderConfig(257, 48, 96, 2, 2, block_size=24, ponder_steps=2, penalty="token"))
     folder = tmp_path_factory.mktemp("models")
     for name in ("untrained", "trained"):
         if name == "trained":

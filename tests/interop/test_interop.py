@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import interop
+from baselines import find
 from engine.batching import Engine
 from interop import load, read_config, save
 from interop.__main__ import main as interop_main
@@ -517,6 +518,8 @@ def test_models_of_earlier_days(tmp_path, method, now, fields):
     """Catches an old directory that is read as another method, or not at all."""
     kept = ("accumulate", "pause_token", "capacities", "penalty")
     own = {k: v for k, v in fields.items() if k in kept}
+    if find(now).has_router:
+        own = {"penalty": OLD["penalty"]} | own
     own = {k: tuple(v) if isinstance(v, list) else v for k, v in own.items()}
     shape = {"ponder_steps": 0} if now == "vanilla" else {}
     model = small_model(method=now, **shape, **own).float()

@@ -245,7 +245,8 @@ def test_training_loss_and_its_gradient():
 def test_parts_of_the_loss():
     """Catches partial states that are renormalised, a wrong depth, lambda applied twice, and
     targets that should be ignored."""
-    model, idx, y = small_model(penalty_weight=0.7).train(), tokens(T=9, B=2), tokens(9, 2, seed=1)
+    model, idx = small_model(penalty="token", penalty_weight=0.7).train(), tokens(T=9, B=2)
+    y = tokens(9, 2, seed=1)
     model.lm_head.weight.data *= 20  # some tokens below 0.5 nats, so that the penalty acts
     y = model(idx, iters=2).logits.argmax(-1).where(y % 3 > 0, y)
     y[0, 3] = -100
@@ -263,7 +264,7 @@ def test_parts_of_the_loss():
                 )
     valid = y != -100
     torch.testing.assert_close(out.loss, ce[..., 3][valid].mean(), atol=1e-5, rtol=0)
-    expected, _ = bottom_mass_penalty(log_w, ce)
+    expected, _ = bottom_mass_penalty(log_w, ce, "token")
     assert expected > 0
     torch.testing.assert_close(penalty, expected, atol=1e-9, rtol=0)
     torch.testing.assert_close(loss, out.loss + 0.7 * penalty)

@@ -155,7 +155,7 @@ def test_penalty_gradient_reaches_only_the_chosen():
     """Catches a gradient through rho, or into elements outside the bottom fraction."""
     log_w = torch.tensor([[0.0, -1.0], [0.0, -2.0], [0.0, -0.5], [0.0, -3.0]], requires_grad=True)
     ce = torch.tensor([[9, -9.0], [9, -9], [9, 9], [9, 9]], requires_grad=True)
-    penalty, rho = bottom_mass_penalty(log_w, ce)
+    penalty, rho = bottom_mass_penalty(log_w, ce, "token")
     penalty.backward()
     assert rho.tolist() == pytest.approx([0, 0.5], abs=1e-2) and ce.grad is None
     assert log_w.grad[:, 0].tolist() == [0] * 4
@@ -186,4 +186,4 @@ def test_printed_penalty_is_inactive():
         bottom_mass_penalty(log_w, ce, "sum")
     for w, c in ((log_w, ce[..., :-1]), (log_w[0, 0], ce[0, 0]), (log_w[:0], ce[:0])):
         with pytest.raises(ValueError, match="of some tokens"):
-            bottom_mass_penalty(w, c)
+            bottom_mass_penalty(w, c, "batch")

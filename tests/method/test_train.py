@@ -2,6 +2,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from corpus.batches import Windows
 from interop import find_model, load
 from model import PonderLM
 from runtime import UserError
+from sample import Options, Request
 from train import learning_rate, train
 from training import settings
 from training.runs import checkpoints, new_run, read_lines, step_of
-from training.settings import TrainConfig, parse, read_settings
-from training.validation import evaluate
+from training.settings import TrainConfig, parse, read_settings, validation_windows
+from training.validation import TAUS, evaluate, reported
 
 
 def test_training_learns_and_leaves_a_run(config, monkeypatch, tmp_path, capsys):
@@ -169,6 +171,31 @@ def test_divergence_stops(config, monkeypatch, tmp_path):
         train(config)
     config.learning_rate, config.steps = 1e-2, 2
     train(config)
+
+
+@pytest.mark.parametrize("tau_cost", [0.0, 1e-3, 1e9])
+def test_tau_is_chosen_by_its_cost(config, tau_cost, capsys):
+    """Catches a tau that costs more, one that is not the largest, a choice by the windows that are
+    reported, numbers of another tau, and commands whose `auto` is not it."""
+    run, results = train(replace(config, tau_cost=tau_cost))
+    (_, _, val), model, chosen = validation_windows(run), load(run), results["chosen"]
+    kwargs = dict(windows=val, device=torch.device("cpu"))
+    loss = {tau: evaluate(model, count=8, first=8, tau=tau, **kwargs)["loss"] for tau in (0, *TAUS)}
+    cheap = [tau for tau in (0, *TAUS) if loss[tau] <= loss[0] + tau_cost]
+    assert chosen["tau"] == max(cheap) and (tau_cost < 1 or chosen["tau"] == 0.5)
+    again = evaluate(model, count=8, tau=chosen["tau"], tau_steps=chosen["tau"], **kwargs)
+    assert chosen == {"tau": chosen["tau"], **again}
+    assert f"at tau = {chosen['tau']:g} {again['steps']:.2f}" in capsys.readouterr().out
+    assert Request(Options(run=str(run), tau="auto")).choice["tau"] == chosen["tau"]
+    (run / "results.json").unlink()
+    with pytest.raises(UserError, match="no tau that its training chose; give a number"):
+        Request(Options(run=str(run), tau="auto"))
+
+
+def test_windows_that_are_left_for_tau(config):
+    """Catches reported windows that leave none to choose by, where there are few."""
+    for there, count in ((100, 8), (16, 8), (15, 8), (9, 5), (2, 1), (1, 1)):
+        assert reported(config, SimpleNamespace(count=there)) == count
 
 
 @pytest.mark.parametrize("steps", [(6, 6), (6, 9), (10, 10), (30, 30)])
