@@ -90,7 +90,6 @@ def generate(model, prompts, max_new_tokens, *, seed=None, **kwargs):
 # -- The command line ------------------------------------------------------------------------------
 
 
-
 def in_range(tau):
     if tau != "auto" and not 0 <= tau <= 1:
         raise ValueError("should be auto or a probability, 0 to 1")

@@ -144,6 +144,4 @@ def final_report(model, windows, config, device):
     rows |= {"loss of h^(i) alone": fixed["alone"], "tokens that stop here": hard["stopped"]}
     for title, row in rows.items():
         print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
-    return dict(
-        trained=trained, fixed=fixed, hard=hard, permuted=permuted, chosen=chosen, iters=R
-    )
+    return dict(trained=trained, fixed=fixed, hard=hard, permuted=permuted, chosen=chosen, iters=R)
