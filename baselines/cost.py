@@ -9,9 +9,10 @@ paper_flops           FLOPs                  6 N (1 + steps): the paper's unit (
                                              what a token costs in training; decoding takes 2 N.
 forward_flops         FLOPs                  2 N (1 + steps)
 product_flops         FLOPs                  about 2 for each weight that is multiplied: the head
-                                             once, the embedding table never (but PonderLM-1 applies
-                                             both after each pass). Without attention's products,
-                                             which grow with the text.
+                                             once, routers (which are small) and the embedding
+                                             table never (but PonderLM-1 applies both head and table
+                                             after each pass). Without attention's products, which
+                                             grow with the text.
 cache_entries         keys a layer           1 + steps
 training_forwards     passes of the stack    slots that run for it in all passes of a training step
 
@@ -53,12 +54,12 @@ class Cost:
 
 
 def parameters(config):
-    """All parameters, and those without embedding table and head: two integers."""
+    """All parameters, and those of the stack, without tables, head and routers: two integers."""
     with torch.device("meta"):  # shapes only, no memory
         model = build(config)
-    tables = {id(p): p.numel() for p in (model.model.embed_tokens.weight, model.lm_head.weight)}
-    total = sum(p.numel() for p in model.parameters())
-    return total, total - sum(tables.values())
+    stack = sum(p.numel() for p in model.model.parameters())
+    stack -= model.model.embed_tokens.weight.numel()
+    return sum(p.numel() for p in model.parameters()), stack
 
 
 def paper_flops(N, steps):

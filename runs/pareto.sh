@@ -33,6 +33,7 @@ for seed in ${SEEDS:-0 1 2}; do
   train ponderlm1-sqrtD-3 --method ponderlm1 --embed-scale "$SQRT_D"
   train ponderlm1-no-accumulation-3 --method ponderlm1 --no-accumulate
   train ouro-3 --method ouro
+  train adaponder-3 --method adaponder
   train mor-expert-3 --method mor-expert
   train mor-token-3 --method mor-token
 done

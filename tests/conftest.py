@@ -65,7 +65,8 @@ def small_model(seed=0, **kwargs):
         config.router_offset = (0.0,) * (config.ponder_steps + 1)
     model = build(config)
     if model.has_router:
-        torch.nn.init.normal_(model.router.proj.weight, std=scale / config.hidden_size**0.5)
+        for weight in (p for p in model.router.parameters() if p.dim() == 2):
+            torch.nn.init.normal_(weight, std=scale / config.hidden_size**0.5)
     return model.double().eval().to(device_of_test())
 
 
