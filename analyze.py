@@ -16,6 +16,7 @@ Of one run, by default the newest in out/; written to <run>/report/:
 Of several runs, written to out/analyze/:
 
     python analyze.py pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
+    python analyze.py frontier --runs out/frontier/*      differences to a method at equal steps
     python analyze.py depth --runs out/pareto/tiny/*      loss against the step budget K
     python analyze.py losses --runs out/tiny/*            with all steps, stopped, steps permuted
     python analyze.py lookup --runs out/lookup/*          accuracy where the difficulty is known
@@ -31,7 +32,7 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from analysis import comparing, explainer, figures, lookup, pages
+from analysis import comparing, explainer, figures, frontier, lookup, pages
 from analysis.comparing import Comparison
 from analysis.figures import Study
 from model import Count, Given, settings
@@ -139,6 +140,16 @@ class Pareto(Comparison):
 
 
 @settings
+class Frontier(Comparison):
+    """Losses against a reference method's at equal steps, by pairs of seeds: table and figure."""
+
+    reference: Given = "ponderlm2"  # a method, with runs at several K
+    taus: tuple[Share, ...] = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)  # of those that stop
+    device: str = "auto"  # auto, cpu, cuda or mps
+    draw = frontier.draw_frontier
+
+
+@settings
 class Depth(Comparison):
     """PonderLM-3's loss against its step budget K: table and figure. Other methods are left out."""
 
@@ -165,7 +176,7 @@ class Lookup(Comparison):
 
 
 OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Penalty, Heatmap, Report)
-OF_SEVERAL = (Pareto, Depth, Losses, Lookup)
+OF_SEVERAL = (Pareto, Frontier, Depth, Losses, Lookup)
 
 
 def reader(kind):

@@ -52,7 +52,7 @@ class HaltingGates(Gates):
 
 class AdaPonder(LoopWithExits):
     method, title = "adaponder", "AdaPonderLM"
-    color, marker = "#CC79A7", "v"
+    color, marker = "#56B4E9", "v"
     Config = AdaPonderConfig
 
     def __init__(self, config, *backbone):

@@ -1,9 +1,10 @@
 """Tiny runs, trained once for all tests of this folder and all workers; and random models."""
 
 import contextlib
+import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from corpus.lookup import prepare_lookup
 from corpus.tokenizers import Tokenizer
 from model import PonderConfig
 from train import train
-from training.settings import TrainConfig
+from training.settings import PRESETS, TrainConfig
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +100,34 @@ def chromium(tmp_path_factory):
     driver.set_script_timeout(20)
     yield driver
     driver.quit()
+
+
+SCORES = ("hard", "fixed", "trained", "permuted")
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Write a finished run with this loss and these steps: only what analyze.py reads of one."""
+
+    def make(name, loss, steps, seed=0, method="ponderlm3", batch_size=8, **shape):
+        model = configure(PRESETS["tiny"].model, method, **shape)
+        config = replace(PRESETS["tiny"], seed=seed, model=model, steps=100, batch_size=batch_size)
+        run = tmp_path / name
+        run.mkdir()
+        corpus = {"name": "text", "train_tokens": 1, "val_tokens": 1, "sha256": ""}
+        (run / "train.json").write_text(json.dumps({"config": asdict(config), "corpus": corpus}))
+        (run / "config.json").write_text(json.dumps({"format": "ponderlm-3", **asdict(model)}))
+        (run / "model.safetensors").touch()
+        broken = isinstance(loss, str)
+        depths = {key: [] for key in ("truncated", "alone", "stopped")}
+        results = {
+            key: {"loss": loss if broken else loss + i / 8, "steps": steps} | depths
+            for i, key in enumerate(SCORES)
+        }
+        results |= {"iters": 2, "unigram_entropy": 3.0}
+        (run / "results.json").write_text(json.dumps(results))
+        log = [{"step": s, "ce": float(s)} for s in range(5, 101, 5)] + [{"step": 100, "val": 1}]
+        (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+        return str(run)
+
+    return make

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -22,40 +22,9 @@ from analysis.comparing import (
 )
 from analysis.tables import MARKERS, new_figure, read
 from analyze import Depth, Losses, Pareto
-from baselines import all_methods, configure
+from baselines import all_methods
 from baselines.cost import cost
 from runtime import UserError
-from training.settings import PRESETS
-
-SCORES = ("hard", "fixed", "trained", "permuted")
-
-
-@pytest.fixture
-def make_run(tmp_path):
-    """Write a finished run with this loss and these steps: only what analyze.py reads of one."""
-
-    def make(name, loss, steps, seed=0, method="ponderlm3", batch_size=8, **shape):
-        model = configure(PRESETS["tiny"].model, method, **shape)
-        config = replace(PRESETS["tiny"], seed=seed, model=model, steps=100, batch_size=batch_size)
-        run = tmp_path / name
-        run.mkdir()
-        corpus = {"name": "text", "train_tokens": 1, "val_tokens": 1, "sha256": ""}
-        (run / "train.json").write_text(json.dumps({"config": asdict(config), "corpus": corpus}))
-        (run / "config.json").write_text(json.dumps({"format": "ponderlm-3", **asdict(model)}))
-        (run / "model.safetensors").touch()
-        broken = isinstance(loss, str)
-        depths = {key: [] for key in ("truncated", "alone", "stopped")}
-        results = {
-            key: {"loss": loss if broken else loss + i / 8, "steps": steps} | depths
-            for i, key in enumerate(SCORES)
-        }
-        results |= {"iters": 2, "unigram_entropy": 3.0}
-        (run / "results.json").write_text(json.dumps(results))
-        log = [{"step": s, "ce": float(s)} for s in range(5, 101, 5)] + [{"step": 100, "val": 1}]
-        (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
-        return str(run)
-
-    return make
 
 
 def test_pareto_rows(make_run):

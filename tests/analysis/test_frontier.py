@@ -1,0 +1,89 @@
+"""Differences at equal steps, by pairs of seeds."""
+
+import math
+
+import pytest
+import torch
+
+import analyze
+from analysis.comparing import read_runs
+from analysis.frontier import frontier_rows, interval, scores
+from interop import load
+from runtime import UserError
+from train import train
+from training.settings import validation_windows
+from training.validation import evaluate
+
+CPU = torch.device("cpu")
+
+
+def test_interval():
+    """Catches the normal distribution's where seeds are few: Student's t of the tables."""
+    assert interval(2.0, 5) == pytest.approx(2.776 * 2 / math.sqrt(5))
+    assert interval(2.0, 2) == pytest.approx(12.706 * 2 / math.sqrt(2))
+    assert interval(2.0, 100) == pytest.approx(0.392) and math.isnan(interval(2.0, 1))
+
+
+@pytest.fixture
+def runs(make_run):
+    """Three seeds. In `make_run` the hard-stopped loss is 1/4 more than what is given."""
+    paths = []
+    for seed, gain in enumerate((0.1, 0.2, 0.6)):
+        shared = dict(seed=seed)
+        paths += [make_run(f"v{seed}", 3.0 + seed, 0.0, method="vanilla", **shared)]
+        for K in (1, 2):
+            loss = 3.0 + seed - 0.4 * K
+            name, shape = f"p{K}{seed}", dict(method="ponderlm2", ponder_steps=K)
+            paths += [make_run(name, loss, float(K), **shared, **shape)]
+        shape = dict(method="looped", ponder_steps=2)
+        paths += [make_run(f"l{seed}", 2.4 + seed - gain, 1.5, **shared, **shape)]
+        steps = 2.5 if seed else 1.5  # more than the reference has
+        paths += [make_run(f"q{seed}", 2.0, steps, method="pause", **shared)]
+    return paths
+
+
+def test_differences_by_pair(runs):
+    """Catches another seed's reference, one at other steps, spreads of seeds instead of pairs, and
+    a number where the reference has none."""
+    frame = frontier_rows(read_runs(runs), "ponderlm2", (0.1,), CPU).set_index("method")
+    looped, pause = frame.loc["LoopedLM"], frame.loc["Pause"]
+    assert looped.difference == pytest.approx(-0.3) and (looped.steps, looped.seeds) == (1.5, 3)
+    assert looped.difference_std == pytest.approx(math.sqrt(0.07))
+    assert looped.interval == pytest.approx(4.303 * math.sqrt(0.07 / 3))
+    assert math.isnan(pause.difference) and math.isnan(pause.interval)
+    assert set(frame.index) == {"LoopedLM", "Pause"}
+
+
+def test_refused(runs, make_run):
+    """Catches a reference with nothing to compare at, and one with two losses for as many steps."""
+    for paths, message in (
+        (runs[1:2] + runs[3:4], "no seed has two runs"),
+        (runs[:3], "no run of a method beside ponderlm2 and vanilla"),
+        (
+            [*runs, make_run("again", 1.0, 1.0, method="ponderlm2", ponder_steps=1, batch_size=9)],
+            "two runs of ponderlm2 with as many steps",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            frontier_rows(read_runs(paths), "ponderlm2", (0.1,), CPU)
+
+
+def test_command(runs, tmp_path):
+    """Catches a table or figure that is not of the rows, and one that is not redrawn the same."""
+    analyze.main(["frontier", "--runs", *runs, "--out", str(tmp_path / "out")])
+    names = [tmp_path / "out" / f"frontier.{end}" for end in ("csv", "md", "png")]
+    before = [file.read_bytes() for file in names]
+    assert b"-0.3000 \xc2\xb1 0.6573" in before[1]
+    analyze.main(["frontier", "--redraw", "--out", str(tmp_path / "out")])
+    assert before == [file.read_bytes() for file in names]
+
+
+def test_scores_at_each_tau(config):
+    """Catches a run that is scored at its own tau, or on other windows than it reports."""
+    path, results = train(config)
+    (run,) = read_runs([path])
+    own, half = scores(run, (config.tau, 0.5), CPU)
+    assert own["loss"] == pytest.approx(results["hard"]["loss"], abs=1e-9)
+    _, _, val = validation_windows(path)
+    expected = evaluate(load(path), val, 8, CPU, tau=0.5, tau_steps=0.5)
+    assert (half["loss"], half["steps"]) == (expected["loss"], expected["steps"])
