@@ -53,7 +53,7 @@ class LlamaConfig:
     num_key_value_heads: Size | None = None  # None: as many as query heads
     head_dim: Size | None = None  # None: hidden_size / num_attention_heads
     block_size: Count = 64  # the window, in tokens
-    rms_norm_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
+    rms_norm_eps: Positive = 1e-5
     rope_theta: Positive = 10_000.0
     # llama3's: factor, low and high frequency factor, window that it was first trained with
     rope_scaling: tuple[Positive, Positive, Positive, Positive] | None = None

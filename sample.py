@@ -219,7 +219,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
 def cli():
     for word in sys.argv[1:]:
         flag = word.replace("_", "-").partition("=")[0]
-        if flag in ("--batch-size", "--prefill", "--graphs"):
+        if flag in ("--batch-size", "--prefill", "--graphs", "--no-graphs", "--weights"):
             raise UserError(f"{flag} is for many sequences at once: python -m engine")
         if flag == "--decoder":
             raise UserError("--decoder is gone: this is the simple one, python -m engine the other")

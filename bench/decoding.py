@@ -28,7 +28,7 @@ from bench.training_step import matmul_peak
 from engine.batching import Engine
 from engine.choosing import check_request
 from engine.prefill import settle
-from engine.products import WEIGHTS
+from engine.products import FEW, WEIGHTS
 from interop import find_model, load, save
 from model import Count, LlamaConfig
 from runtime import UserError, autocast, pick_device, progress
@@ -134,7 +134,8 @@ def limit(model, B, places, how):
     config, device = model.config, model.lm_head.weight.device
     matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
     weights = sum(p.numel() for p in [*matrices, model.lm_head.weight])
-    of_weight = {"int8": 1, "bfloat16": 2}.get(how.weights, how.dtype.itemsize)
+    of_weight = 2 if how.weights != "float32" else how.dtype.itemsize
+    of_weight = 1 if how.weights == "int8" and B <= FEW else of_weight
     kv = 2 * B * places * config.key_value_heads * config.head_width * config.num_hidden_layers
     size = of_weight * weights + how.dtype.itemsize * kv
     memory = torch.ones(

@@ -16,6 +16,7 @@ from engine.products import WEIGHTS
 from interop import INCLUDED, find_model, load
 from model import Count
 from runtime import UserError, pick_device
+from sample import scored_tau
 
 TEXT = Path(__file__).parents[1] / "README.md"
 Length = Annotated[int, Field(ge=2)]
@@ -39,7 +40,9 @@ def serve_in_batches(theirs, prompts, lengths, size):
         longest = max(map(len, batch))
         idx = torch.tensor([[0] * (longest - len(p)) + p for p in batch], device=theirs.device)
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in batch])
-        wanted = dict(max_new_tokens=most, min_new_tokens=most, do_sample=True, pad_token_id=0)
+        wanted = dict(
+            max_new_tokens=most, min_new_tokens=most, do_sample=True, pad_token_id=0, top_k=0
+        )
         theirs.generate(idx, attention_mask=mask.to(idx.device), **wanted)
 
 
@@ -50,7 +53,7 @@ def throughput(
     shortest: Length = 8,
     longest: Length = 64,
     batch_size: Count = 8,
-    tau: float = 1e-4,
+    tau: float | None = None,
     precision: Literal["float32", "bfloat16"] = "float32",
     weights: Literal[WEIGHTS] = "float32",
     transformers: bool = False,
@@ -65,7 +68,7 @@ def throughput(
         shortest: prompt and output, in tokens
         longest: prompt and output, in tokens
         batch_size: sequences that run at once
-        tau: where early exit stops
+        tau: where early exit stops; by default where the run was scored
         precision: of the matrix products
         weights: how an engine on a CPU keeps them
         transformers: also an untrained Llama of the same shape, here and by transformers' generate
@@ -76,6 +79,7 @@ def throughput(
         raise UserError(f"shortest = {shortest}: it is more than longest = {longest}")
     device, directory = pick_device(device), find_model(run, otherwise=INCLUDED)
     model, how = load(directory).to(device), How(precision, weights=weights)
+    tau = scored_tau(directory) if tau is None else tau
     window = max(model.config.block_size, 2 * longest)  # for times it does not matter
     model.config = replace(model.config, block_size=window)
     text = load_tokenizer(directory / "tokenizer.json").encode(TEXT.read_text())
@@ -92,7 +96,8 @@ def throughput(
         runs["a Llama"] = partial(serve, how.engine(ours, batch_size), prompts, lengths)
         theirs = partial(serve_in_batches, theirs, prompts, lengths, batch_size)
         runs["the Llama by transformers"] = torch.no_grad()(theirs)
-    print(machine(device), directory.name, f"{requests} requests, {batch_size} at once")
+    how_many = f"{requests} requests, {batch_size} at once, tau {tau:g}, {precision}, {weights}"
+    print(machine(device), directory.name, how_many)
     seconds = medians(runs, repeats, device=device)
     for name in runs:
         print(f"{name:26}{sum(lengths) / seconds[name]:10.1f} tokens/s")

@@ -3,8 +3,8 @@
     python -m engine --prompts prompts.txt --num-samples 4 --out samples.jsonl
     python -m engine --prompt "Return the" --num-samples 8 --batch-size 8
 
-The same tokens come out for the same seeds. With a text it prints the samples in the order of the
-prompts, each as soon as all before it are finished.
+With float32, the default, the same tokens come out for the same seeds. Without --out it prints the
+samples in the order of the prompts, each as soon as all before it are finished.
 """
 
 import time
@@ -23,7 +23,8 @@ from sample import Options, Request
 @settings
 class ManyOptions(Options):
     batch_size: Count = 8  # how many sequences run at once
-    # prompts in parallel, or slot by slot; auto: what takes less time, measured, on a CPU
+    # jacobi: prompts in parallel; sequential: slot by slot; auto: what takes less time, measured,
+    # where a CPU has float32 weights, else jacobi
     prefill: Literal["jacobi", "sequential", "auto"] = "auto"
     graphs: bool = True  # on CUDA, replay each pass as one graph
     # on a CPU: float32 is exact, bfloat16 and int8 are faster where reading the weights is what
@@ -69,7 +70,7 @@ def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
         request.ids, o.max_new_tokens, end=request.end, read=request.read, seed=o.seed,
         temperature=o.temperature, top_k=o.top_k, top_p=o.top_p,
     )  # fmt: skip
-    request.describe("engine")
+    request.describe(f"engine, weights {engine.weights}" if o.weights != "float32" else "engine")
 
     def show(i, sample, bar):
         if bar is not None and not file:

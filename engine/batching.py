@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from attention import decoding_kernels
+from attention import HALF, decoding_kernels
 from engine.cache import PromptLayer, SlotCache
 from engine.choosing import Sample, check_request, choose, not_finite, uniform
 from engine.cuda_graphs import Fetched, Graphs, rounded
@@ -112,17 +112,22 @@ class Engine:
         self.device, self.dtype = weight.device, dtype or weight.dtype
         if not self.dtype.is_floating_point:
             raise UserError(f"dtype = {self.dtype}: products need float32, bfloat16 or float16")
+        if self.dtype == torch.float64 != weight.dtype:
+            raise UserError(
+                f"dtype = {self.dtype}, but the weights are {weight.dtype}: model.to(..)"
+            )
         on_gpu = self.device.type != "cpu"
         if self.device.type == "mps":
             raise UserError("the engine chooses tokens in float64, which MPS has not: --device cpu")
-        half = self.dtype in (torch.bfloat16, torch.float16)
-        self.tolerance = (1e-2 if half else 1e-5) if o.tolerance is None else o.tolerance
+        half = self.dtype in HALF
+        rounds = half or weight.dtype in HALF
+        self.tolerance = (1e-2 if rounds else 1e-5) if o.tolerance is None else o.tolerance
         self.precision = autocast(self.device, self.dtype if half else torch.float32)
         self.ahead = 2 if on_gpu else 0  # passes that may be under way when one is looked at
         self.static = on_gpu or bool(o.graphs)
         kind = Rows if self.static else HostRows
-        weights = self.pick_weights(o.weights)
-        self.rows = kind(model, batch_size, self.dtype, o.tau, o.alpha, weights)
+        self.weights = self.pick_weights(o.weights)
+        self.rows = kind(model, batch_size, self.dtype, o.tau, o.alpha, self.weights)
         self.cache = self.rows.cache
         self.passes = Graphs(self.rows) if o.graphs or (o.graphs is None and on_gpu) else self.rows
         self.running = []  # Sequence number i runs in row i
@@ -131,22 +136,21 @@ class Engine:
         self.trials = {}  # the same, of what was not measured yet
 
     def pick_weights(self, weights):
-        if weights == "float32":
-            return weights
-        if self.device.type != "cpu" or self.dtype != torch.float32:
+        fitting = self.device.type == "cpu" and self.dtype == torch.float32
+        if weights == "auto":
+            choice = fitting and has_bfloat16() and type(self.model.model) is Llama
+            return fastest_weights(self.model, self.options.batch_size) if choice else "float32"
+        if weights != "float32" and not fitting:
             raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")
-        if not has_bfloat16():
-            if weights == "auto":
-                return "float32"
+        if weights != "float32" and not has_bfloat16():
             raise UserError(f"weights = {weights} needs a CPU with bfloat16 (AVX-512); leave it")
-        if weights != "auto" or type(self.model.model) is not Llama:
-            return weights
-        return fastest_weights(self.model, self.options.batch_size)
+        return weights
 
     # -- Texts -------------------------------------------------------------------------------------
 
     def generate(self, prompts, max_new_tokens, **kwargs):
-        """Continue each prompt; arguments and results as sample.generate. -> a Sample a prompt."""
+        """Continue each prompt; arguments and results as sample.generate, but for tau and alpha,
+        which are the engine's. -> a Sample a prompt."""
         prompts = list(prompts)
         samples = [Sample([], []) for _ in prompts]
         for i, token, steps in self.stream(prompts, max_new_tokens, **kwargs):
@@ -176,27 +180,35 @@ class Engine:
             longest = max(map(len, prompts), default=0) + max_new_tokens
             self.cache.reserve(self.places(min(longest, self.model.config.block_size)))
 
-        while running or waiting:
-            if running is not self.running:
-                raise RuntimeError("another stream of this engine has begun: it takes two engines")
-            while waiting and len(running) < o.batch_size:
-                i = waiting.popleft()
-                numbers = uniform(None if choice.seed is None else choice.seed + i, max_new_tokens)
-                context = [int(token) for token in prompts[i]]
-                running.append(Sequence(i, context, numbers, [] if read is None else read[i]))
-            found = self.begin(how)
-            start = time.perf_counter()  # reading prompts in parallel does not count
-            if not found:
-                under_way.append(self.launch(how))
-                found = self.collect(under_way.popleft()) if len(under_way) > self.ahead else []
-                rows = len(running)
-                self.measured(rounded(rows), (time.perf_counter() - start) / rows)
-            events = [self.append(q, token, end, until) for q, token in found]
-            for row in reversed(range(len(running))):
-                if running[row].state == "ended":
-                    self.drop(row)
-            self.stats.seconds += time.perf_counter() - start
-            yield from events
+        try:
+            while running or waiting:
+                if running is not self.running:
+                    raise RuntimeError(
+                        "another stream of this engine has begun: it takes two engines"
+                    )
+                while waiting and len(running) < o.batch_size:
+                    i = waiting.popleft()
+                    numbers = uniform(
+                        None if choice.seed is None else choice.seed + i, max_new_tokens
+                    )
+                    context = [int(token) for token in prompts[i]]
+                    running.append(Sequence(i, context, numbers, [] if read is None else read[i]))
+                found = self.begin(how)
+                start = time.perf_counter()  # reading prompts in parallel does not count
+                if not found:
+                    under_way.append(self.launch(how))
+                    found = self.collect(under_way.popleft()) if len(under_way) > self.ahead else []
+                    rows = len(running)
+                    self.measured(rounded(rows), (time.perf_counter() - start) / rows)
+                events = [self.append(q, token, end, until) for q, token in found]
+                for row in reversed(range(len(running))):
+                    if running[row].state == "ended":
+                        self.drop(row)
+                self.stats.seconds += time.perf_counter() - start
+                yield from events
+        except UserError:  # what is not finite is in the cache, too
+            self.rows.forget()
+            raise
 
     def append(self, q, token, end, until):
         """A token more, with which a sequence may end. -> (prompt, token, steps)"""
@@ -225,7 +237,10 @@ class Engine:
 
     def reads_in_parallel(self, sequences):
         """Whether that is the way to read the contexts of sequences."""
-        if self.options.prefill != "auto" or self.device.type != "cpu":
+        measured = self.device.type == "cpu" and self.weights == "float32"
+        if (
+            self.options.prefill != "auto" or not measured
+        ):  # with fewer bits it would be another text
             return self.options.prefill != "sequential"
         A, longest = len(self.running), max(len(q.context) for q in sequences)
         one_by_one = self.expected(rounded(A), self.try_slot, A)
@@ -350,7 +365,7 @@ class Engine:
         """One pass: every running sequence by one slot. -> its result, and whose it is"""
         A, places = len(self.running), max(q.length for q in self.running) + 1
         if places > self.places(self.model.config.block_size) + self.ahead:
-            raise RuntimeError("a text takes more places than it has slots: its row stands still")
+            raise RuntimeError("a bug: a sequence goes on beyond its window's slots")
         if self.static:
             A = min(rounded(A), self.options.batch_size)
             places = min(max(rounded(places), self.cache.block), self.cache.layers[0].size(2))

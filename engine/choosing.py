@@ -101,9 +101,9 @@ def check_request(model, prompts, max_new_tokens, *, end=None, **choice):
             raise UserError(f"{which} has no token: a model needs at least one to go on from")
         if not all(0 <= token < V for token in ids):
             raise UserError(f"{which} has ids outside the vocabulary, 0 to {V - 1}")
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+    if not hasattr(max_new_tokens, "__index__") or max_new_tokens < 0:
         raise UserError(f"max_new_tokens = {max_new_tokens}: it must be a number, 0 or more")
-    if end is not None and not 0 <= end < V:
+    if end is not None and not (hasattr(end, "__index__") and 0 <= end < V):
         raise UserError(f"end = {end} is outside the vocabulary, 0 to {V - 1}")
     if choice.alpha and not model.has_router:
         raise UserError(

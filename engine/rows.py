@@ -99,6 +99,11 @@ class Rows:
             state[target] = state[source]
         self.cache.copy(source, target, length)
 
+    def forget(self):
+        """All rows begin anew, after something that was not finite."""
+        self.cache.forget()
+        self.h_hat.zero_()
+
     # -- A pass ------------------------------------------------------------------------------------
 
     def advance(self, A, places, choice):

@@ -395,6 +395,20 @@ def test_logits_that_are_not_finite():
             decode([[1, 2]], 2)
 
 
+@pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
+@pytest.mark.parametrize("graphs", [None, True])
+def test_after_what_is_not_finite(prefill, graphs):
+    """Catches a NaN that stays in the cache, or in a row, behind a mask that it comes through."""
+    model = small_model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+    engine = Engine(model, 1, tau=0.3, prefill=prefill, graphs=graphs)
+    before = engine.generate([[1, 2]], 9, seed=0)
+    with pytest.raises(UserError, match="the logits are not finite"):
+        engine.generate([[1, 7, 7, 7]], 5)
+    assert engine.generate([[1, 2]], 9, seed=0) == before
+
+
 def test_one_stream_at_a_time(model):
     """Catches two streams that write to the same cache without a word."""
     engine = Engine(model)

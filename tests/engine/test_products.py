@@ -111,6 +111,21 @@ def test_fastest_weights(monkeypatch):
     assert fastest_weights(small_model().float(), 2) == "bfloat16"
 
 
+def test_no_choice_of_weights():
+    """Catches `auto` that is refused where there is nothing to choose."""
+    neox = small_model(backbone="gpt_neox", num_key_value_heads=None).float()
+    for model, dtype in ((neox, None), (small_model().float(), torch.bfloat16)):
+        assert Engine(model, 2, weights="auto", dtype=dtype).weights == "float32"
+
+
+def test_few_bits_say_the_same_each_time(monkeypatch):
+    """Catches a clock that decides by which weights a prompt is read."""
+    monkeypatch.setattr(Engine, "expected", None)
+    engine = Engine(small_model().float(), 2, weights="int8")
+    texts = [engine.generate([[1, 2, 3], [4]], 6, seed=0) for _ in range(2)]
+    assert texts[0] == texts[1] and engine.stats.prompt_passes > 0
+
+
 def test_cpu_without_bfloat16(monkeypatch):
     """Catches a CPU without AVX-512 on which an engine of bfloat16, or `auto`, cannot begin."""
     monkeypatch.setattr("engine.products.onednn", SimpleNamespace(_is_mkldnn_bf16_supported=bool))
