@@ -299,7 +299,7 @@ def at_other_taus(runs, taus, device):
     for run, tau in progress(pairs, desc="other tau", disable=not pairs or None):
         _, _, val = validation_windows(run.path)
         count = reported(run.config, val)
-        hard = evaluate(load(run.path).to(device), val, count, device, tau=tau, tau_steps=tau)
+        hard = evaluate(load(run.path).to(device), val, count, device, tau=tau)
         config = replace(run.config, tau=tau)
         found.append(replace(run, config=config, results={"hard": hard}))
     return found

@@ -60,7 +60,7 @@ def scores(run, taus, device):
     count, model = reported(run.config, val), load(run.path).to(device)
     found = []
     for tau in taus:
-        hard = evaluate(model, val, count, device, tau=tau, tau_steps=tau)
+        hard = evaluate(model, val, count, device, tau=tau)
         found.append({"tau": tau, "steps": hard["steps"], "loss": hard["loss"]})
     return found
 

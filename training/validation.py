@@ -39,7 +39,7 @@ def evaluate(
     device,
     iters=None,
     tau=None,
-    tau_steps=1e-4,
+    tau_steps=None,
     permute=False,
     batch_size=32,
     first=0,
@@ -50,14 +50,16 @@ def evaluate(
     permute gives each token another one's s and w: as many steps, but not where the router wants.
 
     Returns:
-        dict: loss; steps, the mean executed at `tau_steps`; and per depth 0..K `truncated` (the
-        loss of the integration truncated after step i; [] without a learned router), `alone` (of
-        h^(i) alone), `stopped` (share of the tokens that stop there).
+        dict: loss; steps, the mean executed at `tau_steps` (None: at tau, or 1e-4 without one); and
+        per depth 0..K `truncated` (the loss of the integration truncated after step i; [] without a
+        learned router), `alone` (of h^(i) alone), `stopped` (share of the tokens that stop there).
     """
     was_training, backend = model.training, model.backend
     model.eval()
     model.backend = "auto"  # one that can do float32
     S, total = model.config.ponder_steps + 1, 0
+    if tau_steps is None:
+        tau_steps = 1e-4 if tau is None else tau
     sums = torch.zeros(1 + (3 if model.has_router else 2) * S, dtype=torch.float64)
     rank, processes = rank_and_size()
     end = first + count
@@ -128,7 +130,7 @@ def final_report(model, windows, config, device):
     if model.has_router:  # otherwise nothing is masked and all tokens take as many steps
         hard, permuted = measure(tau=config.tau), measure(tau=config.tau, permute=True)
         tau = choose_tau(model, windows, count, device, config.tau_cost)
-        chosen = {"tau": tau, **evaluate(model, windows, count, device, tau=tau, tau_steps=tau)}
+        chosen = {"tau": tau, **evaluate(model, windows, count, device, tau=tau)}
     print(f"\nvalidation loss in nats per token, {count} windows of {windows.block_size} tokens")
     if iterates:
         print(f"  {f'as trained, R = {R}':28}  {trained['loss']:.4f}")
