@@ -322,6 +322,7 @@ class PonderLM(nn.Module):
     defaults = {}  # settings that the name of the method implies
     unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks
     has_router = True  # a learned s, soft masks and early exit
+    mixes = True  # where there is a router: all states predict together, weighted by s
     iterates = True  # its states are a fixed point of the Jacobi iteration
     interleaves = True  # its longest pass runs all S slots of every token, not one
 

@@ -54,7 +54,7 @@ class KeptKeys:
 
 
 class LoopWithExits(LoopedLM):
-    has_router = True
+    has_router, mixes = True, False
     unused = ("router_offset", "penalty", "penalty_weight")
 
     def update(self, x, y, log_w):

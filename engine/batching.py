@@ -365,7 +365,7 @@ class Engine:
         """One pass: every running sequence by one slot. -> its result, and whose it is"""
         A, places = len(self.running), max(q.length for q in self.running) + 1
         if places > self.places(self.model.config.block_size) + self.ahead:
-            raise RuntimeError("a bug: a sequence goes on beyond its window's slots")
+            raise RuntimeError("a bug: a row stands still, and its sequence does not end")
         if self.static:
             A = min(rounded(A), self.options.batch_size)
             places = min(max(rounded(places), self.cache.block), self.cache.layers[0].size(2))

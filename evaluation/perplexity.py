@@ -106,5 +106,6 @@ def show(result):
             f"{title:20}{row['loss']:8.4f}{low_high:>17}{row['perplexity']:12.3f}{bits:>11}"
             f"{row['steps']:7.2f}{row['paper_flops'] / 1e6:12.2f}"
         )
-    title = "integrated up to i" if find(result["method"]).has_router else "h^(i) alone"
+    method = find(result["method"])
+    title = "integrated up to i" if method.has_router and method.mixes else "h^(i) alone"
     print(f"{title:20}" + "".join(f"{loss:8.4f}" for loss in result["depths"]))

@@ -89,7 +89,9 @@ def score(model, windows, tau=1e-4, batch_tokens=4096):
         h, s, steps = states(model, x, 0, lengths)
         soft = hard = model.token_losses(model.integrate(h, s), y)
         depths = [
-            model.token_losses(truncate(h, s, i) if model.has_router else h[:, :, i], y)
+            model.token_losses(
+                truncate(h, s, i) if model.has_router and model.mixes else h[:, :, i], y
+            )
             for i in range(s.size(-1))
         ]
         if model.has_router:  # otherwise tau changes nothing

@@ -67,7 +67,8 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
 def modelling_file(config):
     """The text of modeling_ponderlm.py for models of a config's method and backbone."""
     method, backbone = find(config.method), find_backbone(config.backbone)
-    own = [inspect.getsourcefile(kind) for kind in (backbone, method)]
+    bases = [kind for kind in reversed(method.__mro__) if kind.__module__.startswith("baselines.")]
+    own = [inspect.getsourcefile(kind) for kind in (backbone, *bases)]
     files = dict.fromkeys([*(ROOT / name for name in BEFORE), *map(Path, own)])
     files |= dict.fromkeys(ROOT / name for name in BEHIND)
     template = TEMPLATE.read_text("utf-8")

@@ -51,8 +51,8 @@ def evaluate(
 
     Returns:
         dict: loss; steps, the mean executed at `tau_steps` (None: at tau, or 1e-4 without one); and
-        per depth 0..K `truncated` (the loss of the integration truncated after step i; [] without a
-        learned router), `alone` (of h^(i) alone), `stopped` (share of the tokens that stop there).
+        per depth 0..K `truncated` (the loss of the integration truncated after step i; [] where no
+        router mixes states), `alone` (of h^(i) alone), `stopped` (share of tokens that stop there).
     """
     was_training, backend = model.training, model.backend
     model.eval()
@@ -60,7 +60,8 @@ def evaluate(
     S, total = model.config.ponder_steps + 1, 0
     if tau_steps is None:
         tau_steps = 1e-4 if tau is None else tau
-    sums = torch.zeros(1 + (3 if model.has_router else 2) * S, dtype=torch.float64)
+    mixes = model.has_router and model.mixes
+    sums = torch.zeros(1 + (3 if mixes else 2) * S, dtype=torch.float64)
     rank, processes = rank_and_size()
     end = first + count
     for i in range(first + rank * batch_size, end, processes * batch_size):
@@ -75,7 +76,7 @@ def evaluate(
         steps = model.executed(log_w, tau_steps)
         h_hat = model.integrate(h, s, None if tau is None else steps)
         losses = [model.token_losses(h_hat, y).sum()]
-        if model.has_router:  # without weights s there is nothing to truncate
+        if mixes:  # otherwise there is nothing to truncate
             losses += [model.token_losses(truncate(h, s, i), y).sum() for i in range(S)]
         losses += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
         losses += [(steps == i).sum() for i in range(S)]
@@ -142,7 +143,7 @@ def final_report(model, windows, config, device):
     print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}", end="")
     print(f"; at tau = {chosen['tau']:g} {chosen['steps']:.2f}" if chosen else "")
     print("depth i                      " + "".join(f"{i:8d}" for i in range(len(hard["alone"]))))
-    rows = {"loss, integrated up to i": fixed["truncated"]} if model.has_router else {}
+    rows = {"loss, integrated up to i": fixed["truncated"]} if fixed["truncated"] else {}
     rows |= {"loss of h^(i) alone": fixed["alone"], "tokens that stop here": hard["stopped"]}
     for title, row in rows.items():
         print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
