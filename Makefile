@@ -6,7 +6,7 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/python sample.py --run models/shakespeare --prompt "ROMEO:" --show-steps --seed 1
 	$(BIN)/python train.py --preset tiny
-	$(BIN)/python sample.py --tau 1e-4
+	$(BIN)/python sample.py --tau auto
 
 test: .venv/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
