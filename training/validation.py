@@ -102,10 +102,10 @@ TAUS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 5e-3, 3e-3, 2e-3, 1e-3, 5e-4
 def choose_tau(model, windows, count, device, tau_cost):
     """The largest of TAUS that loses at most `tau_cost` nats to all steps; 0 if none does.
 
-    It is chosen by as many windows as there are behind the first `count`, which are reported, but
-    no more than those. (A single window serves both.)
+    It is chosen by up to 128 windows behind the first `count`, which are reported. (A single
+    window serves both.) Differences on the same tokens need no more.
     """
-    held = min(count, windows.count - count)
+    held = min(128, count, windows.count - count)
 
     def loss(tau):
         first = count if held else 0
