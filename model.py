@@ -323,6 +323,7 @@ class PonderLM(nn.Module):
     unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks
     has_router = True  # a learned s, soft masks and early exit
     mixes = True  # where there is a router: all states predict together, weighted by s
+    routes_first = True  # h^(0) alone decides s, before the first step
     iterates = True  # its states are a fixed point of the Jacobi iteration
     interleaves = True  # its longest pass runs all S slots of every token, not one
 
@@ -414,7 +415,11 @@ class PonderLM(nn.Module):
         if bias is not None:
             bias = bias[..., :slots].flatten(1)  # (B, T*slots)
         h = self.transform(x, positions, bias).view(B, T, slots, D)
-        return h, *self.router(h[:, :, 0], alpha)
+        return h, *self.route(h, alpha)
+
+    def route(self, h, alpha=0.0):
+        """Step distributions of tokens by the states of their slots so far, (..., n+1, D)."""
+        return self.router(h[..., 0, :], alpha)
 
     def jacobi(self, idx, R, tau=None, alpha=0.0):
         """All states of all tokens in parallel, by a fixed number of passes.

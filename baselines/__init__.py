@@ -8,7 +8,7 @@ It declares the first row always, the others where it differs from PonderLM:
 method, title, color, marker              --method, and its looks in tables and figures
 Config, defaults, unused                  settings of its own, implied ones, ignored ones
 has_router, mixes                         is s learned? do all states predict, weighted by it?
-iterates                                  are its states a Jacobi fixed point?
+routes_first, iterates                    is s by h^(0) alone? are its states a Jacobi fixed point?
 states, ponder_token, new_cache           all tokens at once; one token behind a cache
 training_forwards, vocabulary_products    what it costs
 

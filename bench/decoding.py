@@ -25,7 +25,7 @@ from pydantic import Field
 from baselines import build, find
 from bench.timing import Some, machine, medians, print_table, seconds_of, write_results
 from bench.training_step import matmul_peak
-from engine.batching import Engine
+from engine.batching import Engine, serves
 from engine.choosing import check_request
 from engine.prefill import settle
 from engine.products import FEW, WEIGHTS
@@ -328,7 +328,7 @@ def decode(
     device, directory = pick_device(device), find_model(run)
     batch_sizes = batch_sizes or ((1, 8, 32, 128) if device.type == "cuda" else (1, 8, 32))
     model = load(directory).to(device)
-    if not (model.iterates and model.has_router):
+    if not (serves(model) and model.has_router):
         raise UserError(f"{directory} is of method {model.config.method}: give a PonderLM-3")
     for t, alpha in product(tau, alphas):
         check_request(model, [], 0, tau=t, alpha=alpha)

@@ -42,6 +42,11 @@ AGAIN = 0.97  # what a way of reading prompts seems to cost falls so when it is 
 PASSES = 16  # that reading a prompt in parallel takes, about, before one has been read
 
 
+def serves(model):
+    """Whether the Engine decodes models of this method; sample.py decodes all."""
+    return model.iterates and model.routes_first
+
+
 @dataclass
 class Sequence:
     """A text that grows, in one row, as far as the host knows it."""
@@ -101,9 +106,9 @@ class Engine:
     @torch.inference_mode()
     def __init__(self, model, batch_size=8, *, dtype=None, **options):
         config, weight = model.config, model.lm_head.weight
-        if not model.iterates:
+        if not serves(model):
             raise UserError(
-                f"{config.method} keeps a cache of its own kind, which the engine does not know: "
+                f"{config.method} routes or keeps its cache in a way that the engine does not know: "
                 "decode it with python sample.py"
             )
         self.model = model

@@ -74,7 +74,7 @@ def settle(
     if lengths is not None and not (lengths.min() >= 1 and lengths.max() <= T):
         raise ValueError(f"lengths = {lengths.tolist()}: of {T} places a row has 1 to {T}")
     h = e.new_zeros(B, T, S, e.size(-1))
-    s, log_w = (torch.zeros_like(x) for x in model.router(h[:, :, 0]))  # (B, T, S)
+    s, log_w = (torch.zeros_like(x) for x in model.route(h))  # (B, T, S)
     steps = torch.zeros_like(idx)
     ran = torch.zeros_like(idx)
     inside = torch.ones_like(idx, dtype=torch.bool)
@@ -110,7 +110,7 @@ def settle(
         before = h[rows].flatten(1, 2)  # (R, T*S, D)
         after = before.scatter(1, places, out.to(h.dtype))
         h[rows] = after.view(len(rows), T, S, -1)
-        s[rows], log_w[rows] = model.router(h[rows, :, 0], alpha)
+        s[rows], log_w[rows] = model.route(h[rows], alpha)
         steps[rows] = model.executed(log_w[rows], tau)
         ran[rows] = active.sum(-1)
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from corpus.tokenizers import IdTokenizer
-from engine.batching import Engine
+from engine.batching import Engine, serves
 from evaluation.scoring import Window, batches, states
 from router import upcast
 from runtime import UserError
@@ -179,7 +179,7 @@ class Answers:
 
         choice = dict(temperature=temperature if do_sample else 0, top_k=top_k or None, top_p=top_p)
         choice["end"] = self.eot_token_id
-        if self.model.iterates:
+        if serves(self.model):
             engine = Engine(self.model, min(self.batch_size, len(ids)), tau=self.tau)
             deque(engine.stream(ids, max_gen_toks, seed=0, until=over, read=read, **choice), 0)
         else:

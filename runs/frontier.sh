@@ -23,6 +23,7 @@ for seed in ${SEEDS:-0 1 2 3 4}; do
   for price in 0.003 0.01 0.03; do train mean-$price --penalty mean --penalty-weight $price; done
   train ouro-3 --method ouro
   train adaponder-3 --method adaponder
+  train adaptivecot-3 --method adaptivecot
   train last-pass-3 --backprop-passes 1
   train long-vanilla --method vanilla --steps 4000
   for K in 1 2 3; do train long-ponderlm2-$K --method ponderlm2 --ponder-steps $K --iters 2 2 --steps 4000; done
@@ -31,6 +32,6 @@ done
 
 if [ -z "${SEEDS:-}" ]; then
   frontier() { "${PYTHON:-python}" analyze.py frontier "$@"; }
-  frontier --runs $RUNS/{vanilla,ponderlm2,looped,ponderlm3,mean,ouro,adaponder}-*
+  frontier --runs $RUNS/{vanilla,ponderlm2,looped,ponderlm3,mean,ouro,adaponder,adaptivecot}-*
   frontier --runs $RUNS/long-* --out out/analyze/long
 fi

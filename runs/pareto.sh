@@ -34,6 +34,7 @@ for seed in ${SEEDS:-0 1 2}; do
   train ponderlm1-no-accumulation-3 --method ponderlm1 --no-accumulate
   train ouro-3 --method ouro
   train adaponder-3 --method adaponder
+  train adaptivecot-3 --method adaptivecot
   train mor-expert-3 --method mor-expert
   train mor-token-3 --method mor-token
 done

@@ -381,8 +381,9 @@ def test_refusals(model, settings, call, message):
 
 def test_other_methods_are_refused():
     """Catches a model whose cache is of another kind, decoded as if it were a PonderLM."""
-    with pytest.raises(UserError, match=r"looped .* decode it with python sample\.py"):
-        Engine(small_model(method="looped"))
+    for method in ("looped", "adaptivecot"):
+        with pytest.raises(UserError, match=rf"{method} .* decode it with python sample\.py"):
+            Engine(small_model(method=method))
 
 
 def test_logits_that_are_not_finite():

@@ -58,7 +58,12 @@ def test_equals_decoding(K, tau):
 
 @pytest.mark.parametrize(
     "settings",
-    [dict(method="ablation-index"), dict(method="ponderlm2"), dict(num_key_value_heads=4)],
+    [
+        dict(method="ablation-index"),
+        dict(method="ponderlm2"),
+        dict(method="adaptivecot", router_scale=12.0),
+        dict(num_key_value_heads=4),
+    ],
 )
 def test_other_settings(settings):
     """Catches a bias that is PonderLM-3's alone, or asked of a model without a router."""
