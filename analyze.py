@@ -17,6 +17,7 @@ Of several runs, written to out/analyze/:
 
     python analyze.py pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
     python analyze.py frontier --runs out/frontier/*      differences to a method at equal steps
+    python analyze.py confidence --runs out/frontier/*    stopping where a state looks sure enough
     python analyze.py depth --runs out/pareto/tiny/*      loss against the step budget K
     python analyze.py losses --runs out/tiny/*            with all steps, stopped, steps permuted
     python analyze.py lookup --runs out/lookup/*          accuracy where the difficulty is known
@@ -32,7 +33,7 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from analysis import comparing, explainer, figures, frontier, lookup, pages
+from analysis import comparing, confidence, explainer, figures, frontier, lookup, pages
 from analysis.comparing import Comparison
 from analysis.figures import Study
 from model import Count, Given, settings
@@ -150,6 +151,19 @@ class Frontier(Comparison):
 
 
 @settings
+class Confidence(Comparison):
+    """PonderLM-2 and -3 that stop where a state looks sure enough, beside the router."""
+
+    taus: tuple[Share, ...] = (1e-4, 0.01, 0.05, 0.1, 0.2, 0.3, 0.5)  # of the router
+    # where the largest probability of the next token is enough
+    probabilities: tuple[Share, ...] = (0.1, 0.3, 0.5, 0.7, 0.9, 0.97)
+    # how little a step may change a state, as a share of it
+    changes: tuple[Annotated[float, Field(ge=0)], ...] = (0.1, 0.2, 0.3, 0.5, 0.7)
+    device: str = "auto"  # auto, cpu, cuda or mps
+    draw = confidence.draw_confidence
+
+
+@settings
 class Depth(Comparison):
     """PonderLM-3's loss against its step budget K: table and figure. Other methods are left out."""
 
@@ -176,7 +190,7 @@ class Lookup(Comparison):
 
 
 OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Penalty, Heatmap, Report)
-OF_SEVERAL = (Pareto, Frontier, Depth, Losses, Lookup)
+OF_SEVERAL = (Pareto, Frontier, Confidence, Depth, Losses, Lookup)
 
 
 def reader(kind):
