@@ -14,7 +14,7 @@ from runtime import UserError, write_text, writing
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 COLORS = ["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777"]
 # Columns of no numbers.
-TEXTS = ["method", "difficulty_by", "bucket", "precision", "kind", "text"]
+TEXTS = ["method", "rule", "difficulty_by", "bucket", "precision", "kind", "text"]
 MARKERS, LINES = "os^DvpPX", ("-", "--", ":", "-.")
 
 

@@ -108,8 +108,8 @@ class Engine:
         config, weight = model.config, model.lm_head.weight
         if not serves(model):
             raise UserError(
-                f"{config.method} routes or keeps its cache in a way that the engine does not know: "
-                "decode it with python sample.py"
+                f"{config.method} routes, or keeps its cache, in a way that the engine does not "
+                "know: decode it with python sample.py"
             )
         self.model = model
         self.options = o = EngineOptions(batch_size=batch_size, **options)

@@ -21,18 +21,12 @@ def decode(model, tokens, rule, c):
     cache, K, found = model.new_cache(), model.config.ponder_steps, []
     for t, token in enumerate(tokens):
         x, positions = model.place(int(token), t)
-        h_hat, before = 0, None
+        h_hat, before, s, log_w = 0, None, None, torch.zeros(1, 1, K + 1).double()
         for k in range(K + 1):
-            if model.has_router and k:
-                bias = log_w[..., k]
-            else:
-                bias = torch.zeros(1, 1).double() if model.has_router else None
-            h = model.model(x, positions, bias, cache=cache)
-            if model.has_router:
-                s, log_w = model.router(h) if not k else (s, log_w)
-                h_hat = h_hat + s[..., k : k + 1] * h
-            else:
-                h_hat = h
+            h = model.model(x, positions, log_w[..., k] if model.has_router else None, cache=cache)
+            if not k:
+                s, log_w = model.router(h)
+            h_hat = h_hat + s[..., k : k + 1] * h if model.has_router else h
             logits = model.lm_head(h_hat)[0, 0]
             if rule == "probability":
                 sure = logits.softmax(-1).max() >= c
