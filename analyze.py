@@ -18,6 +18,7 @@ Of several runs, written to out/analyze/:
     python analyze.py pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
     python analyze.py frontier --runs out/frontier/*      differences to a method at equal steps
     python analyze.py confidence --runs out/frontier/*    stopping where a state looks sure enough
+    python analyze.py adaptation --runs out/frontier/*    do steps go where they are needed?
     python analyze.py depth --runs out/pareto/tiny/*      loss against the step budget K
     python analyze.py losses --runs out/tiny/*            with all steps, stopped, steps permuted
     python analyze.py lookup --runs out/lookup/*          accuracy where the difficulty is known
@@ -33,7 +34,7 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from analysis import comparing, confidence, explainer, figures, frontier, lookup, pages
+from analysis import adaptation, comparing, confidence, explainer, figures, frontier, lookup, pages
 from analysis.comparing import Comparison
 from analysis.figures import Study
 from model import Count, Given, settings
@@ -164,6 +165,15 @@ class Confidence(Comparison):
 
 
 @settings
+class Adaptation(Comparison):
+    """Do steps go where they are needed, and do seeds agree where that is? A table, no figure."""
+
+    tau: Share | None = None  # where pondering stops; by default where each run chose
+    device: str = "auto"  # auto, cpu, cuda or mps
+    draw = adaptation.write_adaptation
+
+
+@settings
 class Depth(Comparison):
     """PonderLM-3's loss against its step budget K: table and figure. Other methods are left out."""
 
@@ -190,7 +200,7 @@ class Lookup(Comparison):
 
 
 OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Penalty, Heatmap, Report)
-OF_SEVERAL = (Pareto, Frontier, Confidence, Depth, Losses, Lookup)
+OF_SEVERAL = (Pareto, Frontier, Confidence, Adaptation, Depth, Losses, Lookup)
 
 
 def reader(kind):
