@@ -159,7 +159,8 @@ class Confidence(Comparison):
     # where the largest probability of the next token is enough
     probabilities: tuple[Share, ...] = (0.1, 0.3, 0.5, 0.7, 0.9, 0.97)
     # how little a step may change a state, as a share of it
-    changes: tuple[Annotated[float, Field(ge=0)], ...] = (0.1, 0.2, 0.3, 0.5, 0.7)
+    changes: tuple[Annotated[float, Field(ge=0)], ...] = (0.05, 0.1, 0.2, 0.3, 0.5)
+    windows: Count = 256  # the first ones of the validation text
     device: str = "auto"  # auto, cpu, cuda or mps
     draw = confidence.draw_confidence
 

@@ -61,11 +61,12 @@ def stop_by(model, rule, c):
     return model
 
 
-def confidence_rows(runs, thresholds, device):
+def confidence_rows(runs, thresholds, windows, device):
     """One row for each method, K, rule and threshold c: executed steps and loss.
 
     Args:
         thresholds: {rule: the c to try}
+        windows: of the validation text, the first ones
 
     Raises:
         UserError: a run of another method.
@@ -79,7 +80,7 @@ def confidence_rows(runs, thresholds, device):
 
     def measure(run):
         _, _, val = validation_windows(run.path)
-        count, found = reported(run.config, val), []
+        count, found = min(windows, reported(run.config, val)), []
         for rule, cs in thresholds.items():
             if rule == "router" and not run.method.has_router:
                 continue
@@ -106,7 +107,7 @@ def draw_confidence(study):
     thresholds = {"router": study.taus, "probability": study.probabilities, "change": study.changes}
 
     def rows(runs):
-        return confidence_rows(runs, thresholds, pick_device(study.device))
+        return confidence_rows(runs, thresholds, study.windows, pick_device(study.device))
 
     frame = study.frame("confidence", confidence_table, rows)
     figure, (axes,) = new_figure("executed extra steps per token", "loss per token, nats")

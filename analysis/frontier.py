@@ -13,12 +13,11 @@ import math
 import numpy as np
 
 from analysis.comparing import over_seeds
+from analysis.measuring import decoded, mean, open_subject
 from analysis.tables import LINES, MARKERS, new_figure, save_figure, tabulate
 from baselines import find
-from interop import load
 from runtime import UserError, pick_device, progress
-from training.settings import validation_windows
-from training.validation import evaluate, reported
+from training.validation import reported
 
 # Of 2, 3, .. seeds; beyond them the normal distribution's is near enough.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -53,16 +52,16 @@ def reference_curves(runs, name):
 
 def scores(run, taus, device):
     """Steps and loss of a run, hard-stopped at each tau: rows."""
+    hard, known = run.results["hard"], run.config.tau
+    rows = [{"tau": known, "steps": hard["steps"], "loss": hard["loss"]}]
     if not run.method.has_router:
-        hard = run.results["hard"]
-        return [{"tau": run.config.tau, "steps": hard["steps"], "loss": hard["loss"]}]
-    _, _, val = validation_windows(run.path)
-    count, model = reported(run.config, val), load(run.path).to(device)
-    found = []
-    for tau in taus:
-        hard = evaluate(model, val, count, device, tau=tau)
-        found.append({"tau": tau, "steps": hard["steps"], "loss": hard["loss"]})
-    return found
+        return rows
+    subject = open_subject(run.path, run.config.eval_windows, device=device)
+    subject.rows = subject.rows[: reported(run.config, subject.val)]
+    for tau in sorted({*taus} - {known}):
+        loss, steps = decoded(subject, tau, label=f"tau {tau:g}")
+        rows.append({"tau": tau, "steps": mean(steps), "loss": mean(loss)})
+    return rows if known in taus else rows[1:]
 
 
 def frontier_rows(runs, reference, taus, device):

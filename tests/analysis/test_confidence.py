@@ -58,7 +58,7 @@ def test_rows(trained):
     """Catches a rule that stays in the model behind it, and the router's tau elsewhere."""
     runs = read_runs([str(trained / name) for name in ("ponder", "ponderlm2")])
     thresholds = {"probability": (0.0, 1.1), "change": (0.0,), "router": (0.97,)}
-    frame = confidence_rows(runs, thresholds, CPU).set_index(["method", "rule", "c"])
+    frame = confidence_rows(runs, thresholds, 256, CPU).set_index(["method", "rule", "c"])
     _, _, val = validation_windows(runs[0].path)
     for run in runs:
         fixed = evaluate(load(run.path), val, 8, CPU)
@@ -74,7 +74,7 @@ def test_rows(trained):
 
 def test_refused(trained):
     with pytest.raises(UserError, match="plain: method vanilla; give PonderLM-2"):
-        confidence_rows(read_runs([str(trained / "plain")]), {}, CPU)
+        confidence_rows(read_runs([str(trained / "plain")]), {}, 256, CPU)
 
 
 def test_command(trained, tmp_path):
