@@ -19,6 +19,7 @@ Of several runs, written to out/analyze/:
     python analyze.py frontier --runs out/frontier/*      differences to a method at equal steps
     python analyze.py confidence --runs out/frontier/*    stopping where a state looks sure enough
     python analyze.py adaptation --runs out/frontier/*    do steps go where they are needed?
+    python analyze.py cost --runs out/frontier/*          loss against what the training has cost
     python analyze.py depth --runs out/pareto/tiny/*      loss against the step budget K
     python analyze.py losses --runs out/tiny/*            with all steps, stopped, steps permuted
     python analyze.py lookup --runs out/lookup/*          accuracy where the difficulty is known
@@ -34,7 +35,17 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from analysis import adaptation, comparing, confidence, explainer, figures, frontier, lookup, pages
+from analysis import (
+    adaptation,
+    comparing,
+    confidence,
+    explainer,
+    figures,
+    frontier,
+    lookup,
+    pages,
+    training_cost,
+)
 from analysis.comparing import Comparison
 from analysis.figures import Study
 from model import Count, Given, settings
@@ -175,6 +186,13 @@ class Adaptation(Comparison):
 
 
 @settings
+class Cost(Comparison):
+    """Losses against the slots that ran in training: table and figure."""
+
+    draw = training_cost.draw_cost
+
+
+@settings
 class Depth(Comparison):
     """PonderLM-3's loss against its step budget K: table and figure. Other methods are left out."""
 
@@ -201,7 +219,7 @@ class Lookup(Comparison):
 
 
 OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Penalty, Heatmap, Report)
-OF_SEVERAL = (Pareto, Frontier, Confidence, Adaptation, Depth, Losses, Lookup)
+OF_SEVERAL = (Pareto, Frontier, Confidence, Adaptation, Cost, Depth, Losses, Lookup)
 
 
 def reader(kind):
