@@ -18,7 +18,7 @@ from analysis.tables import COLORS, MARKERS, new_figure, save_figure, tabulate
 from attention import eager
 from corpus.lookup import CHAINS, LETTERS, LOOKUPS, chain_asked, lookups_asked, words
 from engine.prefill import settle
-from runtime import pick_device
+from runtime import UserError, pick_device
 from training.warm_start import deeper
 
 # -- Right answers and steps -----------------------------------------------------------------------
@@ -39,7 +39,7 @@ def answers(subject):
 def lookup_rows(runs, tau, device, data=None, more_steps=0):
     """One row for each method, K and number of lookups, 0 for filler, over the seeds.
 
-    Asked of 1024 lines, of the corpus `data` if that is given, with `more_steps` than K.
+    Asked of at most 1024 lines, of the corpus `data` if that is given, with `more_steps` than K.
     """
 
     def numbers(run):
@@ -142,6 +142,8 @@ def chain_rows(subject):
                     what |= {"pair": pair, "text": pairs[pair]}
                     what["lookup"] = chain.index(pair) + 1 if pair in chain else 0
                     found.append(what | {"attention": seen[pair].sum(-1).max().item()})
+    if not found:
+        raise UserError(f"{subject.path} answers no question right, so that none can be followed")
     return found
 
 

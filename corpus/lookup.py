@@ -76,6 +76,9 @@ def prepare_lookup(folder=CACHE / "lookup", lines=100_000, seed=0, lookups=()):
         raise UserError(f"--lines {lines} is too few: some are held out, so give at least 100")
     if unknown := [n for n in lookups if n not in LOOKUPS]:
         raise UserError(f"--lookups {unknown[0]}: chains have {LOOKUPS[0]} to {LOOKUPS[-1]}")
+    if len(set(lookups)) < len(lookups):
+        raise UserError(f"--lookups {' '.join(map(str, lookups))}: give each number once")
+    lookups = sorted(lookups)
     source = f"lookup, {lines} lines, seed {seed}"
     if lookups:
         source += f", lookups {' '.join(map(str, lookups))}"

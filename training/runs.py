@@ -55,14 +55,19 @@ def check_free(run):
         raise UserError(f"{run} exists: go on with --resume, or choose another --name")
 
 
+def check_name(name):
+    if Path(name).name != name or name == "..":
+        raise UserError(f"--name {name!r} is not a plain name; --out says where the run goes")
+
+
 def new_run(out, name, prefix):
     """Create out/<name>, or without a name out/<prefix>-<date and time>.
 
     Raises:
         UserError: such a run exists already, with a model; or the name is not one of a folder.
     """
-    if name and (Path(name).name != name or name == ".."):
-        raise UserError(f"--name {name!r} is not a plain name; --out says where the run goes")
+    if name:
+        check_name(name)
     fresh = f"{prefix}-{time.strftime('%m%d-%H%M%S')}"
     same_second = len(list(Path(out).glob(f"{fresh}*")))
     run = Path(out) / (name or (f"{fresh}-{same_second + 1}" if same_second else fresh))

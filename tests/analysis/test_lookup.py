@@ -87,6 +87,21 @@ def test_lookup(trained, tmp_path, capsys):
         Lookup(flags([trained / "other"]), out=tmp_path).draw()
 
 
+def test_panels(trained, tmp_path, monkeypatch):
+    """Catches one panel drawn twice, and lines that are left out where there are 1024."""
+    drawn = []
+    monkeypatch.setattr(looking, "save_figure", lambda figure, file: drawn.append(figure))
+    asked = []
+    monkeypatch.setattr(looking, "open_subject", lambda *a: asked.append(a[1]) or open_subject(*a))
+    Lookup(flags([trained / "lookup-0"]), out=tmp_path).draw()
+    frame = read(tmp_path / "lookup.csv")
+    panels = zip(drawn[0].axes, ("accuracy", "steps"), strict=True)
+    for axes, key in panels:
+        y = axes.containers[0].lines[0].get_ydata()
+        assert y.tolist() == pytest.approx(frame[key].tolist(), nan_ok=True)
+    assert asked == [1024]
+
+
 def test_other_offsets_are_other_curves(trained):
     """Catches runs that become one curve when the offset leaves their name."""
     runs = read_runs([trained / "lookup-0", trained / "lookup-1"])

@@ -21,6 +21,12 @@ def corpus(tmp_path_factory):
     return folder
 
 
+def test_seeds():
+    """Catches held-out lines that are those of training."""
+    a, b, again = ([text for _, text in lookup.documents(30, seed)] for seed in (0, 1, 0))
+    assert not set(a) & set(b) and a == again
+
+
 def test_lines():
     """Catches a chain that does not lead to its answer, or in fewer lookups than it says, chains of
     other lengths, lines of another length, and a word that is more than one token."""

@@ -12,6 +12,7 @@ from interop import load
 from runtime import UserError
 from training.growing import stages
 from training.runs import checkpoints, read_lines
+from training.settings import parse, read_run
 
 SHAPE = "--hidden-size 16 --intermediate-size 16 --num-hidden-layers 1 --num-attention-heads 2"
 FLAGS = f"--data text.txt --preset tiny {SHAPE} --head-dim 8 --block-size 16 --eval-every 3"
@@ -35,6 +36,10 @@ def test_stages(grow, capsys):
     grow("1:4,3:6")
     one, three = load("out/grown-K1"), load("out/grown-K3")
     assert (one.config.ponder_steps, three.config.ponder_steps) == (1, 3)
+    rates = [read_run(f"out/grown-K{K}")[1].learning_rate for K in (1, 3)]
+    assert rates == [4e-3, 2e-3]
+    with pytest.raises(UserError, match=r"grown-K3 takes 3, which can become more, not fewer"):
+        parse(["--init-from", "out/grown-K3", "--ponder-steps", "2"])
     assert read_lines(Path("out/grown-K3/log.jsonl"))[-1]["step"] == 6
     first = capsys.readouterr().out
     trained = three.state_dict()
@@ -61,21 +66,47 @@ def test_own_tokenizer(grow):
 
 def test_name_of_a_folder(grow):
     """Catches a first stage that is trained where the second does not look for it."""
-    with pytest.raises(UserError, match="--name 'a/b-K1' is not a plain name"):
+    with pytest.raises(UserError, match="--name 'a/b' is not a plain name"):
         grow("1:1,2:1", "--name", "a/b")
+
+
+def test_another_command(grow):
+    """Catches stages that are mixed: of other flags or another schedule, or without their start."""
+    grow("1:2,2:2", "--name", "a")
+    for schedule, flags in (("1:2,3:2", []), ("1:2,2:2", ["--learning-rate", "0.1"])):
+        with pytest.raises(UserError, match=r"a-K1 was begun by '--grow 1:2,2:2 .*another --name"):
+            grow(schedule, "--name", "a", *flags)
+    shutil.rmtree("out/a-K1")
+    with pytest.raises(UserError, match="a-K1 is gone, but not the stages after it"):
+        grow("1:2,2:2", "--name", "a")
+
+
+def test_stopped(grow, monkeypatch, capsys):
+    """Catches a next stage that begins from a stopped one, and a way on that leaves stages out."""
+    trained = []
+
+    def stopped(config):
+        trained.append(config.model.ponder_steps)
+        return Path("out/grown-K1"), None
+
+    monkeypatch.setattr(train, "train", stopped)
+    with pytest.raises(SystemExit) as end:
+        grow("1:2,2:2")
+    assert trained == [1] and end.value.code == 130
+    assert "the same command goes on" in capsys.readouterr().out
 
 
 def test_flags(tmp_path):
     """Catches a stage with another name, seed or start than the page says, and other commands that
     are changed."""
-    argv = ["--grow", "1:5,2:6", "--out", str(tmp_path), "--name", "a", "--seed", "4", "--x", "1"]
-    first, second = stages(argv)
+    argv = ["--grow", "1:5,2:6", "--out", str(tmp_path), "--name", "a", "--seed", "4"]
+    first, second = stages([*argv, "--clip", "1"])
     where = ["--out", str(tmp_path), "--name"]
     of_first = ["--seed", "4", "--ponder-steps", "1", "--steps", "5"]
-    assert first == ["--x", "1", *where, "a-K1", *of_first]
+    assert first == ["--clip", "1", *where, "a-K1", *of_first]
     start = ["--init-from", str(tmp_path / "a-K1")]
     of_second = ["--seed", "5", "--ponder-steps", "2", "--steps", "6"]
-    assert second == [*start, "--x", "1", *where, "a-K2", *of_second]
+    assert second == [*start, "--clip", "1", *where, "a-K2", *of_second]
     assert [*stages(["--steps", "3"])] == [["--steps", "3"]]
 
 
@@ -88,6 +119,9 @@ def test_flags(tmp_path):
         ("--grow 1:5 --router-offset 0 6", "--router-offset does not go with --grow"),
         ("--grow 1:5 --steps 3", "--steps does not go with --grow"),
         ("--grow 1:5 --ponder_steps=3", "--ponder-steps does not go with --grow"),
+        ("--grow 1:5 --resume", "--resume does not go with --grow"),
+        ("--grow 1:5 --init-from out/a", "--init-from does not go with --grow"),
+        ("--grow=1:60,2:20 --ponder-warmup 30", "ponder_warmup = 30: .* of 20 steps"),
     ],
 )
 def test_refusals(flags, message):
