@@ -195,7 +195,7 @@ def test_lookup(run_script, tmp_path):
     assert configs["vanilla-L4-0"].model.num_hidden_layers == 4
     analyzed = calls["analyze.py"]
     assert [args[0] for args in analyzed] == [*4 * ["lookup"], "chain"]
-    assert all("data/lookup-all" in args for args in analyzed[:3])
+    assert all("data/lookup-all" in args for args in analyzed[:4])
     for folder in asked:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "meta.json").touch()
