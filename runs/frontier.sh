@@ -1,37 +1,55 @@
 #!/usr/bin/env bash
-# Every method at the same executed steps: five paired seeds, with the same first weights of the
-# backbone and the same batches. What is finished is skipped.
-#     bash runs/frontier.sh          SEEDS=1: the runs of one seed, no figures
+# PonderLM-3 beside every method at equal steps, and at equal cost of training. Runs with one seed
+# have the same first weights of the backbone and the same batches. What is finished is skipped.
+#     bash runs/frontier.sh          PARTS="pairs size", SEEDS=1 or both: these runs, no figures
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . runs/once.sh
 
-RUNS=out/frontier
-
-train() { # name, flags
-  once $RUNS "$1" "$seed" --preset tiny --precision bfloat16 "${@:2}"
+train() { # folder, name, flags
+  once "out/$1" "$2" "$seed" --preset tiny --precision bfloat16 "${@:3}"
 }
 
-for seed in ${SEEDS:-0 1 2 3 4}; do
-  train vanilla --method vanilla
-  for K in 1 2 3 4; do
-    R=$((K > 3 ? 3 : 2)) # refinements: the fixed point is then at most 0.005 nats worse
-    train ponderlm2-$K --method ponderlm2 --ponder-steps $K --iters $R $R
-    train looped-$K --method looped --ponder-steps $K
+beside() { # folder, K's of PonderLM-2, flags: PonderLM-3 and what it is compared with by pairs
+  train "$1" vanilla --method vanilla "${@:3}"
+  for K in $2; do
+    train "$1" ponderlm2-"$K" --method ponderlm2 --ponder-steps "$K" --iters 2 2 "${@:3}"
   done
-  for K in 2 3 4; do train ponderlm3-$K --ponder-steps $K; done
-  for price in 0.003 0.01 0.03; do train mean-$price --penalty mean --penalty-weight $price; done
-  train ouro-3 --method ouro
-  train adaponder-3 --method adaponder
-  train adaptivecot-3 --method adaptivecot
-  train last-pass-3 --backprop-passes 1
-  train long-vanilla --method vanilla --steps 4000
-  for K in 1 2 3; do train long-ponderlm2-$K --method ponderlm2 --ponder-steps $K --iters 2 2 --steps 4000; done
-  train long-ponderlm3-3 --steps 4000
+  train "$1" ponderlm3-3 "${@:3}"
+}
+
+# Eight times the parameters of tiny.
+large=(--hidden-size 256 --intermediate-size 512 --num-hidden-layers 4 --num-attention-heads 4)
+large+=(--head-dim 56 --learning-rate 2e-3 --eval-windows 256)
+
+for part in ${PARTS:-pairs others cost size}; do
+  seeds=0
+  [ "$part" != pairs ] || seeds="0 1 2 3 4"
+  for seed in ${SEEDS:-$seeds}; do
+    case $part in
+      pairs) beside frontier "1 2 3" ;;
+      others)
+        for K in 1 2 3 4; do train frontier looped-"$K" --method looped --ponder-steps "$K"; done
+        for method in ouro adaponder adaptivecot; do train frontier $method-3 --method $method; done
+        train frontier ponderlm3-2 --ponder-steps 2
+        ;;
+      cost) # the slots of 1000 steps of PonderLM-3 with K = 3, spent in other ways
+        train cost vanilla-14000 --method vanilla --steps 14000
+        train cost looped-3500 --method looped --steps 3500
+        train cost last-pass-1900 --backprop-passes 1 --steps 1900
+        train cost vanilla-12600 --method vanilla --steps 12600
+        train cost taught --init-from "out/cost/vanilla-12600-$seed" --ponder-steps 3 --steps 100
+        ;;
+      size) beside size "1 2" "${large[@]}" ;;
+    esac
+  done
 done
 
-if [ -z "${SEEDS:-}" ]; then
-  frontier() { "${PYTHON:-python}" analyze.py frontier "$@"; }
-  frontier --runs $RUNS/{vanilla,ponderlm2,looped,ponderlm3,mean,ouro,adaponder,adaptivecot}-*
-  frontier --runs $RUNS/long-* --out out/analyze/long
+if [ -z "${PARTS:-}${SEEDS:-}" ]; then
+  analyze() { "${PYTHON:-python}" analyze.py "$@"; }
+  analyze frontier --runs out/frontier/*-[0-9]
+  analyze frontier --runs out/size/*-[0-9] --out out/analyze/size
+  analyze cost --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-3,looped-?}-0 out/cost/*-0
+  analyze adaptation --runs out/frontier/{vanilla,ponderlm3-3}-[0-9]
+  analyze confidence --runs out/frontier/{ponderlm2,ponderlm3}-3-[0-2]
 fi

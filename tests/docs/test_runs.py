@@ -103,6 +103,36 @@ def test_pareto(run_script, tmp_path):
     assert ["--resume", "--out", "out/pareto/tiny", "--name", "vanilla-0-1"] in again
 
 
+def test_frontier(run_script, tmp_path):
+    """Catches a flag that train.py does not know, a method or seed that is left out, and pairs that
+    differ in more than their method."""
+    plain = tmp_path / "out/cost/vanilla-12600-0"
+    interop.save(build(find("vanilla").Config(method="vanilla", ponder_steps=0)), plain)
+    calls = run_script("frontier.sh")
+    names = ["frontier", "frontier", "cost", "adaptation", "confidence"]
+    assert [args[0] for args in calls["analyze.py"]] == names
+    configs = {}
+    for args in calls["train.py"]:
+        args = [str(plain) if arg == "out/cost/vanilla-12600-0" else arg for arg in args]
+        config = parse(args)
+        configs[config.out, config.name] = config
+    assert len(configs) == len(calls["train.py"])
+    for folder, seeds, names in (
+        ("out/frontier", range(5), ("vanilla", "ponderlm2-1", "ponderlm2-2", "ponderlm2-3")),
+        ("out/size", range(1), ("vanilla", "ponderlm2-1", "ponderlm2-2")),
+    ):
+        for seed in seeds:
+            ours = configs[folder, f"ponderlm3-3-{seed}"]
+            assert ours.model.method == "ponderlm3" and ours.seed == seed
+            for name in names:
+                differ = changes(ours, configs[folder, f"{name}-{seed}"]).keys()
+                assert differ <= {"method", "ponder_steps", "iters", "name"}
+    big, tiny = (build(configs[f"out/{f}", "ponderlm3-3-0"].model) for f in ("size", "frontier"))
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (big, tiny)]
+    assert sizes[0] / sizes[1] == pytest.approx(8, abs=0.1)
+    assert len(run_script("frontier.sh", SEEDS="1", PARTS="pairs")["train.py"]) == 5
+
+
 def test_remedies(run_script, tmp_path):
     """Catches flags that train.py does not know, and names that hide that two runs are the same."""
     (tmp_path / "out/remedies/tiny").mkdir(parents=True)
