@@ -13,7 +13,7 @@ each step, which is not counted; `router` and `change` take none.
 import torch
 import torch.nn.functional as F
 
-from analysis.comparing import over_seeds
+from analysis.comparing import method_of, over_seeds
 from analysis.tables import LINES, MARKERS, new_figure, save_figure, tabulate
 from attention import MASKED
 from interop import load
@@ -115,8 +115,8 @@ def draw_confidence(study):
     for i, ((name, K, rule), curve) in enumerate(curves):
         curve = curve.sort_values("steps")
         axes.plot(
-            curve.steps, curve.loss, label=f"{name}, K = {K}: {rule}",
-            marker=MARKERS[i % len(MARKERS)], linestyle=LINES[i // 10 % len(LINES)], linewidth=1.2,
+            curve.steps, curve.loss, label=f"{name}, K = {K}: {rule}", color=method_of(name).color,
+            marker=MARKERS[i % len(MARKERS)], linestyle=LINES[i % len(LINES)], linewidth=1.2,
         )  # fmt: skip
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     save_figure(figure, study.out / "confidence.png")

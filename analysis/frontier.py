@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from analysis.comparing import over_seeds
+from analysis.comparing import method_of, over_seeds
 from analysis.measuring import decoded, mean, open_subject
 from analysis.tables import LINES, MARKERS, new_figure, save_figure, tabulate
 from baselines import find
@@ -111,8 +111,8 @@ def draw_frontier(study):
         curve = curve.sort_values("steps")
         axes.errorbar(
             curve.steps, curve.difference, yerr=curve.interval, label=f"{name}, K = {K}",
-            marker=MARKERS[i % len(MARKERS)], linestyle=LINES[i // 10 % len(LINES)],
-            linewidth=1.2, elinewidth=0.6, capsize=2,
+            color=method_of(name).color, marker=MARKERS[i % len(MARKERS)],
+            linestyle=LINES[i % len(LINES)], linewidth=1.2, elinewidth=0.6, capsize=2,
         )  # fmt: skip
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     save_figure(figure, study.out / "frontier.png")
