@@ -47,9 +47,11 @@ done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   analyze() { "${PYTHON:-python}" analyze.py "$@"; }
-  analyze frontier --runs out/frontier/*-[0-9]
-  analyze frontier --runs out/size/*-[0-9] --out out/analyze/size
+  analyze frontier --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-3}-? \
+    --taus 1e-4 0.01 0.03 0.1 0.2 0.3 0.5
+  analyze frontier --runs out/frontier/*-0 --out out/analyze/others
+  analyze frontier --runs out/size/*-0 --out out/analyze/size
   analyze cost --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-3,looped-?}-0 out/cost/*-0
-  analyze adaptation --runs out/frontier/{vanilla,ponderlm3-3}-[0-9]
-  analyze confidence --runs out/frontier/{ponderlm2,ponderlm3}-3-[0-2]
+  analyze adaptation --runs out/frontier/{vanilla,ponderlm3-3}-?
+  analyze confidence --runs out/frontier/{ponderlm2,ponderlm3}-3-0 --windows 128
 fi

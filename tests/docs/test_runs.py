@@ -109,7 +109,7 @@ def test_frontier(run_script, tmp_path):
     plain = tmp_path / "out/cost/vanilla-12600-0"
     interop.save(build(find("vanilla").Config(method="vanilla", ponder_steps=0)), plain)
     calls = run_script("frontier.sh")
-    names = ["frontier", "frontier", "cost", "adaptation", "confidence"]
+    names = [*3 * ["frontier"], "cost", "adaptation", "confidence"]
     assert [args[0] for args in calls["analyze.py"]] == names
     configs = {}
     for args in calls["train.py"]:
