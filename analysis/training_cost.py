@@ -63,5 +63,5 @@ def draw_cost(study):
     figure, (axes,) = new_figure("slots in training, millions (points: K)", "loss per token, nats")
     draw_curves(axes, frame, "slots", "loss")
     axes.set_xscale("log")
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    figure.legend(loc="outside lower center", fontsize=7)
     save_figure(figure, study.out / "cost.png")

@@ -39,6 +39,8 @@ for part in ${PARTS:-pairs others cost size}; do
         train cost last-pass-1900 --backprop-passes 1 --steps 1900
         train cost vanilla-12600 --method vanilla --steps 12600
         train cost taught --init-from "out/cost/vanilla-12600-$seed" --ponder-steps 3 --steps 100
+        train cost taught-slowly --init-from "out/cost/vanilla-12600-$seed" --ponder-steps 3 \
+          --steps 100 --learning-rate 4e-4
         ;;
       size) beside size "1 2" "${large[@]}" ;;
     esac
