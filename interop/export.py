@@ -64,11 +64,18 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
 # -- The modelling file ----------------------------------------------------------------------------
 
 
+def files_of(module):
+    """The file of a method, behind those of the methods whose classes it takes."""
+    classes = [kind for kind in vars(module).values() if isinstance(kind, type)]
+    taken = {kind.__module__: inspect.getmodule(kind) for kind in classes}
+    others = [m for name, m in taken.items() if name.startswith("baselines.") and m != module]
+    return [*(file for other in others for file in files_of(other)), inspect.getsourcefile(module)]
+
+
 def modelling_file(config):
     """The text of modeling_ponderlm.py for models of a config's method and backbone."""
     method, backbone = find(config.method), find_backbone(config.backbone)
-    bases = [kind for kind in reversed(method.__mro__) if kind.__module__.startswith("baselines.")]
-    own = [inspect.getsourcefile(kind) for kind in (backbone, *bases)]
+    own = [inspect.getsourcefile(backbone), *files_of(inspect.getmodule(method))]
     files = dict.fromkeys([*(ROOT / name for name in BEFORE), *map(Path, own)])
     files |= dict.fromkeys(ROOT / name for name in BEHIND)
     template = TEMPLATE.read_text("utf-8")
