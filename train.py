@@ -48,7 +48,7 @@ from runtime import (
     write_json,
 )
 from training import on_cpu, runs
-from training.growing import stages
+from training.growing import grows, stages
 from training.settings import TrainConfig, check, describe_corpus, open_corpus, open_run, parse
 from training.validation import evaluate, final_report
 from training.warm_start import adapt, offset_at, start_from
@@ -343,7 +343,7 @@ def main():
     for flags in stages(sys.argv[1:]):
         _, results = train(parse(flags, description=__doc__))
         if results is None:
-            if "--grow" in " ".join(sys.argv):
+            if grows(sys.argv):
                 print("it is a stage of --grow: the same command goes on with it and the rest")
             break
     if dist.is_initialized():

@@ -19,7 +19,7 @@ import torch
 from analysis.comparing import group_runs, over_seeds
 from analysis.measuring import BUCKETS, open_subject, thirds
 from runtime import UserError, pick_device, progress
-from training.validation import evaluate, reported
+from training.validation import evaluate
 
 WHAT = ("steps", "expected")
 
@@ -27,8 +27,7 @@ WHAT = ("steps", "expected")
 @torch.no_grad()
 def token_columns(run, tau, device):
     """Of each token of the reported windows: loss, executed and expected steps, at tau -> frame."""
-    subject = open_subject(run.path, run.config.eval_windows, tau, device, needs="")
-    subject.rows = subject.rows[: reported(run.config, subject.val)]
+    subject = open_subject(run.path, None, tau, device, needs="")
     model, found = subject.model, []
     for x, y in subject.batches(run.path.name):
         h, s, log_w = model.states(x, tau=tau if model.has_router else None)
@@ -71,9 +70,9 @@ def adaptation_rows(runs, tau, device):
 
     def numbers(run):
         mine, outside = tokens[run.path], tokens[plain[run.config.seed].path].loss
-        subject = open_subject(run.path, 1, device=device)
-        args = subject.model, subject.val, reported(run.config, subject.val), device
-        permuted = evaluate(*args, tau=taus[run.path], permute=True)["loss"]
+        subject = open_subject(run.path, None, taus[run.path], device)
+        args = subject.model, subject.val, len(subject.rows), device
+        permuted = evaluate(*args, tau=subject.tau, permute=True)["loss"]
         by_third = mine.steps.groupby(np.asarray(thirds(torch.tensor(outside.to_numpy())))).mean()
         return [
             {"tau": taus[run.path], "steps": mine.steps.mean(), "loss": mine.loss.mean()}

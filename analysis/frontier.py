@@ -17,7 +17,6 @@ from analysis.measuring import decoded, mean, open_subject
 from analysis.tables import LINES, MARKERS, new_figure, save_figure, tabulate
 from baselines import find
 from runtime import UserError, pick_device, progress
-from training.validation import reported
 
 # Of 2, 3, .. seeds; beyond them the normal distribution's is near enough.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -56,8 +55,7 @@ def scores(run, taus, device):
     rows = [{"tau": known, "steps": hard["steps"], "loss": hard["loss"]}]
     if not run.method.has_router:
         return rows
-    subject = open_subject(run.path, run.config.eval_windows, device=device)
-    subject.rows = subject.rows[: reported(run.config, subject.val)]
+    subject = open_subject(run.path, None, device=device)
     for tau in sorted({*taus} - {known}):
         loss, steps = decoded(subject, tau, label=f"tau {tau:g}")
         rows.append({"tau": tau, "steps": mean(steps), "loss": mean(loss)})

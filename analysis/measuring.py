@@ -32,7 +32,7 @@ from router import bottom_mass_penalty
 from runtime import UserError, autocast, progress
 from training.runs import read_results
 from training.settings import TrainConfig, validation_windows
-from training.validation import truncate
+from training.validation import reported, truncate
 
 BATCH = 32  # windows at a time
 BUCKETS = ("easy", "medium", "hard")
@@ -60,6 +60,7 @@ def open_subject(path, windows=256, tau=None, device="cpu", needs="has_router", 
     """A run's model with the first `windows` of its validation windows.
 
     Args:
+        windows: None: those that the run's reported losses are of.
         tau: None: where the run was scored.
         needs: what its method must have, `has_router` or `iterates` (see model.PonderLM); or "".
         data: a prepared corpus whose windows take the place of its own.
@@ -75,7 +76,8 @@ def open_subject(path, windows=256, tau=None, device="cpu", needs="has_router", 
         )
     config, tokenizer, val = validation_windows(path, data)
     tau = config.tau if tau is None else tau
-    rows = np.stack([val.window(i) for i in range(min(windows, val.count))])
+    windows = reported(config, val) if windows is None else min(windows, val.count)
+    rows = np.stack([val.window(i) for i in range(windows)])
     rows = torch.from_numpy(rows).to(device)
     return Subject(Path(path), config, load(path).to(device), tokenizer, val, rows, tau)
 

@@ -9,7 +9,7 @@ method, title, color, marker              --method, and its looks in tables and 
 Config, defaults, unused                  settings of its own, implied ones, ignored ones
 has_router, mixes                         is s learned? do all states predict, weighted by it?
 routes_first, iterates                    is s by h^(0) alone? are its states a Jacobi fixed point?
-states, ponder_token, new_cache           all tokens at once; one token behind a cache
+states, route, ponder_token, new_cache    all tokens at once; their s; one token behind a cache
 training_forwards, vocabulary_products    what it costs
 
 These files import model and below. cost.py adds up what a token costs; __main__.py prints it.

@@ -17,20 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from baselines.exits import Gates
+from baselines.exits import LinearGate
 from model import PonderLM
-from router import upcast
 
 
-class ContinueGate(Gates):
-    def __init__(self, config):
-        super().__init__(config)
-        self.proj = nn.Linear(config.hidden_size, 1)
-
+class ContinueGate(LinearGate):
     def step(self, k, h, log_w, alpha):
-        with torch.autocast(h.device.type, enabled=False):
-            logit = F.linear(upcast(h), *map(upcast, self.proj.parameters()))
-        return log_w + F.logsigmoid(logit[..., 0] + alpha)
+        return log_w + F.logsigmoid(self.logit(h) + alpha)
 
 
 class AdaptiveCoT(PonderLM):

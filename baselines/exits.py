@@ -1,5 +1,7 @@
 """What looped methods share whose tokens leave the loop one by one: ouro.py and adaponder.py.
 
+Gates after each step are those of adaptivecot.py, too, which does not loop.
+
 A token goes on to loop k while w_k >= tau, as in PonderLM-3; the last state that has run predicts.
 In the loops that it does not run it keeps the keys and values of its last one.
 
@@ -16,6 +18,7 @@ from torch import nn
 
 from attention import soft_mask_attention
 from baselines.looped import LoopedLM
+from router import upcast
 
 
 class Gates(nn.Module):
@@ -37,6 +40,17 @@ class Gates(nn.Module):
         log_w = torch.stack(log_w, dim=-1)
         w = log_w.exp()
         return w - F.pad(w[..., 1:], (0, 1)), log_w
+
+
+class LinearGate(Gates):
+    def __init__(self, config):
+        super().__init__(config)
+        self.proj = nn.Linear(config.hidden_size, 1)
+
+    def logit(self, h):
+        """(..., D) -> (...), at least float32."""
+        with torch.autocast(h.device.type, enabled=False):
+            return F.linear(upcast(h), *map(upcast, self.proj.parameters()))[..., 0]
 
 
 class KeptKeys:

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from baselines.exits import Gates, LoopWithExits
+from baselines.exits import LinearGate, LoopWithExits
 from model import PonderConfig, Positive, settings
-from router import upcast
 
 
 @settings
@@ -28,15 +27,9 @@ class OuroConfig(PonderConfig):
     exit_entropy: Positive = 0.1  # beta
 
 
-class ExitGate(Gates):
-    def __init__(self, config):
-        super().__init__(config)
-        self.proj = nn.Linear(config.hidden_size, 1)
-
+class ExitGate(LinearGate):
     def step(self, k, h, log_w, alpha):
-        with torch.autocast(h.device.type, enabled=False):
-            logit = F.linear(upcast(h), *map(upcast, self.proj.parameters()))
-        return log_w + F.logsigmoid(alpha - logit[..., 0])  # 1 - sigmoid(x) = sigmoid(-x)
+        return log_w + F.logsigmoid(alpha - self.logit(h))  # 1 - sigmoid(x) = sigmoid(-x)
 
 
 class Ouro(LoopWithExits):

@@ -69,8 +69,8 @@ def prepare_lookup(folder=CACHE / "lookup", lines=100_000, seed=0, lookups=()):
     """Write the prepared corpus of the task, unless it is there. One line in 20 is for validation.
 
     Raises:
-        UserError: too few lines to hold some out whole, a number of lookups that no chain has, or a
-            folder that holds something else.
+        UserError: too few lines to hold some out whole, a number of lookups that no chain has, or
+            one given twice, or a folder that holds something else.
     """
     if lines < 100:
         raise UserError(f"--lines {lines} is too few: some are held out, so give at least 100")

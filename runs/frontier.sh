@@ -31,7 +31,7 @@ for part in ${PARTS:-pairs others cost size}; do
       others)
         for K in 1 2 3 4; do train frontier looped-"$K" --method looped --ponder-steps "$K"; done
         for method in ouro adaponder adaptivecot; do train frontier $method-3 --method $method; done
-        train frontier ponderlm3-2 --ponder-steps 2
+        for K in 2 4; do train frontier ponderlm3-"$K" --ponder-steps "$K"; done
         ;;
       cost) # the slots of 1000 steps of PonderLM-3 with K = 3, spent in other ways
         train cost vanilla-14000 --method vanilla --steps 14000

@@ -7,13 +7,18 @@ goes on where it was stopped.
 """
 
 import argparse
-import json
+import glob
+import os
 import re
 from pathlib import Path
 
-from runtime import UserError, read_json, write_text
+from runtime import UserError, read_json, write_json
 from training.runs import check_name
 from training.settings import check, parse
+
+
+def grows(argv):
+    return any(re.match("--grow(=|$)", flag) for flag in argv)
 
 
 def stages(argv):
@@ -23,7 +28,7 @@ def stages(argv):
         UserError: no schedule, a flag that the schedule sets, a stage that train.py would refuse,
             or stages of this name that another command has begun.
     """
-    if not any(re.match("--grow(=|$)", flag) for flag in argv):
+    if not grows(argv):
         yield argv
         return
     usage = "train.py --grow K:steps,K:steps,.. [other flags]"
@@ -55,16 +60,19 @@ def stages(argv):
     if begun != sorted(begun, reverse=True):
         missing = runs[begun.index(False)]
         raise UserError(f"{missing} is gone, but not the stages after it: give another --name")
-    kept, command = Path(o.out, f"{o.name}-grow.json"), {"command": argv}
-    if not begun[0]:
-        check_name(o.name)
+    check_name(o.name)
+    kept = Path(o.out, f"{o.name}-grow.json")
+    if any(Path(o.out).glob(f"{glob.escape(o.name)}-K*/train.json")):
+        before = read_json(kept).get("command") if kept.is_file() else None
+        if before != argv:
+            command = " ".join(map(str, before or ["a command that is not known any more"]))
+            raise UserError(
+                f"{o.out}/{o.name}-K.. were begun by {command!r}: go on with that, or give another "
+                "--name"
+            )
+    elif os.environ.get("RANK", "0") == "0":  # one of several processes
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, json.dumps(command))
-    elif (before := read_json(kept)) != command:
-        raise UserError(
-            f"{runs[0]} was begun by {' '.join(map(str, before.get('command', ())))!r}: go on with "
-            "that, or give another --name"
-        )
+        write_json(kept, {"command": argv})
     start = []  # of the first stage: what a vocabulary is made by
     for flag, value in (("--tokenizer", o.tokenizer), ("--vocab-size", o.vocab_size)):
         start += [flag, value] if value else []

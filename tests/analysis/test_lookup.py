@@ -183,6 +183,9 @@ def test_chain_rows(subject, lines, monkeypatch):
         chain = lookup.chain_asked(rows[line].tolist(), tokenizer)
         assert row["lookup"] == (chain.index(pair) + 1 if pair in chain else 0)
         assert row["lookups"] == len(chain)
+    rows[:, 16] = tokenizer.end_of_text  # no answer
+    with pytest.raises(UserError, match="answers no question right"):
+        chain_rows(one)
     assert len(found) == 13 * sum(now.steps[line, 15].item() + 1 for line in range(6))
 
 

@@ -81,6 +81,8 @@ def test_chosen_lookups(tmp_path):
         lookup.prepare_lookup(folder, lines=100)
     with pytest.raises(UserError, match="--lookups 7: chains have 1 to 6"):
         lookup.prepare_lookup(tmp_path / "none", lookups=(1, 7))
+    with pytest.raises(UserError, match="--lookups 1 2 1: give each number once"):
+        lookup.prepare_lookup(tmp_path / "none", lookups=(1, 2, 1))
 
 
 def test_prepared_once(corpus, monkeypatch):

@@ -130,6 +130,8 @@ def test_frontier(run_script, tmp_path):
     big, tiny = (build(configs[f"out/{f}", "ponderlm3-3-0"].model) for f in ("size", "frontier"))
     sizes = [sum(p.numel() for p in model.parameters()) for model in (big, tiny)]
     assert sizes[0] / sizes[1] == pytest.approx(8, abs=0.1)
+    depths = {c.model.ponder_steps for c in configs.values() if c.model.method == "ponderlm3"}
+    assert depths == {2, 3, 4}
     assert len(run_script("frontier.sh", SEEDS="1", PARTS="pairs")["train.py"]) == 5
 
 

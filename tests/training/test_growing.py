@@ -73,9 +73,14 @@ def test_name_of_a_folder(grow):
 def test_another_command(grow):
     """Catches stages that are mixed: of other flags or another schedule, or without their start."""
     grow("1:2,2:2", "--name", "a")
-    for schedule, flags in (("1:2,3:2", []), ("1:2,2:2", ["--learning-rate", "0.1"])):
-        with pytest.raises(UserError, match=r"a-K1 was begun by '--grow 1:2,2:2 .*another --name"):
+    others = ("1:2,3:2", []), ("3:2", []), ("1:2,2:2", ["--learning-rate", "0.1"])
+    for schedule, flags in others:
+        with pytest.raises(UserError, match=r"were begun by '--grow 1:2,2:2 .*another --name"):
             grow(schedule, "--name", "a", *flags)
+    kept = Path("out/a-grow.json").rename("elsewhere")
+    with pytest.raises(UserError, match="a command that is not known any more"):
+        grow("1:2,2:2", "--name", "a")
+    kept.rename("out/a-grow.json")
     shutil.rmtree("out/a-K1")
     with pytest.raises(UserError, match="a-K1 is gone, but not the stages after it"):
         grow("1:2,2:2", "--name", "a")
