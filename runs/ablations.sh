@@ -9,7 +9,7 @@ SCALE=${SCALE:-tiny}
 RUNS=out/ablations/$SCALE
 
 train() { # name, flags
-  once "$RUNS" "$1" "$seed" --preset "$SCALE" --precision bfloat16 --penalty token "${@:2}"
+  once "$RUNS" "$1" "$seed" --preset "$SCALE" --penalty token "${@:2}"
 }
 
 for seed in ${SEEDS:-0 1 2}; do

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 . runs/once.sh
 
 train() { # folder, name, flags
-  once "out/$1" "$2" "$seed" --preset tiny --precision bfloat16 "${@:3}"
+  once "out/$1" "$2" "$seed" --preset tiny "${@:3}"
 }
 
 beside() { # folder, K's of PonderLM-2, flags: PonderLM-3 and what it is compared with by pairs
@@ -32,6 +32,9 @@ for part in ${PARTS:-pairs others cost size}; do
         for K in 1 2 3 4; do train frontier looped-"$K" --method looped --ponder-steps "$K"; done
         for method in ouro adaponder adaptivecot; do train frontier $method-3 --method $method; done
         for K in 2 4; do train frontier ponderlm3-"$K" --ponder-steps "$K"; done
+        for price in 0.003 0.01 0.03; do
+          train frontier ponderlm3-3-mean-$price --penalty mean --penalty-weight $price
+        done
         ;;
       cost) # the slots of 1000 steps of PonderLM-3 with K = 3, spent in other ways
         train cost vanilla-14000 --method vanilla --steps 14000

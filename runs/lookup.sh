@@ -15,7 +15,7 @@ task() { # folder, lines, seed, lookups: each equally often
 train() { # name, seed, text, flags
   once $OUT "$1" "$2" --preset tiny --data "data/$3" --num-hidden-layers 1 --hidden-size 128 \
     --intermediate-size 344 --num-attention-heads 4 --head-dim 32 --batch-size 16 \
-    --eval-every 500 --log-every 100 --precision bfloat16 "${@:4}"
+    --eval-every 500 --log-every 100 "${@:4}"
 }
 
 finish() { # name, seed, K: 500 steps more; in ours each step of a token now costs 0.1 nats

@@ -13,7 +13,7 @@ RUNS=out/pareto/$SCALE
 SQRT_D=$("${PYTHON:-python}" -c "from training.settings import PRESETS; print(PRESETS['$SCALE'].model.hidden_size ** 0.5)")
 
 train() { # name, flags
-  once "$RUNS" "$1" "$seed" --preset "$SCALE" --precision bfloat16 "${@:2}"
+  once "$RUNS" "$1" "$seed" --preset "$SCALE" "${@:2}"
 }
 
 for seed in ${SEEDS:-0 1 2}; do

@@ -9,7 +9,7 @@ SCALE=${SCALE:-tiny}
 RUNS=out/remedies/$SCALE
 
 train() { # name, flags
-  once "$RUNS" "$1" "$seed" --preset "$SCALE" --precision bfloat16 "${@:2}"
+  once "$RUNS" "$1" "$seed" --preset "$SCALE" "${@:2}"
 }
 
 for seed in ${SEEDS:-0 1 2}; do

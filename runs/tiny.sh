@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 . runs/once.sh
 
 train() { # name, flags
-  once out/tiny "$1" "$seed" --preset tiny --precision bfloat16 "${@:2}"
+  once out/tiny "$1" "$seed" --preset tiny "${@:2}"
 }
 
 for seed in ${SEEDS:-0 1 2}; do

@@ -259,11 +259,15 @@ def pick_precision(name, device):
     if device.type != "cpu":
         return torch.float32
 
-    def seconds(dtype):  # the best of several, on a machine that may do other things
-        x = torch.ones(1024, 1024, dtype=dtype)
+    def seconds(n, dtype):  # the best of several, on a machine that may do other things
+        x = torch.ones(n, n, dtype=dtype)
         return min(timeit.repeat(lambda: x @ x, number=1, repeat=8))
 
-    is_fast = 1.3 * seconds(torch.bfloat16) < seconds(torch.float32)
+    def is_faster(n, times):
+        return times * seconds(n, torch.bfloat16) < seconds(n, torch.float32)
+
+    # Where bfloat16 is emulated, large products take seconds: small ones tell it first.
+    is_fast = is_faster(256, 0.3) and is_faster(1024, 1.3)
     return torch.bfloat16 if is_fast else torch.float32
 
 

@@ -9,11 +9,15 @@ from placement import DEVICE, EQUIVALENCE, ON_CPU, device_of_test
 from safetensors import safe_open
 
 from baselines import build, configure, find, unused_settings
+from engine.products import has_bfloat16
 from model import PonderConfig
 from training.settings import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
+needs_bfloat16 = pytest.mark.skipif(
+    not has_bfloat16(), reason="needs a CPU with blocks of bfloat16 (AVX-512)"
+)
 
 
 def pytest_collection_modifyitems(items):

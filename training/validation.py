@@ -116,30 +116,29 @@ def choose_tau(model, windows, count, device, tau_cost):
 
 
 def final_report(model, windows, config, device):
-    """The losses that count, printed and returned: as trained, at the fixed point, hard-stopped at
-    the tau of the config and at one that is chosen."""
+    """The losses that count, printed as they come and returned: as trained, at the fixed point,
+    hard-stopped at the tau of the config and at one that is chosen."""
     R, iterates = max(config.model.iters), model.iterates and model.config.ponder_steps > 0
     count = reported(config, windows)
 
-    def measure(**kwargs):
-        return evaluate(model, windows, count, device, tau_steps=config.tau, **kwargs)
+    def measure(title, tau_steps=config.tau, remark="", **kwargs):
+        scores = evaluate(model, windows, count, device, tau_steps=tau_steps, **kwargs)
+        print(f"  {title:28}  {scores['loss']:.4f}{remark}", flush=True)
+        return scores
 
-    trained = hard = permuted = fixed = measure()
-    chosen = None
-    if iterates:
-        trained = measure(iters=R)
-    if model.has_router:  # otherwise nothing is masked and all tokens take as many steps
-        hard, permuted = measure(tau=config.tau), measure(tau=config.tau, permute=True)
-        tau = choose_tau(model, windows, count, device, config.tau_cost)
-        chosen = {"tau": tau, **evaluate(model, windows, count, device, tau=tau)}
     print(f"\nvalidation loss in nats per token, {count} windows of {windows.block_size} tokens")
-    if iterates:
-        print(f"  {f'as trained, R = {R}':28}  {trained['loss']:.4f}")
-    print(f"  {'at the fixed point' if iterates else model.title:28}  {fixed['loss']:.4f}")
-    if model.has_router:
-        print(f"  hard-stopped at tau = {config.tau:<7g} {hard['loss']:.4f}")
-        print(f"  the same, s permuted          {permuted['loss']:.4f}  (as many steps elsewhere)")
-        print(f"  and at tau = {chosen['tau']:<7g}         {chosen['loss']:.4f}  (chosen by cost)")
+    trained = measure(f"as trained, R = {R}", iters=R) if iterates else None
+    fixed = measure("at the fixed point" if iterates else model.title)
+    hard = permuted = fixed
+    chosen = None
+    if model.has_router:  # otherwise nothing is masked and all tokens take as many steps
+        tau = config.tau
+        hard = measure(f"hard-stopped at tau = {tau:g}", tau=tau)
+        remark = "  (as many steps elsewhere)"
+        permuted = measure("the same, s permuted", remark=remark, tau=tau, permute=True)
+        tau = choose_tau(model, windows, count, device, config.tau_cost)
+        scores = measure(f"and at tau = {tau:g}", tau, "  (chosen by cost)", tau=tau)
+        chosen = {"tau": tau, **scores}
     print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}", end="")
     print(f"; at tau = {chosen['tau']:g} {chosen['steps']:.2f}" if chosen else "")
     print("depth i                      " + "".join(f"{i:8d}" for i in range(len(hard["alone"]))))
@@ -147,4 +146,5 @@ def final_report(model, windows, config, device):
     rows |= {"loss of h^(i) alone": fixed["alone"], "tokens that stop here": hard["stopped"]}
     for title, row in rows.items():
         print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
+    trained = trained or fixed
     return dict(trained=trained, fixed=fixed, hard=hard, permuted=permuted, chosen=chosen, iters=R)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import small_model
+from conftest import needs_bfloat16, small_model
 
 from baselines import all_methods, build, configure
 from engine.batching import Engine
@@ -109,6 +109,7 @@ def test_initialisation():
     assert not any(p.any() for name, p in model.named_parameters() if name.endswith("bias"))
 
 
+@needs_bfloat16
 def test_weights_of_few_bits():
     """Catches an engine that takes a GPT-NeoX for a Llama to make its products fast."""
     with pytest.raises(UserError, match="weights = int8 is for llama, not gpt_neox"):

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import ROOT, small_model
+from conftest import ROOT, needs_bfloat16, small_model
 from pydantic import ValidationError
 
 from bench.decoding import (
@@ -98,7 +98,10 @@ def test_same_prompt(model):
     assert engine.stats.prompt_passes == once.stats.prompt_passes
 
 
-@pytest.mark.parametrize("how", [How(), How("bfloat16", "on"), How(weights="int8")], ids="-".join)
+INT8 = pytest.param(How(weights="int8"), marks=needs_bfloat16)
+
+
+@pytest.mark.parametrize("how", [How(), How("bfloat16", "on"), INT8], ids="-".join)
 def test_rows(model, val, how):
     """Catches a measurement that crashes, counts other slots than were run, or another way to
     decode than the one that its rows name."""

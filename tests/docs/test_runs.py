@@ -132,6 +132,8 @@ def test_frontier(run_script, tmp_path):
     assert sizes[0] / sizes[1] == pytest.approx(8, abs=0.1)
     depths = {c.model.ponder_steps for c in configs.values() if c.model.method == "ponderlm3"}
     assert depths == {2, 3, 4}
+    models = [config.model for config in configs.values()]
+    assert {m.penalty_weight for m in models if m.penalty == "mean"} == {0.003, 0.01, 0.03}
     assert len(run_script("frontier.sh", SEEDS="1", PARTS="pairs")["train.py"]) == 5
 
 

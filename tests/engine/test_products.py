@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import small_model
+from conftest import needs_bfloat16, small_model
 
 from corpus.tokenizers import Tokenizer
 from engine.batching import Engine
@@ -30,12 +30,15 @@ TEXTS = (
 )
 
 
+FEWER_BITS = [pytest.param(weights, marks=needs_bfloat16) for weights in WEIGHTS[1:]]
+
+
 def randoms(*shapes):
     g = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=g) for shape in shapes]
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("weights", ["float32", *FEWER_BITS])
 @pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1, 33])
 @pytest.mark.parametrize("inputs, outputs", [(8, 6), (96, 257), (300, 700), (512, 1376)])
 @torch.inference_mode()
@@ -55,6 +58,7 @@ def test_products(weights, rows, inputs, outputs):
         assert (found - expected).norm() < tolerance * expected.norm()
 
 
+@needs_bfloat16
 def test_forms():
     """Catches matrices that are never packed, or small ones that are."""
     (weight,) = randoms((512, 512))
@@ -65,6 +69,7 @@ def test_forms():
     assert type(matrix(weight, torch.bfloat16, 1)) is Packed
 
 
+@needs_bfloat16
 @torch.inference_mode()
 def test_codes_do_not_depend_on_the_batch():
     """Catches weights of 8 bits that are others for few rows than for many."""
@@ -92,7 +97,7 @@ def loss(model, monkeypatch, **options):
     return torch.stack(found).mean()
 
 
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+@pytest.mark.parametrize("weights", FEWER_BITS)
 @pytest.mark.parametrize("tau", [0.0, 5e-3, 1.0])
 def test_loss(weights, tau, monkeypatch):
     """Catches weights of few bits whose errors pile up over the steps: the loss of the included
@@ -104,6 +109,7 @@ def test_loss(weights, tau, monkeypatch):
     assert exact < 6
 
 
+@needs_bfloat16
 def test_fastest_weights(monkeypatch):
     """Catches a choice that is not the fastest of what was measured."""
     seconds = iter([[3.0, 2.0], [1.0, 4.0], [2.0, 2.0]])
@@ -118,6 +124,7 @@ def test_no_choice_of_weights():
         assert Engine(model, 2, weights="auto", dtype=dtype).weights == "float32"
 
 
+@needs_bfloat16
 def test_few_bits_say_the_same_each_time(monkeypatch):
     """Catches a clock that decides by which weights a prompt is read."""
     monkeypatch.setattr(Engine, "expected", None)
