@@ -22,16 +22,19 @@ beside() { # folder, K's of PonderLM-2, flags: PonderLM-3 and what it is compare
 large=(--hidden-size 256 --intermediate-size 512 --num-hidden-layers 4 --num-attention-heads 4)
 large+=(--head-dim 56 --learning-rate 2e-3 --eval-windows 256)
 
-for part in ${PARTS:-pairs others cost size}; do
+for part in ${PARTS:-pairs long others cost size}; do
   seeds=0
   [ "$part" != pairs ] || seeds="0 1 2 3 4"
   for seed in ${SEEDS:-$seeds}; do
     case $part in
-      pairs) beside frontier "1 2 3" ;;
+      pairs)
+        beside frontier "1 2 3"
+        for K in 2 4; do train frontier ponderlm3-"$K" --ponder-steps "$K"; done
+        ;;
+      long) beside long "1 2 3" --steps 4000 ;;
       others)
         for K in 1 2 3 4; do train frontier looped-"$K" --method looped --ponder-steps "$K"; done
         for method in ouro adaponder adaptivecot; do train frontier $method-3 --method $method; done
-        for K in 2 4; do train frontier ponderlm3-"$K" --ponder-steps "$K"; done
         for price in 0.003 0.01 0.03; do
           train frontier ponderlm3-3-mean-$price --penalty mean --penalty-weight $price
         done
@@ -52,10 +55,10 @@ done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   analyze() { "${PYTHON:-python}" analyze.py "$@"; }
-  analyze frontier --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-3}-? \
+  analyze frontier --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-?}-? \
     --taus 1e-4 0.01 0.03 0.1 0.2 0.3 0.5
   analyze frontier --runs out/frontier/*-0 --out out/analyze/others
-  analyze frontier --runs out/size/*-0 --out out/analyze/size
+  for part in long size; do analyze frontier --runs out/$part/*-0 --out out/analyze/$part; done
   analyze cost --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-3,looped-?}-0 out/cost/*-0
   analyze adaptation --runs out/frontier/{vanilla,ponderlm3-3}-?
   analyze confidence --runs out/frontier/{ponderlm2,ponderlm3}-3-0 --windows 128

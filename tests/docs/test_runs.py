@@ -109,7 +109,7 @@ def test_frontier(run_script, tmp_path):
     plain = tmp_path / "out/cost/vanilla-12600-0"
     interop.save(build(find("vanilla").Config(method="vanilla", ponder_steps=0)), plain)
     calls = run_script("frontier.sh")
-    names = [*3 * ["frontier"], "cost", "adaptation", "confidence"]
+    names = [*4 * ["frontier"], "cost", "adaptation", "confidence"]
     assert [args[0] for args in calls["analyze.py"]] == names
     configs = {}
     for args in calls["train.py"]:
@@ -117,9 +117,11 @@ def test_frontier(run_script, tmp_path):
         config = parse(args)
         configs[config.out, config.name] = config
     assert len(configs) == len(calls["train.py"])
+    rivals = "vanilla", "ponderlm2-1", "ponderlm2-2"
     for folder, seeds, names in (
-        ("out/frontier", range(5), ("vanilla", "ponderlm2-1", "ponderlm2-2", "ponderlm2-3")),
-        ("out/size", range(1), ("vanilla", "ponderlm2-1", "ponderlm2-2")),
+        ("out/frontier", range(5), (*rivals, "ponderlm2-3", "ponderlm3-2", "ponderlm3-4")),
+        ("out/long", range(1), (*rivals, "ponderlm2-3")),
+        ("out/size", range(1), rivals),
     ):
         for seed in seeds:
             ours = configs[folder, f"ponderlm3-3-{seed}"]
@@ -134,7 +136,7 @@ def test_frontier(run_script, tmp_path):
     assert depths == {2, 3, 4}
     models = [config.model for config in configs.values()]
     assert {m.penalty_weight for m in models if m.penalty == "mean"} == {0.003, 0.01, 0.03}
-    assert len(run_script("frontier.sh", SEEDS="1", PARTS="pairs")["train.py"]) == 5
+    assert len(run_script("frontier.sh", SEEDS="1", PARTS="pairs")["train.py"]) == 7
 
 
 def test_remedies(run_script, tmp_path):
