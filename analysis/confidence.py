@@ -110,13 +110,17 @@ def draw_confidence(study):
         return confidence_rows(runs, thresholds, study.windows, pick_device(study.device))
 
     frame = study.frame("confidence", confidence_table, rows)
-    figure, (axes,) = new_figure("executed extra steps per token", "loss per token, nats")
+    figure, panels = new_figure("executed extra steps per token", "loss per token, nats", panels=2)
     curves = frame.groupby(["method", "K", "rule"], sort=False)
     for i, ((name, K, rule), curve) in enumerate(curves):
         curve = curve.sort_values("steps")
-        axes.plot(
-            curve.steps, curve.loss, label=f"{name}, K = {K}: {rule}", color=method_of(name).color,
-            marker=MARKERS[i % len(MARKERS)], linestyle=LINES[i % len(LINES)], linewidth=1.2,
-        )  # fmt: skip
+        for axes in panels:
+            (line,) = axes.plot(
+                curve.steps, curve.loss, color=method_of(name).color, linewidth=1.2,
+                marker=MARKERS[i % len(MARKERS)], linestyle=LINES[i % len(LINES)],
+            )  # fmt: skip
+        line.set_label(f"{name}, K = {K}: {rule}")
+    lowest = frame.loss.min()
+    panels[1].set(title="near the lowest loss", ylim=(lowest - 0.005, lowest + 0.05))
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     save_figure(figure, study.out / "confidence.png")
