@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from pathlib import Path
+from textwrap import fill
 
 import pandas as pd
 
@@ -262,7 +263,7 @@ def draw_curves(axes, frame, x, y):
         spread = [curve.get(f"{axis}_std", pd.Series(0.0)).fillna(0) for axis in (x, y)]
         xerr, yerr = (deviations if deviations.any() else None for deviations in spread)
         axes.errorbar(
-            curve[x], curve[y], xerr=xerr, yerr=yerr, label=name, color=kind.color,
+            curve[x], curve[y], xerr=xerr, yerr=yerr, label=fill(name, 90), color=kind.color,
             marker=following if variant else kind.marker, linestyle=LINES[variant % len(LINES)],
             linewidth=1.2, elinewidth=0.6, capsize=2, markersize=10, markerfacecolor="white",
         )  # fmt: skip

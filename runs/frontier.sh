@@ -43,6 +43,9 @@ for part in ${PARTS:-pairs long others cost size}; do
         train cost vanilla-14000 --method vanilla --steps 14000
         train cost looped-3500 --method looped --steps 3500
         train cost last-pass-1900 --backprop-passes 1 --steps 1900
+        train grown 1 --ponder-steps 1 --steps 500
+        train grown 2 --init-from "out/grown/1-$seed" --ponder-steps 2 --steps 500
+        train cost grown --init-from "out/grown/2-$seed" --ponder-steps 3 --steps 500
         train cost vanilla-12600 --method vanilla --steps 12600
         train cost taught --init-from "out/cost/vanilla-12600-$seed" --ponder-steps 3 --steps 100
         train cost taught-slowly --init-from "out/cost/vanilla-12600-$seed" --ponder-steps 3 \

@@ -106,14 +106,21 @@ def test_pareto(run_script, tmp_path):
 def test_frontier(run_script, tmp_path):
     """Catches a flag that train.py does not know, a method or seed that is left out, and pairs that
     differ in more than their method."""
-    plain = tmp_path / "out/cost/vanilla-12600-0"
-    interop.save(build(find("vanilla").Config(method="vanilla", ponder_steps=0)), plain)
+    for name, method, K in (
+        ("out/cost/vanilla-12600-0", "vanilla", 0),
+        ("out/grown/1-0", "ponderlm3", 1),
+        ("out/grown/2-0", "ponderlm3", 2),
+    ):
+        config = find(method).Config(method=method, ponder_steps=K)
+        interop.save(build(config), tmp_path / name)
     calls = run_script("frontier.sh")
     names = [*4 * ["frontier"], "cost", "adaptation", "confidence"]
     assert [args[0] for args in calls["analyze.py"]] == names
     configs = {}
     for args in calls["train.py"]:
-        args = [str(plain) if arg == "out/cost/vanilla-12600-0" else arg for arg in args]
+        begins = args.index("--init-from") + 1 if "--init-from" in args else 0
+        if begins:
+            args[begins] = str(tmp_path / args[begins])
         config = parse(args)
         configs[config.out, config.name] = config
     assert len(configs) == len(calls["train.py"])
@@ -133,7 +140,7 @@ def test_frontier(run_script, tmp_path):
     sizes = [sum(p.numel() for p in model.parameters()) for model in (big, tiny)]
     assert sizes[0] / sizes[1] == pytest.approx(8, abs=0.1)
     depths = {c.model.ponder_steps for c in configs.values() if c.model.method == "ponderlm3"}
-    assert depths == {2, 3, 4}
+    assert depths == {1, 2, 3, 4}
     models = [config.model for config in configs.values()]
     assert {m.penalty_weight for m in models if m.penalty == "mean"} == {0.003, 0.01, 0.03}
     assert len(run_script("frontier.sh", SEEDS="1", PARTS="pairs")["train.py"]) == 7
