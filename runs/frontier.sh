@@ -23,8 +23,7 @@ large=(--hidden-size 256 --intermediate-size 512 --num-hidden-layers 4 --num-att
 large+=(--head-dim 56 --learning-rate 2e-3 --eval-windows 256)
 
 for part in ${PARTS:-pairs long others cost size}; do
-  seeds=0
-  [ "$part" != pairs ] || seeds="0 1 2 3 4"
+  case $part in pairs | long) seeds="0 1 2 3 4" ;; *) seeds=0 ;; esac
   for seed in ${SEEDS:-$seeds}; do
     case $part in
       pairs)
@@ -61,7 +60,8 @@ if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   analyze frontier --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-?}-? \
     --taus 1e-4 0.01 0.03 0.1 0.2 0.3 0.5
   analyze frontier --runs out/frontier/*-0 --out out/analyze/others
-  for part in long size; do analyze frontier --runs out/$part/*-0 --out out/analyze/$part; done
+  analyze frontier --runs out/long/* --taus 1e-4 0.01 0.03 0.1 0.3 --out out/analyze/long
+  analyze frontier --runs out/size/*-0 --out out/analyze/size
   analyze cost --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-3,looped-?}-0 out/cost/*-0
   analyze adaptation --runs out/frontier/{vanilla,ponderlm3-3}-?
   analyze confidence --runs out/frontier/{ponderlm2,ponderlm3}-3-0 --windows 128

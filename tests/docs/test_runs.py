@@ -127,7 +127,7 @@ def test_frontier(run_script, tmp_path):
     rivals = "vanilla", "ponderlm2-1", "ponderlm2-2"
     for folder, seeds, names in (
         ("out/frontier", range(5), (*rivals, "ponderlm2-3", "ponderlm3-2", "ponderlm3-4")),
-        ("out/long", range(1), (*rivals, "ponderlm2-3")),
+        ("out/long", range(5), (*rivals, "ponderlm2-3")),
         ("out/size", range(1), rivals),
     ):
         for seed in seeds:
