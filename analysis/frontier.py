@@ -4,7 +4,8 @@ word         meaning
 reference    the method that the others are compared with, at each of its K; K = 0 is vanilla
 loss         nats per token as it decodes, hard-stopped at tau
 difference   a run's loss minus that of the reference with the same seed, as many steps (between two
-             K of the reference on the line between its losses): below 0 the run is better
+             K of the reference on the line between its losses; where a smaller K is better, that
+             one's loss): below 0 the run is better
 interval     half the width of the 95 % interval of its mean (Student's t over the seeds)
 """
 
@@ -30,7 +31,7 @@ def interval(std, seeds):
 
 
 def reference_curves(runs, name):
-    """{seed: (steps, losses)} of the runs of a method, and of vanilla, by rising steps.
+    """{seed: (steps, losses)} of a method and of vanilla, by rising steps: lowest losses so far.
 
     Raises:
         UserError: a seed that has two runs with as many steps, or no seed with two points.
@@ -43,7 +44,8 @@ def reference_curves(runs, name):
     for seed, points in curves.items():
         if len({steps for steps, _ in points}) < len(points):
             raise UserError(f"seed {seed} has two runs of {name} with as many steps: give one")
-    curves = {s: tuple(np.array(sorted(p)).T) for s, p in curves.items() if len(p) > 1}
+    ordered = {seed: np.array(sorted(p)).T for seed, p in curves.items() if len(p) > 1}
+    curves = {seed: (x, np.minimum.accumulate(losses)) for seed, (x, losses) in ordered.items()}
     if not curves:
         raise UserError(f"--reference {name}: no seed has two runs of it (or one and vanilla)")
     return curves

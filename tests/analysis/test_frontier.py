@@ -54,6 +54,15 @@ def test_differences_by_pair(runs):
     assert set(frame.index) == {"LoopedLM", "Pause"}
 
 
+def test_worse_with_more_steps(runs, make_run):
+    """Catches a reference that may be beaten at three steps where it is better with two."""
+    shape = dict(method="ponderlm2", ponder_steps=3)
+    worse = [make_run(f"p3{seed}", 9.0, 3.0, seed=seed, **shape) for seed in range(3)]
+    frame = frontier_rows(read_runs(runs + worse), "ponderlm2", (0.1,), CPU).set_index("method")
+    # of K = 2: 2.2 + seed; seed 0 takes 1.5 steps, halfway to 2.6 of K = 1, the others 2.5
+    assert frame.loc["Pause"].difference == pytest.approx(2.0 - (2.4 + 3.2 + 4.2) / 3)
+
+
 def test_refused(runs, make_run):
     """Catches a reference with nothing to compare at, and one with two losses for as many steps."""
     for paths, message in (
