@@ -323,7 +323,7 @@ def test_numbers_of_the_tables():
         for row in csv.DictReader(lines):
             row = {key: float(row[key]) for key in row if key != "method"}
             shown = f"| {row['steps']:.2f} ± {row['steps_std']:.2f} | {row['loss']:.3f}"
-            shown += f" ± {row['loss_std']:.3f} | {row['difference']:+.3f} ± {row['interval']:.3f} |"
+            shown += f" ± {row['loss_std']:.3f} | {row['difference']:+.3f} ± {row['interval']:.3f}"
             assert shown in longer, shown
     five = README.split("## What it does")[1].split("\n## ")[0]
     numbers = re.findall(r"\d\.\d+ ± \d\.\d+", five)
