@@ -29,10 +29,10 @@ for part in ${PARTS:-pairs long others cost size}; do
       pairs)
         beside frontier "1 2 3"
         for K in 2 4; do train frontier ponderlm3-"$K" --ponder-steps "$K"; done
+        for K in 1 2 3 4; do train frontier looped-"$K" --method looped --ponder-steps "$K"; done
         ;;
       long) beside long "1 2 3" --steps 4000 ;;
       others)
-        for K in 1 2 3 4; do train frontier looped-"$K" --method looped --ponder-steps "$K"; done
         for method in ouro adaponder adaptivecot; do train frontier $method-3 --method $method; done
         for price in 0.003 0.01 0.03; do
           train frontier ponderlm3-3-mean-$price --penalty mean --penalty-weight $price

@@ -143,7 +143,7 @@ def test_frontier(run_script, tmp_path):
     assert depths == {1, 2, 3, 4}
     models = [config.model for config in configs.values()]
     assert {m.penalty_weight for m in models if m.penalty == "mean"} == {0.003, 0.01, 0.03}
-    assert len(run_script("frontier.sh", SEEDS="1", PARTS="pairs")["train.py"]) == 7
+    assert len(run_script("frontier.sh", SEEDS="1", PARTS="pairs")["train.py"]) == 11
 
 
 def test_remedies(run_script, tmp_path):
