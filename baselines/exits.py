@@ -22,15 +22,14 @@ from router import upcast
 
 
 class Gates(nn.Module):
-    """h^(0..n-1) (B, T, n, D) -> s, log_w (B, T, S), of which log_w is known up to step n."""
+    """h^(0..n-1) (B, T, n, D) -> s, log_w (B, T, S), of which log_w is known up to step n.
+
+    A method gives step(k, h, log_w, alpha): log w_{k+1} by h^(k) (..., D) and log w_k (...), k < K.
+    """
 
     def __init__(self, config):
         super().__init__()
         self.K = config.ponder_steps
-
-    def step(self, k, h, log_w, alpha):
-        """log w_{k+1} by h^(k) (..., D) and log w_k (...), k < K."""
-        raise NotImplementedError
 
     def forward(self, h, alpha=0.0):
         log_w = [torch.zeros_like(h[:, :, 0, 0], dtype=torch.promote_types(h.dtype, torch.float32))]
