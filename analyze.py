@@ -22,6 +22,7 @@ Of several runs, written to out/analyze/:
     python analyze.py cost --runs out/frontier/*          loss against what the training has cost
     python analyze.py depth --runs out/pareto/tiny/*      loss against the step budget K
     python analyze.py losses --runs out/tiny/*            with all steps, stopped, steps permuted
+    python analyze.py choice --runs out/frontier/*        on held-out text, to choose settings by
     python analyze.py lookup --runs out/lookup/*          accuracy where the difficulty is known
 
 Each saves its numbers (<figure>.csv), the same as a table (.md) and a figure (.png), and draws
@@ -207,6 +208,15 @@ class Losses(Comparison):
 
 
 @settings
+class Choice(Comparison):
+    """Losses on text that no other figure reports, by which to choose a setting: a table."""
+
+    windows: Count = 1024  # of the validation text, behind the reported ones
+    device: str = "auto"  # auto, cpu, cuda or mps
+    draw = comparing.write_choice
+
+
+@settings
 class Lookup(Comparison):
     """Does depth follow difficulty? Models that were trained on the lookup task."""
 
@@ -219,7 +229,7 @@ class Lookup(Comparison):
 
 
 OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Penalty, Heatmap, Report)
-OF_SEVERAL = (Pareto, Frontier, Confidence, Adaptation, Cost, Depth, Losses, Lookup)
+OF_SEVERAL = (Pareto, Frontier, Confidence, Adaptation, Cost, Depth, Losses, Choice, Lookup)
 
 
 def reader(kind):

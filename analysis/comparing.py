@@ -379,6 +379,39 @@ def write_losses(study):
     print(f"written: {study.out / 'losses'}.csv, .md")
 
 
+# -- Settings chosen by text that is not reported --------------------------------------------------
+
+
+def choice_rows(runs, windows, device):
+    """One row for each setting and K: its loss with all steps, on windows behind the reported ones.
+
+    Raises:
+        UserError: a run has no window beside those that are reported.
+    """
+
+    def numbers(run):
+        _, _, val = validation_windows(run.path)
+        first = reported(run.config, val)
+        count = min(windows, val.count - first)
+        if count < 1:
+            raise UserError(f"{run.path}: all of its {first} windows are reported; give more text")
+        scores = evaluate(load(run.path).to(device), val, count, device, first=first)
+        left.update()
+        return [{"windows": count, "loss": scores["loss"]}]
+
+    with progress(total=len(runs), desc="runs") as left:
+        return over_seeds(runs, numbers, by=["windows"])
+
+
+def write_choice(study):
+    def rows(runs):
+        return choice_rows(runs, study.windows, pick_device(study.device))
+
+    columns = {"windows": "windows:.0f", "loss, held apart": "loss:.4f"}
+    study.frame("choice", lambda frame: compared(frame, columns), rows)
+    print(f"written: {study.out / 'choice'}.csv, .md")
+
+
 # -- Loss against the step budget (section 4.4) ----------------------------------------------------
 
 

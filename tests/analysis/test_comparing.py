@@ -21,10 +21,13 @@ from analysis.comparing import (
     read_runs,
 )
 from analysis.tables import MARKERS, new_figure, read
-from analyze import Depth, Losses, Pareto
+from analyze import Choice, Depth, Losses, Pareto
 from baselines import all_methods
 from baselines.cost import cost
+from interop import load
 from runtime import UserError
+from training.settings import validation_windows
+from training.validation import evaluate
 
 
 def test_pareto_rows(make_run):
@@ -80,6 +83,21 @@ def test_losses(make_run, tmp_path, capsys):
     assert "| PonderLM-2 | 3 | 2 | 1 | 0.6250 | 0.5000 | 3.00 | -0.1250 | 0.375 | 18.0 |" in printed
     Losses(out=tmp_path, redraw=True).draw()
     assert capsys.readouterr().out == printed
+
+
+def test_choice(trained, tmp_path, monkeypatch):
+    """Catches a choice by the windows that are reported, by another number of them, or by none."""
+    names, out = [str(trained / name) for name in ("ponder", "plain")], tmp_path / "out"
+    Choice(flags(names), out=out, windows=5).draw()
+    rows = {row["method"]: row for row in records(read(out / "choice.csv"))}
+    for name, title in (("ponder", "PonderLM-3"), ("plain", "vanilla")):
+        _, _, val = validation_windows(trained / name)
+        expected = evaluate(load(trained / name), val, 5, "cpu", first=8)["loss"]
+        assert rows[title]["loss"] == pytest.approx(expected, abs=1e-6)
+        assert (rows[title]["windows"], rows[title]["seeds"]) == (5, 1)
+    monkeypatch.setattr("analysis.comparing.reported", lambda config, windows: windows.count)
+    with pytest.raises(UserError, match="windows are reported; give more text"):
+        Choice(flags(names), out=out).draw()
 
 
 def test_at_other_taus(trained, tmp_path):
