@@ -126,6 +126,7 @@ class Scores(TypedDict):
     loss: Finite
     steps: Annotated[Finite, Field(ge=0)]
     truncated: list[Finite]
+    weight: NotRequired[list[Finite]]  # came later
     alone: list[Finite]
     stopped: list[Finite]
 

@@ -51,8 +51,9 @@ def evaluate(
 
     Returns:
         dict: loss; steps, the mean executed at `tau_steps` (None: at tau, or 1e-4 without one); and
-        per depth 0..K `truncated` (the loss of the integration truncated after step i; [] where no
-        router mixes states), `alone` (of h^(i) alone), `stopped` (share of tokens that stop there).
+        per depth 0..K `truncated` (the loss of the integration truncated after step i), `weight`
+        (the mean of s_i; both [] where no router mixes states), `alone` (the loss of h^(i) alone),
+        `stopped` (share of tokens that stop there).
     """
     was_training, backend = model.training, model.backend
     model.eval()
@@ -61,7 +62,8 @@ def evaluate(
     if tau_steps is None:
         tau_steps = 1e-4 if tau is None else tau
     mixes = model.has_router and model.mixes
-    sums = torch.zeros(1 + (3 if mixes else 2) * S, dtype=torch.float64)
+    kinds = ("truncated", "weight") * mixes + ("alone", "stopped")
+    sums = torch.zeros(1 + len(kinds) * S, dtype=torch.float64)
     rank, processes = rank_and_size()
     end = first + count
     for i in range(first + rank * batch_size, end, processes * batch_size):
@@ -75,20 +77,21 @@ def evaluate(
             model.router = router
         steps = model.executed(log_w, tau_steps)
         h_hat = model.integrate(h, s, None if tau is None else steps)
-        losses = [model.token_losses(h_hat, y).sum()]
+        found = [model.token_losses(h_hat, y).sum()]
         if mixes:  # otherwise there is nothing to truncate
-            losses += [model.token_losses(truncate(h, s, i), y).sum() for i in range(S)]
-        losses += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
-        losses += [(steps == i).sum() for i in range(S)]
-        sums += torch.stack([loss.to(losses[0].dtype) for loss in losses]).cpu().double()
+            found += [model.token_losses(truncate(h, s, i), y).sum() for i in range(S)]
+            found += [s[..., i].sum() for i in range(S)]
+        found += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
+        found += [(steps == i).sum() for i in range(S)]
+        sums += torch.stack([x.to(found[0].dtype) for x in found]).cpu().double()
         total += y.numel()
     model.train(was_training)
     model.backend = backend
     sums, total = reduce(sums, device), reduce(torch.tensor(total), device)
-    loss, *per_depth = (sums / total).tolist()
-    truncated, alone, stopped = per_depth[: -2 * S], per_depth[-2 * S : -S], per_depth[-S:]
-    steps = sum(i * share for i, share in enumerate(stopped))
-    return dict(loss=loss, steps=steps, truncated=truncated, alone=alone, stopped=stopped)
+    loss, per_depth = (sums[0] / total).item(), (sums[1:] / total).view(-1, S).tolist()
+    by_kind = {"truncated": [], "weight": []} | dict(zip(kinds, per_depth, strict=True))
+    steps = sum(i * share for i, share in enumerate(by_kind["stopped"]))
+    return dict(loss=loss, steps=steps, **by_kind)
 
 
 def reported(config, windows):
@@ -142,9 +145,10 @@ def final_report(model, windows, config, device):
     print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}", end="")
     print(f"; at tau = {chosen['tau']:g} {chosen['steps']:.2f}" if chosen else "")
     print("depth i                      " + "".join(f"{i:8d}" for i in range(len(hard["alone"]))))
-    rows = {"loss, integrated up to i": fixed["truncated"]} if fixed["truncated"] else {}
+    rows = {"mean of s": fixed["weight"], "loss, integrated up to i": fixed["truncated"]}
     rows |= {"loss of h^(i) alone": fixed["alone"], "tokens that stop here": hard["stopped"]}
     for title, row in rows.items():
-        print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
+        if row:  # without a router nothing is weighed
+            print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
     trained = trained or fixed
     return dict(trained=trained, fixed=fixed, hard=hard, permuted=permuted, chosen=chosen, iters=R)

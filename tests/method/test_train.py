@@ -98,6 +98,7 @@ def test_evaluation_against_the_definitions():
         ]
         assert result["truncated"][i] == pytest.approx(nll(partial), abs=1e-6)
         assert result["alone"][i] == pytest.approx(nll(h[:, :, i]), abs=1e-6)
+        assert result["weight"][i] == pytest.approx(s[..., i].mean().item(), abs=1e-6)
     steps = (log_w.exp() >= 0.3).sum(-1) - 1
     assert result["steps"] == pytest.approx(steps.double().mean().item())
     assert sum(result["stopped"]) == pytest.approx(1)
