@@ -128,6 +128,8 @@ def brief(value, others):
         own = sorted(value.settings.items(), key=str)
         own = [f"{k} {v}" for k, v in own if any(x.settings.get(k) != v for x in alike)]
         return ", ".join([str(value), *own])
+    if isinstance(value, list | tuple):  # as the flag has it
+        return " ".join(str(x).removesuffix(".0") for x in value)
     if not isinstance(value, float):
         return str(value)
     short = f"{value:.4g}"

@@ -2,6 +2,7 @@
 # PonderLM-3 beside every method at equal steps, and at equal cost of training. Runs with one seed
 # have the same first weights of the backbone and the same batches. What is finished is skipped.
 #     bash runs/frontier.sh          PARTS="pairs size", SEEDS=1 or both: these runs, no figures
+# `pairs` has the settings that were chosen by text held apart, `choice` those that were not.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . runs/once.sh
@@ -10,33 +11,46 @@ train() { # folder, name, flags
   once "out/$1" "$2" "$seed" --preset tiny "${@:3}"
 }
 
+ponderlm2() { # folder, K, R, flags
+  train "$1" ponderlm2-"$2" --method ponderlm2 --ponder-steps "$2" --iters "$3" "$3" "${@:4}"
+}
+
 beside() { # folder, K's of PonderLM-2, flags: PonderLM-3 and what it is compared with by pairs
   train "$1" vanilla --method vanilla "${@:3}"
-  for K in $2; do
-    train "$1" ponderlm2-"$K" --method ponderlm2 --ponder-steps "$K" --iters 2 2 "${@:3}"
-  done
+  for K in $2; do ponderlm2 "$1" "$K" 2 "${@:3}"; done
   train "$1" ponderlm3-3 "${@:3}"
 }
+
+deep=(--router-offset 0 4 8 12)
 
 # Eight times the parameters of tiny.
 large=(--hidden-size 256 --intermediate-size 512 --num-hidden-layers 4 --num-attention-heads 4)
 large+=(--head-dim 56 --learning-rate 2e-3 --eval-windows 256)
 
-for part in ${PARTS:-pairs long others cost size}; do
-  case $part in pairs | long) seeds="0 1 2 3 4" ;; *) seeds=0 ;; esac
+for part in ${PARTS:-pairs choice long others cost size}; do
+  case $part in pairs | choice | long) seeds="0 1 2 3 4" ;; *) seeds=0 ;; esac
   for seed in ${SEEDS:-$seeds}; do
     case $part in
       pairs)
-        beside frontier "1 2 3"
-        for K in 2 4; do train frontier ponderlm3-"$K" --ponder-steps "$K"; done
+        train frontier vanilla --method vanilla
+        ponderlm2 frontier 1 2
+        for K in 2 3 4; do ponderlm2 frontier "$K" 3; done
+        train frontier ponderlm3-2 --ponder-steps 2 --router-offset 0 6 12
+        train frontier ponderlm3-3 "${deep[@]}"
+        train frontier ponderlm3-4 --ponder-steps 4 --router-offset 0 3 6 9 12
+        for price in 0.003 0.01 0.03; do
+          train frontier ponderlm3-3-mean-$price "${deep[@]}" --penalty mean --penalty-weight $price
+        done
         for K in 1 2 3 4; do train frontier looped-"$K" --method looped --ponder-steps "$K"; done
+        ;;
+      choice)
+        train choice ponderlm3-3
+        ponderlm2 choice 1 3
+        for K in 2 3; do ponderlm2 choice "$K" 2; done
         ;;
       long) beside long "1 2 3" --steps 4000 ;;
       others)
         for method in ouro adaponder adaptivecot; do train frontier $method-3 --method $method; done
-        for price in 0.003 0.01 0.03; do
-          train frontier ponderlm3-3-mean-$price --penalty mean --penalty-weight $price
-        done
         ;;
       cost) # the slots of 1000 steps of PonderLM-3 with K = 3, spent in other ways
         train cost vanilla-14000 --method vanilla --steps 14000
@@ -57,6 +71,7 @@ done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   analyze() { "${PYTHON:-python}" analyze.py "$@"; }
+  analyze choice --runs out/frontier/ponderlm{2-[123],3-3}-? out/choice/*
   analyze frontier --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-?}-? \
     --taus 1e-4 0.01 0.03 0.1 0.2 0.3 0.5
   analyze frontier --runs out/frontier/*-0 --out out/analyze/others

@@ -130,7 +130,9 @@ def test_other_settings_are_other_curves(make_run):
     runs = [make_run("a", 1, 2), make_run("b", 1, 2, penalty_weight=0.0)]
     runs += [make_run("c", 1, 2, ponder_steps=4), make_run("d", 1, 0, method="vanilla")]
     runs += [make_run("e", 1, 2, method="ponderlm1", accumulate=False)]
+    runs += [make_run("f", 1, 2, ponder_steps=2, router_offset=(0.0, 6.0, 12.0))]
     assert list(group_runs(read_runs(runs))) == [
+        ("PonderLM-3, router_offset 0 6 12", 2),
         ("PonderLM-3", 3),
         ("PonderLM-3, penalty_weight 0", 3),
         ("PonderLM-3", 4),

@@ -114,7 +114,7 @@ def test_frontier(run_script, tmp_path):
         config = find(method).Config(method=method, ponder_steps=K)
         interop.save(build(config), tmp_path / name)
     calls = run_script("frontier.sh")
-    names = [*4 * ["frontier"], "cost", "adaptation", "confidence"]
+    names = ["choice", *4 * ["frontier"], "cost", "adaptation", "confidence"]
     assert [args[0] for args in calls["analyze.py"]] == names
     configs = {}
     for args in calls["train.py"]:
@@ -126,7 +126,7 @@ def test_frontier(run_script, tmp_path):
     assert len(configs) == len(calls["train.py"])
     rivals = "vanilla", "ponderlm2-1", "ponderlm2-2"
     for folder, seeds, names in (
-        ("out/frontier", range(5), (*rivals, "ponderlm2-3", "ponderlm3-2", "ponderlm3-4")),
+        ("out/frontier", range(5), (*rivals, "ponderlm2-4", "ponderlm3-2", "ponderlm3-4")),
         ("out/long", range(5), (*rivals, "ponderlm2-3")),
         ("out/size", range(1), rivals),
     ):
@@ -135,7 +135,15 @@ def test_frontier(run_script, tmp_path):
             assert ours.model.method == "ponderlm3" and ours.seed == seed
             for name in names:
                 differ = changes(ours, configs[folder, f"{name}-{seed}"]).keys()
-                assert differ <= {"method", "ponder_steps", "iters", "name"}
+                assert differ <= {"method", "ponder_steps", "iters", "name", "router_offset"}
+    deepest = {name: config.model.offset[-1] for name, config in configs.items()}
+    for seed in range(5):  # the settings that were chosen, and those that were not
+        assert {deepest["out/frontier", f"ponderlm3-{K}-{seed}"] for K in (2, 3, 4)} == {12}
+        assert deepest["out/choice", f"ponderlm3-3-{seed}"] == 6
+        for K in (1, 2, 3):
+            folders = ("out/frontier", "out/choice")
+            pair = [configs[folder, f"ponderlm2-{K}-{seed}"].model.iters for folder in folders]
+            assert sorted(pair) == [(2, 2), (3, 3)]
     big, tiny = (build(configs[f"out/{f}", "ponderlm3-3-0"].model) for f in ("size", "frontier"))
     sizes = [sum(p.numel() for p in model.parameters()) for model in (big, tiny)]
     assert sizes[0] / sizes[1] == pytest.approx(8, abs=0.1)
@@ -143,7 +151,7 @@ def test_frontier(run_script, tmp_path):
     assert depths == {1, 2, 3, 4}
     models = [config.model for config in configs.values()]
     assert {m.penalty_weight for m in models if m.penalty == "mean"} == {0.003, 0.01, 0.03}
-    assert len(run_script("frontier.sh", SEEDS="1", PARTS="pairs")["train.py"]) == 11
+    assert len(run_script("frontier.sh", SEEDS="1", PARTS="pairs choice")["train.py"]) == 19
 
 
 def test_remedies(run_script, tmp_path):
