@@ -21,8 +21,6 @@ beside() { # folder, K's of PonderLM-2, flags: PonderLM-3 and what it is compare
   train "$1" ponderlm3-3 "${@:3}"
 }
 
-deep=(--router-offset 0 4 8 12)
-
 # Eight times the parameters of tiny.
 large=(--hidden-size 256 --intermediate-size 512 --num-hidden-layers 4 --num-attention-heads 4)
 large+=(--head-dim 56 --learning-rate 2e-3 --eval-windows 256)
@@ -35,12 +33,8 @@ for part in ${PARTS:-pairs choice long others cost size}; do
         train frontier vanilla --method vanilla
         ponderlm2 frontier 1 2
         for K in 2 3 4; do ponderlm2 frontier "$K" 3; done
-        train frontier ponderlm3-2 --ponder-steps 2 --router-offset 0 6 12
-        train frontier ponderlm3-3 "${deep[@]}"
-        train frontier ponderlm3-4 --ponder-steps 4 --router-offset 0 3 6 9 12
-        for price in 0.003 0.01 0.03; do
-          train frontier ponderlm3-3-mean-$price "${deep[@]}" --penalty mean --penalty-weight $price
-        done
+        train frontier ponderlm3-3 --router-offset 0 4 8 12
+        for K in 2 4; do train frontier ponderlm3-"$K" --ponder-steps "$K"; done
         for K in 1 2 3 4; do train frontier looped-"$K" --method looped --ponder-steps "$K"; done
         ;;
       choice)
@@ -51,6 +45,9 @@ for part in ${PARTS:-pairs choice long others cost size}; do
       long) beside long "1 2 3" --steps 4000 ;;
       others)
         for method in ouro adaponder adaptivecot; do train frontier $method-3 --method $method; done
+        for price in 0.003 0.01 0.03; do
+          train frontier ponderlm3-3-mean-$price --penalty mean --penalty-weight $price
+        done
         ;;
       cost) # the slots of 1000 steps of PonderLM-3 with K = 3, spent in other ways
         train cost vanilla-14000 --method vanilla --steps 14000
