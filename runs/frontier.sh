@@ -2,7 +2,7 @@
 # PonderLM-3 beside every method at equal steps, and at equal cost of training. Runs with one seed
 # have the same first weights of the backbone and the same batches. What is finished is skipped.
 #     bash runs/frontier.sh          PARTS="pairs size", SEEDS=1 or both: these runs, no figures
-# `pairs` has the settings that were chosen by text held apart, `choice` those that were not.
+# `pairs` and `more` have the settings that were chosen by text held apart, `choice` the others.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . runs/once.sh
@@ -25,18 +25,28 @@ beside() { # folder, K's of PonderLM-2, flags: PonderLM-3 and what it is compare
 large=(--hidden-size 256 --intermediate-size 512 --num-hidden-layers 4 --num-attention-heads 4)
 large+=(--head-dim 56 --learning-rate 2e-3 --eval-windows 256)
 
-for part in ${PARTS:-pairs choice long others cost size}; do
-  case $part in pairs | choice | long) seeds="0 1 2 3 4" ;; *) seeds=0 ;; esac
+chosen() { # K = 3 and PonderLM-2 with the settings that were chosen
+  train frontier vanilla --method vanilla
+  ponderlm2 frontier 1 2
+  for K in 2 3; do ponderlm2 frontier "$K" 3; done
+  train frontier ponderlm3-3 --router-offset 0 4 8 12
+}
+
+for part in ${PARTS:-pairs more choice long others cost size}; do
+  case $part in
+    more) seeds="5 6 7 8 9" ;;
+    pairs | choice | long) seeds="0 1 2 3 4" ;;
+    *) seeds=0 ;;
+  esac
   for seed in ${SEEDS:-$seeds}; do
     case $part in
       pairs)
-        train frontier vanilla --method vanilla
-        ponderlm2 frontier 1 2
-        for K in 2 3 4; do ponderlm2 frontier "$K" 3; done
-        train frontier ponderlm3-3 --router-offset 0 4 8 12
+        chosen
+        ponderlm2 frontier 4 3
         for K in 2 4; do train frontier ponderlm3-"$K" --ponder-steps "$K"; done
         for K in 1 2 3 4; do train frontier looped-"$K" --method looped --ponder-steps "$K"; done
         ;;
+      more) chosen ;;
       choice)
         train choice ponderlm3-3
         ponderlm2 choice 1 3
@@ -68,7 +78,7 @@ done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   analyze() { "${PYTHON:-python}" analyze.py "$@"; }
-  analyze choice --runs out/frontier/ponderlm{2-[123],3-3}-? out/choice/*
+  analyze choice --runs out/frontier/ponderlm{2-[123],3-3}-[0-4] out/choice/*
   analyze frontier --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-?}-? \
     --taus 1e-4 0.01 0.03 0.1 0.2 0.3 0.5
   analyze frontier --runs out/frontier/*-0 --out out/analyze/others
