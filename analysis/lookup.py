@@ -56,7 +56,7 @@ def lookup_rows(runs, tau, device, data=None, more_steps=0):
     if more_steps:
         frame["method"] += f", {more_steps} more steps"
     # The offset has as many numbers as K says; where it alone tells two curves apart it stays.
-    short = frame.method.str.replace(r", router_offset \([^)]*\)", "", regex=True)
+    short = frame.method.str.replace(r", router_offset [^,]+", "", regex=True)
     alone = not frame.assign(method=short).duplicated(["method", "K", "lookups"]).any()
     return frame.assign(method=short) if alone else frame
 
