@@ -21,16 +21,16 @@ beside() { # folder, K's of PonderLM-2, flags: PonderLM-3 and what it is compare
   train "$1" ponderlm3-3 "${@:3}"
 }
 
-# Eight times the parameters of tiny.
-large=(--hidden-size 256 --intermediate-size 512 --num-hidden-layers 4 --num-attention-heads 4)
-large+=(--head-dim 56 --learning-rate 2e-3 --eval-windows 256)
-
 chosen() { # K = 3 and PonderLM-2 with the settings that were chosen
   train frontier vanilla --method vanilla
   ponderlm2 frontier 1 2
   for K in 2 3; do ponderlm2 frontier "$K" 3; done
   train frontier ponderlm3-3 --router-offset 0 4 8 12
 }
+
+# Eight times the parameters of tiny.
+large=(--hidden-size 256 --intermediate-size 512 --num-hidden-layers 4 --num-attention-heads 4)
+large+=(--head-dim 56 --learning-rate 2e-3 --eval-windows 256)
 
 for part in ${PARTS:-pairs more choice long others cost size}; do
   case $part in

@@ -78,7 +78,7 @@ def evaluate(
         steps = model.executed(log_w, tau_steps)
         h_hat = model.integrate(h, s, None if tau is None else steps)
         found = [model.token_losses(h_hat, y).sum()]
-        if mixes:  # otherwise there is nothing to truncate
+        if mixes:  # otherwise there is nothing to truncate or weigh
             found += [model.token_losses(truncate(h, s, i), y).sum() for i in range(S)]
             found += [s[..., i].sum() for i in range(S)]
         found += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
