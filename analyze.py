@@ -49,9 +49,9 @@ from analysis import (
 )
 from analysis.comparing import Comparison
 from analysis.figures import Study
-from model import Count, Given, settings
+from model import Count, Given, strict_dataclass
 from runtime import UserError, command_line
-from training.settings import Share
+from training.config import Share
 
 TAUS = (0, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1)
 Alpha = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -59,14 +59,14 @@ Alpha = Annotated[float, Field(ge=-1e6, le=1e6)]
 # Each command is a class: its flags are the fields, beside those of Study or Comparison.
 
 
-@settings
+@strict_dataclass
 class Converge(Study):
     """The Jacobi iteration approaching its fixed point, with an exponential fit (8 windows)."""
 
     needs, draw = "iterates", figures.draw_converge
 
 
-@settings
+@strict_dataclass
 class Buckets(Study):
     """Which tokens gain by which step, and which of them take it."""
 
@@ -75,7 +75,7 @@ class Buckets(Study):
     draw = figures.draw_buckets
 
 
-@settings
+@strict_dataclass
 class Shift(Buckets):
     """What fewer or more steps do to easy and to hard tokens: the router shifted by alpha."""
 
@@ -84,7 +84,7 @@ class Shift(Buckets):
     draw = figures.draw_shift
 
 
-@settings
+@strict_dataclass
 class Tokens(Study):
     """Which tokens and words get how many steps; long words, inside and at their end."""
 
@@ -94,7 +94,7 @@ class Tokens(Study):
     draw = figures.draw_tokens
 
 
-@settings
+@strict_dataclass
 class Tau(Study):
     """Loss, perplexity and executed steps against tau."""
 
@@ -103,14 +103,14 @@ class Tau(Study):
     draw = figures.draw_tau
 
 
-@settings
+@strict_dataclass
 class Penalty(Study):
     """Why the printed penalty never acts: its ratio rho by both readings, on batches of a run."""
 
     draw = figures.draw_penalty
 
 
-@settings
+@strict_dataclass
 class Heatmap(Study):
     """A text with each token shaded by its steps, or by its loss: an HTML page by itself."""
 
@@ -118,21 +118,21 @@ class Heatmap(Study):
     draw = pages.draw_heatmap
 
 
-@settings
+@strict_dataclass
 class Chain(Study):
     """Where each step of an answered question looks, of a model trained on the lookup task."""
 
     needs, draw = "iterates", lookup.draw_chain
 
 
-@settings
+@strict_dataclass
 class Report(Shift, Tokens, Tau, Heatmap):
     """All figures and tables of one run, the depth map, config and commit, on one page."""
 
     draw = pages.draw_report
 
 
-@settings
+@strict_dataclass
 class Explainer:
     """A model of bytes on a page that runs it: a text's thinking time, live as one types."""
 
@@ -144,7 +144,7 @@ class Explainer:
     draw = explainer.draw_explainer
 
 
-@settings
+@strict_dataclass
 class Pareto(Comparison):
     """Perplexity against the mean executed extra steps of every method: table and figure."""
 
@@ -153,7 +153,7 @@ class Pareto(Comparison):
     draw = comparing.draw_pareto
 
 
-@settings
+@strict_dataclass
 class Frontier(Comparison):
     """Losses against a reference method's at equal steps, by pairs of seeds: table and figure."""
 
@@ -163,7 +163,7 @@ class Frontier(Comparison):
     draw = frontier.draw_frontier
 
 
-@settings
+@strict_dataclass
 class Confidence(Comparison):
     """PonderLM-2 and -3 that stop where a state looks sure enough, beside the router."""
 
@@ -177,7 +177,7 @@ class Confidence(Comparison):
     draw = confidence.draw_confidence
 
 
-@settings
+@strict_dataclass
 class Adaptation(Comparison):
     """Do steps go where they are needed, and do seeds agree where that is? A table, no figure."""
 
@@ -186,28 +186,28 @@ class Adaptation(Comparison):
     draw = adaptation.write_adaptation
 
 
-@settings
+@strict_dataclass
 class Cost(Comparison):
     """Losses against the slots that ran in training: table and figure."""
 
     draw = training_cost.draw_cost
 
 
-@settings
+@strict_dataclass
 class Depth(Comparison):
     """PonderLM-3's loss against its step budget K: table and figure. Other methods are left out."""
 
     draw = comparing.draw_depth
 
 
-@settings
+@strict_dataclass
 class Losses(Comparison):
     """Losses with all steps, stopped, and with the steps of other tokens: a table, no figure."""
 
     draw = comparing.write_losses
 
 
-@settings
+@strict_dataclass
 class Choice(Comparison):
     """Losses on text that no other figure reports, by which to choose a setting: a table."""
 
@@ -216,7 +216,7 @@ class Choice(Comparison):
     draw = comparing.write_choice
 
 
-@settings
+@strict_dataclass
 class Lookup(Comparison):
     """Does depth follow difficulty? Models that were trained on the lookup task."""
 

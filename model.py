@@ -12,7 +12,7 @@ latents     h_t^(0..K-1)       (B, T, K, D)    those that are fed back, as input
 s, log_w    s_{t,k}, log w     (B, T, S)       see router.py
 bias        log w              (B, T, S)       on the keys of the slots
 steps       K-hat_t            (B, T)          pondering steps that are executed
-R           R                  scalar          refinement passes; training draws it (iters)
+R           R                  scalar          refinement passes; training draws it (R)
 tau         tau                scalar          where decoding stops; None: soft masks, no stopping
 
 The file has three parts: the settings, LLaMA as Hugging Face's transformers has it (with a bias on
@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import attend_to_cache, augment, soft_mask_attention
 from router import FixedDepth, Router, slot_bias, stop_step, upcast
-from runtime import settings
+from runtime import strict_dataclass
 
 # -- Settings --------------------------------------------------------------------------------------
 
@@ -41,7 +41,7 @@ Given = Annotated[str, Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-@settings
+@strict_dataclass
 class LlamaConfig:
     """The shape of the backbone. The fields are named as in Hugging Face's Llama."""
 
@@ -93,7 +93,7 @@ class LlamaConfig:
         return math.sqrt(2.5 * self.hidden_size) if self.embed_scale is None else self.embed_scale
 
 
-@settings
+@strict_dataclass
 class PonderConfig(LlamaConfig):
     """A backbone and how it ponders. A method in baselines/ may add settings of its own."""
 
@@ -104,14 +104,14 @@ class PonderConfig(LlamaConfig):
     # None: rising linearly from 0 to 6
     router_offset: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] | None = None
     # training draws R from this range
-    iters: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(lt=2**31)]] = (2, 3)
+    refinements: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(lt=2**31)]] = (2, 3)
     # what multiplies a state that is fed back; None: 1. Of a former Llama it is measured
     feedback_scale: Positive | None = None
     backprop_passes: Count | None = None  # gradients through the last n passes; None: all
     # of thinking: bottom mass by the cross-entropy of the batch, as the paper prints it (at losses
     # like its own it never acts), or by that of each token; or the mean of w_1 + .. + w_K, whose
     # weight is a price in nats for a step
-    penalty: Literal["batch", "token", "mean"] = "batch"
+    penalty: Literal["printed", "token", "mean"] = "printed"
     penalty_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5  # lambda
 
     def __post_init__(self):
@@ -123,8 +123,8 @@ class PonderConfig(LlamaConfig):
             )
         if len(self.offset) != K + 1:
             raise ValueError(f"router_offset {self.router_offset} needs K+1 = {K + 1} numbers")
-        if self.iters[0] > self.iters[1]:
-            raise ValueError(f"iters = {self.iters} is an empty range: give low <= high")
+        if self.refinements[0] > self.refinements[1]:
+            raise ValueError(f"R = {self.refinements} is an empty range: give low <= high")
 
     @property
     def offset(self):
@@ -299,7 +299,7 @@ class PonderOutput:
             return self.head(self.h_hat)
 
 
-def again(function, *args):
+def checkpointed(function, *args):
     """function(*args), whose activations are not kept but computed again in the backward pass.
 
     Nothing here draws random numbers, so that no random state has to be kept, either.
@@ -391,7 +391,7 @@ class PonderLM(nn.Module):
         """The backbone, (B, N, D) -> (B, N, D); its activations are kept, or not."""
         run = self.model if norm else self.model.stack
         if self.recompute and torch.is_grad_enabled():
-            return again(run, x, positions, key_bias, self.backend)
+            return checkpointed(run, x, positions, key_bias, self.backend)
         return run(x, positions, key_bias, self.backend)
 
     # The Jacobi iteration (section 3.4.1)
@@ -471,14 +471,14 @@ class PonderLM(nn.Module):
             bias = self.key_bias(log_w, tau)
         return h, s, log_w
 
-    def states(self, idx, iters=None, tau=None, alpha=0.0):
-        """h (B, T, S, D), s, log_w (B, T, S) after R = `iters` refinements; None: the fixed point.
+    def states(self, idx, R=None, tau=None, alpha=0.0):
+        """h (B, T, S, D), s, log_w (B, T, S) after R = `R` refinements; None: the fixed point.
 
         This is where one method differs from another: see baselines/.
         """
-        if iters is None:
+        if R is None:
             return self.fixed_point(idx, tau, alpha)
-        return self.jacobi(idx, iters, tau, alpha)
+        return self.jacobi(idx, R, tau, alpha)
 
     # From states to predictions (section 3.2.3)
 
@@ -502,13 +502,13 @@ class PonderLM(nn.Module):
         """
         return (self.step_weights(s, steps)[..., None] * h).sum(2).to(h.dtype)
 
-    def forward(self, idx, targets=None, *, iters=None, tau=None, alpha=0.0):
+    def forward(self, idx, targets=None, *, R=None, tau=None, alpha=0.0):
         """Score a batch of sequences in parallel.
 
         Args:
             idx: (B, T) token ids.
             targets: (B, T) the tokens that follow, -100 where there is none to predict.
-            iters: R; None: the fixed point.
+            R: R; None: the fixed point.
             tau: None for soft masks; else hard stopping as in decoding: keys of slots beyond K-hat
                 are hidden, and integration stops at K-hat.
             alpha: shifts the step distribution, see router.py.
@@ -516,7 +516,7 @@ class PonderLM(nn.Module):
         Returns:
             PonderOutput. Its loss is the mean cross-entropy; train.py adds the penalty.
         """
-        h, s, log_w = self.states(idx, iters, tau, alpha)
+        h, s, log_w = self.states(idx, R, tau, alpha)
         steps = self.executed(log_w, tau)
         return self.predict(h, s, log_w, steps, targets)
 
@@ -537,7 +537,9 @@ class PonderLM(nn.Module):
         rows = max(1, LOGITS // self.config.vocab_size)
         pairs = zip(states.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
         whole = targets.numel() <= rows
-        losses = [self.row_losses(*p) if whole else again(self.row_losses, *p) for p in pairs]
+        losses = [
+            self.row_losses(*p) if whole else checkpointed(self.row_losses, *p) for p in pairs
+        ]
         return torch.cat(losses).view(targets.shape)
 
     def row_losses(self, states, targets):
@@ -565,7 +567,7 @@ class PonderLM(nn.Module):
         """What `ponder_token` keeps of the tokens before: here one LayerCache a layer."""
         return [LayerCache() for _ in self.model.layers]
 
-    def place(self, token, position):
+    def embed_token(self, token, position):
         """One token's embedding (1, 1, D) and position id (1,)."""
         device = self.lm_head.weight.device
         idx = torch.tensor([[token]], device=device)
@@ -581,7 +583,7 @@ class PonderLM(nn.Module):
         Returns:
             logits (V,) of the next token, and K-hat, the pondering steps executed.
         """
-        x, positions = self.place(token, position)  # all slots of a token share its position
+        x, positions = self.embed_token(token, position)  # all slots of a token share its position
         # Slot 0 has no bias, but its cached keys need the channel that those of the others have.
         unmasked = torch.zeros(1, 1, device=x.device) if self.has_router else None
         h = self.model(x, positions, unmasked, cache=cache)
@@ -600,7 +602,7 @@ class PonderLM(nn.Module):
     @staticmethod
     def training_forwards(config, steps):
         """Passes of the stack for each training token, forward, with R as the mean of its range."""
-        K, R = config.ponder_steps, sum(config.iters) / 2
+        K, R = config.ponder_steps, sum(config.refinements) / 2
         return sum(slots_of_passes(K, 0)) + R * (K + 1)
 
     @staticmethod

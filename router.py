@@ -125,7 +125,7 @@ def bottom_mass_penalty(log_w, ce, form):
     Args:
         log_w: (..., K+1) mask scores; the gradient flows into these alone.
         ce: (..., K+1) cross-entropy of each token with integration truncated after step i, in nats.
-        form: 'batch' or 'token', see below.
+        form: 'printed' or 'token', see below.
 
     Returns:
         The penalty, a scalar, and rho (K+1,).
@@ -135,12 +135,12 @@ def bottom_mass_penalty(log_w, ce, form):
     ce = ce.detach().flatten(0, -2)  # (B*T, K+1)
     if form == "token":  # the mean of the sigmoids: the soft share of resolved tokens
         rho = torch.sigmoid(-10 * (ce - 0.5)).mean(0)
-    elif form == "batch":
+    elif form == "printed":
         # Reading note 2: as printed, the sigmoid of the mean cross-entropy. At 2.6 nats rho is 1e-9
         # and no element is ever chosen.
         rho = torch.sigmoid(-10 * (ce.mean(0) - 0.5))
     else:
-        raise ValueError(f"penalty form {form!r} is neither 'batch' nor 'token'")
+        raise ValueError(f"penalty form {form!r} is neither 'printed' nor 'token'")
     w = log_w[..., 1:].exp().flatten(0, -2).sort(dim=0).values  # (B*T, K), smallest first
     count = (rho.diff().clamp(min=0) * len(w)).floor()  # (K,)
     bottom = torch.arange(len(w), device=w.device)[:, None] < count  # (B*T, K)

@@ -20,10 +20,10 @@ import tyro
 from pydantic import AfterValidator, Field
 
 from corpus.tokenizers import load_tokenizer
-from engine.choosing import Choice, Sample, Temperature, check_request, choose, uniform
+from engine.choosing import Sample, Sampling, Temperature, check_request, choose_finite, uniform
 from engine.printing import Printer, paint, read_prompts, replacing, summary, write_sample
 from interop import INCLUDED, find_model, load
-from model import Given, settings
+from model import Given, strict_dataclass
 from runtime import (
     UserError,
     autocast,
@@ -54,7 +54,7 @@ def stream(model, prompt, max_new_tokens, *, end=None, read=None, **choice):
             done += 1
             if read is not None:
                 read.append(steps)
-        token = int(choose(logits.cpu(), u, o.temperature, o.top_k, o.top_p))
+        token = int(choose_finite(logits.cpu(), u, o.temperature, o.top_k, o.top_p))
         context.append(token)
         yield token, steps
         if token == end:
@@ -99,8 +99,8 @@ def in_range(tau):
 Tau = Annotated[float | Literal["auto"], AfterValidator(in_range)]
 
 
-@settings
-class Options(Choice):
+@strict_dataclass
+class Options(Sampling):
     # stop when the mask score is below; 0: never; auto: where the training found that it costs
     # hardly anything (train.py --tau-cost); by default where the run was scored, else 1e-4
     tau: Tau | None = None
@@ -120,11 +120,11 @@ class Options(Choice):
 
 
 def scored_tau(directory):
-    """The tau at which a run counted its steps, or with which it was exported; else a Choice's."""
+    """The tau at which a run counted its steps, or with which it was exported; else a Sampling's."""
     run, exported = (Path(directory, name) for name in ("train.json", "generation_config.json"))
     config = read_json(exported) if exported.exists() else {}
     config |= read_json(run, dict[str, dict]).get("config", {}) if run.exists() else {}
-    return config.get("tau", Choice.tau)
+    return config.get("tau", Sampling.tau)
 
 
 def chosen_tau(directory):
@@ -166,7 +166,7 @@ class Request:
         # An empty prompt is where a document begins.
         self.ids = [begin + self.tokenizer.encode(text) or [end or 0] for text in self.texts]
         self.end, self.read = end if o.stop else None, [[] for _ in self.texts]
-        self.choice = {field.name: getattr(o, field.name) for field in fields(Choice)}
+        self.choice = {field.name: getattr(o, field.name) for field in fields(Sampling)}
         if o.tau in (None, "auto"):
             find = chosen_tau if o.tau == "auto" else scored_tau
             self.choice["tau"] = find(self.directory)

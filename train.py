@@ -48,8 +48,8 @@ from runtime import (
     write_json,
 )
 from training import on_cpu, runs
+from training.config import TrainConfig, check, describe_corpus, open_corpus, open_run, parse
 from training.growing import grows, stages
-from training.settings import TrainConfig, check, describe_corpus, open_corpus, open_run, parse
 from training.validation import evaluate, final_report
 from training.warm_start import adapt, offset_at, start_from
 
@@ -68,7 +68,7 @@ def objective(model, x, y, R):
         The loss, the penalty or the method's own loss (0 without one), and the PonderOutput, whose
         loss is CE.
     """
-    out = model(x, y, iters=R)
+    out = model(x, y, R=R)
     model = getattr(model, "module", model)
     if out.auxiliary is not None:
         return out.loss + out.auxiliary, out.auxiliary, out
@@ -143,7 +143,7 @@ def optimize(training, net, x, y, R):
     config, model = training.config, training.model
     precision = autocast(training.device, getattr(torch, config.precision))
     micro = config.micro_batch_size or config.batch_size
-    share, logged = micro / len(x), dict(loss=0.0, ce=0.0, penalty=0.0, steps=0.0)
+    share, logged = micro / len(x), dict(loss=0.0, ce=0.0, penalty=0.0, K_hat=0.0)
     for i, (xs, ys) in enumerate(zip(x.split(micro), y.split(micro), strict=True), start=1):
         wait = dist.is_initialized() and i * micro < len(x)
         with net.no_sync() if wait else nullcontext():
@@ -172,7 +172,7 @@ def loop(training, windows, val, stop):
     model, optimizer = training.model, training.optimizer
     rank, processes = rank_and_size()
     net = DistributedDataParallel(model) if dist.is_initialized() else model
-    (low, high), first, before = model.config.iters, training.step, training.seconds
+    (low, high), first, before = model.config.refinements, training.step, training.seconds
     rows = runs.read_lines(run / "log.jsonl")
     evaluated = from_first({row["step"] for row in rows if "val" in row})
     watch = runs.Watch(run)
@@ -191,7 +191,7 @@ def loop(training, windows, val, stop):
         stop.at_once(due)  # all is saved: a signal raises Stopped, now and until the next step
         if due and done not in evaluated:
             count = min(64, val.count)
-            loss = evaluate(model, val, count, training.device, iters=high)["loss"]
+            loss = evaluate(model, val, count, training.device, R=high)["loss"]
             print(
                 f"step {done}/{config.steps}  validation {loss:.3f} ({count} windows)", flush=True
             )
@@ -224,7 +224,7 @@ def loop(training, windows, val, stop):
             row["tokens_per_second"] = x.numel() * processes / a_step
             print(
                 f"step {step}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
-                f"penalty {row['penalty']:.4f}  steps {row['steps']:.2f}  "
+                f"penalty {row['penalty']:.4f}  K-hat {row['K_hat']:.2f}  "
                 f"{row['tokens_per_second']:,.0f} tok/s  "
                 f"left {clock(a_step * (config.steps - step))}",
                 flush=True,

@@ -24,10 +24,10 @@ from analysis.tables import LINES, MARKERS, new_figure, save, save_figure, tabul
 from baselines import all_methods, configure, find
 from baselines.cost import cost
 from interop import load, read_config
-from model import LlamaConfig, PonderConfig, settings
+from model import LlamaConfig, PonderConfig, strict_dataclass
 from runtime import UserError, pick_device, progress
+from training.config import TrainConfig, is_same, read_run, validation_windows
 from training.runs import read_lines, read_results
-from training.settings import TrainConfig, is_same, read_run, validation_windows
 from training.validation import evaluate, reported
 
 # -- Runs and groups of them -----------------------------------------------------------------------
@@ -67,7 +67,7 @@ class Run:
         found = vars(self.config) | vars(self.config.model)
         if self.config.init_from:
             found["init_from"] = origin(self.config.init_from)
-        left_out = IRRELEVANT if self.method.iterates else IRRELEVANT | {"iters"}
+        left_out = IRRELEVANT if self.method.iterates else IRRELEVANT | {"R"}
         return {name: value for name, value in found.items() if name not in left_out}
 
 
@@ -152,7 +152,7 @@ def group_runs(runs):
         mine.sort(key=lambda run: run.shape.ponder_steps)
         defaults = vars(TrainConfig()) | vars(configure(PonderConfig(), kind.method))
         own = {field.name for field in fields(kind.Config)} - BACKBONE
-        named = own - {"method", "ponder_steps", "iters"}
+        named = own - {"method", "ponder_steps", "R"}
         for run, other in combinations(mine, 2):
             if run.shape.ponder_steps == other.shape.ponder_steps:
                 named |= {k for k, v in run.settings.items() if v != other.settings[k]}
@@ -223,7 +223,7 @@ def over_seeds(runs, measure, by=(), one_text=True):
     return frame.join(pd.DataFrame(costs))
 
 
-@settings
+@strict_dataclass
 class Comparison:
     """The flags of analyze.py that all figures of several runs have."""
 
@@ -366,7 +366,7 @@ def losses_rows(runs):
     def numbers(run):
         keys = ("fixed", "hard", "trained", "permuted")
         fixed, hard, trained, permuted = (run.results[key]["loss"] for key in keys)
-        row = {"R": run.results["iters"], "steps": run.results["hard"]["steps"], "loss": fixed}
+        row = {"R": run.results["R"], "steps": run.results["hard"]["steps"], "loss": fixed}
         return [row | {"hard": hard, "gap": fixed - trained, "permuted": permuted - hard}]
 
     return over_seeds(runs, numbers).drop(columns="R_std")

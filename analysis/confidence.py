@@ -19,7 +19,7 @@ from attention import MASKED
 from interop import load
 from router import upcast
 from runtime import UserError, pick_device, progress
-from training.settings import validation_windows
+from training.config import validation_windows
 from training.validation import evaluate, reported
 
 TAU = 1e-30  # below any w that is not hidden

@@ -13,8 +13,8 @@ from analysis.pages import PAGES
 from corpus.tokenizers import load_tokenizer
 from interop import INCLUDED, find_model, load
 from runtime import UserError, write_text
+from training.config import read_run
 from training.runs import read_results
-from training.settings import read_run
 
 ROOT = Path(__file__).parent.parent
 LARGEST = 8e6  # bytes of weights in float16, a page of 11 MB

@@ -17,15 +17,15 @@ from analysis.measuring import BUCKETS, by_each
 from analysis.tables import COLORS, new_figure, save, save_figure, show, tabulate
 from analysis.words import token_rows
 from interop import find_model
-from model import Count, Given, settings
+from model import Count, Given, strict_dataclass
 from runtime import UserError, pick_device, write_json
-from training.settings import Share
+from training.config import Share
 
 PAPER_L = 0.433  # of the paper's own model (appendix C)
 PAPER_R2 = 0.9959
 
 
-@settings
+@strict_dataclass
 class Study:
     """One run and where its figures go: the flags of analyze.py that all its figures have."""
 
@@ -289,9 +289,9 @@ def draw_tau(study):
 def penalty_table(frame):
     """Means over the batches, depth by depth."""
     columns = {"depth i": "depth:.0f", "mean ce_i": "ce:.3g"}
-    columns |= {"rho_i, per token": "rho_token:.3g", "rho_i, printed": "rho_batch:.3g"}
+    columns |= {"rho_i, per token": "rho_token:.3g", "rho_i, printed": "rho_printed:.3g"}
     columns |= {"w_i penalised, per token": "count_token:.3g"}
-    columns |= {"w_i penalised, printed": "count_batch:.3g"}
+    columns |= {"w_i penalised, printed": "count_printed:.3g"}
     return tabulate(frame.groupby("depth").mean().reset_index(), columns)
 
 
@@ -305,7 +305,7 @@ def draw_penalty(study):
     figure, (axes,) = new_figure("mean cross-entropy ce_i of a batch, nats", "rho_i")
     for form, label, color, marker in (
         ("token", "mean of the tokens' sigmoids", COLORS[0], "o"),
-        ("batch", "sigmoid of the mean, as printed", COLORS[1], "^"),
+        ("printed", "sigmoid of the mean, as printed", COLORS[1], "^"),
     ):
         look = {"color": color, "markersize": 4, "alpha": 0.6, "label": label}
         axes.semilogy(frame.ce, frame[f"rho_{form}"], marker, **look)

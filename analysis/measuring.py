@@ -30,8 +30,8 @@ from interop import load, read_config
 from model import PonderLM
 from router import bottom_mass_penalty
 from runtime import UserError, autocast, progress
+from training.config import TrainConfig, validation_windows
 from training.runs import read_results
-from training.settings import TrainConfig, validation_windows
 from training.validation import reported, truncate
 
 BATCH = 32  # windows at a time
@@ -272,13 +272,13 @@ def tau_rows(subject, taus):
 def penalty_rows(measured, T, batch_size):
     """rho and how many w it penalises by both readings, of each batch of a training step -> rows.
 
-    Reading note 2: 'token' is the mean of the sigmoids, 'batch' that of the mean, as printed.
+    Reading note 2: 'token' is the mean of the sigmoids, 'printed' that of the mean, as printed.
     """
     rows, n = [], min(T * batch_size, len(measured.x))
     for b, (ce, w) in enumerate(zip(measured.raw_ce.split(n), measured.w.split(n), strict=True)):
         if len(ce) < n:
             continue  # the rest of the windows makes no whole batch
-        found = {form: bottom_mass_penalty(w.log(), ce, form) for form in ("token", "batch")}
+        found = {form: bottom_mass_penalty(w.log(), ce, form) for form in ("token", "printed")}
         for i in range(ce.size(-1)):
             row = {"batch": b, "depth": i, "tokens": n, "ce": mean(ce[:, i])}
             for form, (_, rho) in found.items():

@@ -19,8 +19,8 @@ from analysis.measuring import decoded, measure
 from analysis.words import show_token
 from baselines.cost import cost
 from runtime import UserError, read_json, write_text
+from training.config import read_run
 from training.runs import read_lines, read_results
-from training.settings import read_run
 
 LONGEST = 4096  # tokens of a depth map
 

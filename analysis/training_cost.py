@@ -12,7 +12,7 @@ from analysis.tables import new_figure, save_figure
 from baselines import find
 from model import slots_of_passes
 from runtime import UserError
-from training.settings import read_run
+from training.config import read_run
 
 
 def slots_of_token(config, steps):
@@ -20,7 +20,7 @@ def slots_of_token(config, steps):
     kind, last = find(config.method), config.backprop_passes
     if not (kind.iterates and last):
         return kind.training_forwards(config, steps)
-    low, high = config.iters
+    low, high = config.refinements
     each = [slots_of_passes(config.ponder_steps, R) for R in range(low, high + 1)]
     return sum(sum(slots) + 2 * sum(slots[-last:]) for slots in each) / (3 * len(each))
 

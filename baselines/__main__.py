@@ -8,8 +8,8 @@ from baselines import configure
 from baselines.cost import PAPER, PAPER_PARAMETERS, cost, paper_flops, parameters
 from interop import read_config
 from runtime import command_line
+from training.config import PRESETS
 from training.runs import read_results
-from training.settings import PRESETS
 
 
 def main(run: str | None = None):

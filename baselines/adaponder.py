@@ -20,13 +20,13 @@ from pydantic import Field
 from torch import nn
 
 from baselines.exits import Gates, LoopWithExits
-from model import PonderConfig, settings
+from model import PonderConfig, strict_dataclass
 from router import upcast
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@settings
+@strict_dataclass
 class AdaPonderConfig(PonderConfig):
     halting_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.02  # lambda
     halting_share: Annotated[float, Field(gt=0, le=1)] = 0.05  # of the scores, which are lowered
@@ -66,9 +66,9 @@ class AdaPonder(LoopWithExits):
     def update(self, x, y, log_w):
         return x + log_w.exp()[..., None].to(x.dtype) * (y - x)
 
-    def states(self, idx, iters=None, tau=None, alpha=0.0):
+    def states(self, idx, R=None, tau=None, alpha=0.0):
         tau = self.config.halting_tau if self.training else tau
-        return super().states(idx, iters, tau, alpha)
+        return super().states(idx, R, tau, alpha)
 
     def forward(self, idx, targets=None, **kwargs):
         """As PonderLM.forward. In training `auxiliary` is the loss on the lowest scores."""

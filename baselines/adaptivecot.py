@@ -43,7 +43,7 @@ class AdaptiveCoT(PonderLM):
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=1e-4, alpha=0.0):
-        x, positions = self.place(token, position)
+        x, positions = self.embed_token(token, position)
         log_w, h_hat = torch.zeros(1, 1, device=x.device), 0
         for k in range(self.config.ponder_steps + 1):
             h = self.model(x, positions, log_w, cache=cache)

@@ -74,7 +74,7 @@ class LoopWithExits(LoopedLM):
         """The residual stream after a loop, from x before it and y = Stack(x); log w_k (...)."""
         return y
 
-    def states(self, idx, iters=None, tau=None, alpha=0.0):
+    def states(self, idx, R=None, tau=None, alpha=0.0):
         x, h = self.embed(idx), []
         positions = torch.arange(idx.size(1), device=idx.device)
         layers = None if tau is None else [KeptKeys(self.backend) for _ in self.model.layers]
@@ -98,7 +98,7 @@ class LoopWithExits(LoopedLM):
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
-        x, positions = self.place(token, position)
+        x, positions = self.embed_token(token, position)
         log_w = torch.zeros(1, 1, device=x.device)
         for k, loop in enumerate(cache):
             y = self.model.stack(x, positions, None, cache=loop)

@@ -20,7 +20,7 @@ class LoopedLM(PonderLM):
     color, marker = "#009E73", "D"
     has_router = iterates = interleaves = False
 
-    def states(self, idx, iters=None, tau=None, alpha=0.0):
+    def states(self, idx, R=None, tau=None, alpha=0.0):
         x, h = self.embed(idx), []
         positions = torch.arange(idx.size(1), device=idx.device)
         for _ in range(self.config.ponder_steps + 1):
@@ -35,7 +35,7 @@ class LoopedLM(PonderLM):
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
-        x, positions = self.place(token, position)
+        x, positions = self.embed_token(token, position)
         for loop in cache:
             x = self.model.stack(x, positions, None, cache=loop)
         return self.lm_head(self.model.norm(x))[0, 0], self.config.ponder_steps

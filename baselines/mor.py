@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention import MASKED
-from model import PonderConfig, PonderLM, settings
+from model import PonderConfig, PonderLM, strict_dataclass
 from router import upcast
 
 PARTS = 8  # of a window: in training whole parts run, since each length needs kernels of its own
 
 
-@settings
+@strict_dataclass
 class ExpertChoiceConfig(PonderConfig):
     capacities: tuple[float, ...] | None = None  # None: 1, K/(K+1), .., 1/(K+1)
 
@@ -83,10 +83,10 @@ class MoR(PonderLM):
         """Steps beyond the first recursion, whatever tau is."""
         return (log_w > MASKED).sum(-1) - 1
 
-    def states(self, idx, iters=None, tau=None, alpha=0.0):
+    def states(self, idx, R=None, tau=None, alpha=0.0):
         return self.recursions(idx)[:3]
 
-    def forward(self, idx, targets=None, *, iters=None, tau=None, alpha=0.0):
+    def forward(self, idx, targets=None, *, R=None, tau=None, alpha=0.0):
         """As PonderLM.forward. `auxiliary` is the routers' loss."""
         h, s, log_w, router_loss = self.recursions(idx)
         out = self.predict(h, s, log_w, None, targets)
@@ -156,7 +156,7 @@ class ExpertChoice(MoR):
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
-        (x, positions), steps = self.place(token, position), -1
+        (x, positions), steps = self.embed_token(token, position), -1
         for router, share, layers in zip(self.routers, self.config.shares, cache, strict=True):
             logit = self.route(router, x)
             if share < 1 and logit < 0:
@@ -212,7 +212,7 @@ class TokenChoice(MoR):
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
-        x, positions = self.place(token, position)
+        x, positions = self.embed_token(token, position)
         y = x
         depth, gate, _, _ = self.choose(x)
         for layers in cache[: int(depth)]:

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from baselines.exits import LinearGate, LoopWithExits
-from model import PonderConfig, Positive, settings
+from model import PonderConfig, Positive, strict_dataclass
 
 
-@settings
+@strict_dataclass
 class OuroConfig(PonderConfig):
     exit_entropy: Positive = 0.1  # beta
 

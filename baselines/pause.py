@@ -9,10 +9,10 @@ import torch
 from pydantic import NonNegativeInt
 from torch import nn
 
-from model import PonderConfig, PonderLM, settings
+from model import PonderConfig, PonderLM, strict_dataclass
 
 
-@settings
+@strict_dataclass
 class PauseConfig(PonderConfig):
     pause_token: NonNegativeInt | None = None  # an unused id of the vocabulary; None: its own row
 
@@ -42,7 +42,7 @@ class Pause(PonderLM):
         row = self.pause.weight[0] if token is None else self.model.embed_tokens.weight[token]
         return torch.cat([e, (row * self.config.scale).expand(B, T, K, -1)], dim=2).flatten(1, 2)
 
-    def states(self, idx, iters=None, tau=None, alpha=0.0):
+    def states(self, idx, R=None, tau=None, alpha=0.0):
         (B, T), S = idx.shape, self.config.ponder_steps + 1
         positions = torch.arange(T, device=idx.device).repeat_interleave(S)
         h = self.transform(self.interleave(idx), positions).view(B, T, S, -1)

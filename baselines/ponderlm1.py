@@ -8,11 +8,11 @@ only. The LLaMA form in PonderLM-2's code does not accumulate, e_i = e_0 + ..: `
 
 import torch
 
-from model import PonderConfig, PonderLM, settings
+from model import PonderConfig, PonderLM, strict_dataclass
 from router import upcast
 
 
-@settings
+@strict_dataclass
 class PonderLM1Config(PonderConfig):
     accumulate: bool = True  # add each mixture to the last input, not to the first
 
@@ -30,7 +30,7 @@ class PonderLM1(PonderLM):
         mixture = (p.to(h.dtype) @ table.to(h.dtype)) * self.config.scale
         return (e if self.config.accumulate else e0) + mixture
 
-    def states(self, idx, iters=None, tau=None, alpha=0.0):
+    def states(self, idx, R=None, tau=None, alpha=0.0):
         e0 = e = self.embed(idx)
         positions = torch.arange(idx.size(1), device=idx.device)
         h = [self.transform(e, positions)]
@@ -46,7 +46,7 @@ class PonderLM1(PonderLM):
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
-        e0, positions = self.place(token, position)
+        e0, positions = self.embed_token(token, position)
         e = e0
         h = self.model(e, positions, None, cache=cache[0])
         for layers in cache[1:]:

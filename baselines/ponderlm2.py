@@ -9,5 +9,5 @@ from model import PonderLM
 class PonderLM2(PonderLM):
     method, title = "ponderlm2", "PonderLM-2"
     color, marker = "#0072B2", "s"
-    defaults = {"iters": (2, 3)}
+    defaults = {"refinements": (2, 3)}
     has_router = False

@@ -30,8 +30,8 @@ import tyro
 
 from bench.timing import machine
 from runtime import UserError, clock, commit, pick_device, read_json, write_json
+from training.config import read_run
 from training.runs import read_lines
-from training.settings import read_run
 
 ROOT = Path(__file__).parent.parent
 MARK = ".acceptance"  # a file in each folder that a run made, and may empty
@@ -211,7 +211,7 @@ STEPS_OF = {"small": 150, "70m": 130, "410m": 150}  # presets, and seconds that 
 
 def part_c(p):
     if p.toy:
-        tiny = "--preset tiny --windows 1 --iters 1 --repeats 1 --optimizer --profile 3"
+        tiny = "--preset tiny --windows 1 --refinements 1 --repeats 1 --optimizer --profile 3"
         return [
             Step("attention", p.bench("attention", "--lengths 64 --widths 56 --repeats 1"), 60),
             Step("train tiny", p.bench("train", tiny), 60),

@@ -30,8 +30,8 @@ from engine.batching import Engine
 from model import Count
 from runtime import autocast, commit, pick_device, progress
 from train import objective, train
+from training.config import PRESETS
 from training.runs import read_lines
-from training.settings import PRESETS
 
 DOCS = Path(__file__).parent.parent / "docs"  # texts that are there without a network
 DTYPES = torch.bfloat16, torch.float32

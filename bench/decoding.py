@@ -33,7 +33,7 @@ from interop import find_model, load, save
 from model import Count, LlamaConfig
 from runtime import UserError, autocast, pick_device, progress
 from sample import stream
-from training.settings import validation_windows
+from training.config import validation_windows
 
 COLORS = {1: "#0072B2", 8: "#009E73", 32: "#D55E00", 128: "#CC79A7"}
 PARTS = ("context", "prompt", "others", "exit")

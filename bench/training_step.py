@@ -23,7 +23,7 @@ from bench.timing import (
 from model import Count, PonderLM, slots_of_passes
 from runtime import UserError, autocast, pick_device, pick_precision
 from train import compile_blocks, make_optimizer, objective
-from training.settings import PRESETS
+from training.config import PRESETS
 
 WINDOWS = {"tiny": 256, "small": 64, "70m": 8, "410m": 1}  # a step, in 140 GB
 
@@ -103,7 +103,7 @@ def matmul_peak(device, dtype):
 def train(
     preset: Literal["tiny", "small", "70m", "410m"] = "small",
     windows: Count | None = None,
-    iters: Annotated[int, pydantic.Field(ge=0)] = 2,
+    R: Annotated[int, pydantic.Field(ge=0)] = 2,
     repeats: Count = 5,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     compile: bool = False,
@@ -121,7 +121,7 @@ def train(
     Args:
         preset: the shape
         windows: a step; by default 2 on a CPU, on a GPU what one of 140 GB holds
-        iters: R
+        R: R
         repeats: rounds
         precision: auto is bfloat16 where it is fast
         compile: also with compiled blocks
@@ -154,15 +154,15 @@ def train(
     ]
     warm_up = replace(PRESETS["tiny"].model, block_size=16)
     warm_up = (warm_up, 1, 0, *3 * (False,), "sdpa", recipe, device, dtype)
-    peak, flops = matmul_peak(device, dtype), step_flops(shape, B, iters)
+    peak, flops = matmul_peak(device, dtype), step_flops(shape, B, R)
     results = {"machine": machine(device), "dtype": str(dtype), "preset": preset, "windows": B}
-    results |= {"iters": iters, "optimizer": optimizer, "flops": flops, "matmul_peak": peak}
+    results |= {"R": R, "optimizer": optimizer, "flops": flops, "matmul_peak": peak}
     results |= {"shape": asdict(shape), "rows": [], "refused": {}}
     results |= {"backends": {"plain": backends[True], "soft mask": backends[False]}}
     file = out / f"train-{preset}-{device.type}.json"
     for variants in groups if compile else groups[:1]:
         cases = {
-            name: (of, B, iters, plain, *flags, backends[plain], recipe, device, dtype)
+            name: (of, B, R, plain, *flags, backends[plain], recipe, device, dtype)
             for name, (of, plain, *flags) in variants.items()
         }
         calls = 3 if device.type == "cuda" else 1
@@ -180,11 +180,11 @@ def train(
         write_results(file, results)
     if profile:
         flags = False, False, compile, backends[False]
-        run = warmed_up(train_case, (shape, B, iters, *flags, recipe, device, dtype))
+        run = warmed_up(train_case, (shape, B, R, *flags, recipe, device, dtype))
         results["largest"] = largest(run, device, profile)
         write_results(file, results)
     print(results["machine"], results["dtype"], f"matrix products {peak / 1e12:.2f} TFLOP/s")
-    print(f"{preset}, {B} windows of {shape.block_size} tokens, R = {iters}, median of {repeats}")
+    print(f"{preset}, {B} windows of {shape.block_size} tokens, R = {R}, median of {repeats}")
     print("attention:", results["backends"])
     columns = {"": "case", "seconds": "seconds:.3f", "tokens/s": "tokens_per_second:,.0f"}
     columns |= {"MiB": "MiB:.0f", "time/plain": "time_ratio:.2f", "MFU": "mfu:.0%"}

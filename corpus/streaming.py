@@ -25,7 +25,7 @@ from pydantic import Field
 from corpus.batches import check_streamed, describe, id_type, read_meta
 from corpus.preparation import CACHE, check_end
 from corpus.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
-from runtime import UserError, progress, settings, write_bytes, write_json
+from runtime import UserError, progress, strict_dataclass, write_bytes, write_json
 
 NAMES = {  # of Hugging Face's hub: repository, configuration
     "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
@@ -37,7 +37,7 @@ BPE_TEXT = 20_000_000  # bytes that a BPE is trained on
 Tokens = Annotated[float, Field(ge=1)]
 
 
-@settings
+@strict_dataclass
 class Options:
     """Stream a corpus into shards of token ids, and go on where an earlier call stopped."""
 

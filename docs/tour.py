@@ -173,7 +173,7 @@ def penalty(model, idx):
 
 def stop(model, idx):
     """Stop: inference runs step k while w_k >= tau"""
-    soft, hard = model(idx, iters=EXACT), model(idx, iters=EXACT, tau=TAU)
+    soft, hard = model(idx, R=EXACT), model(idx, R=EXACT, tau=TAU)
     titles = ["", *(f"w_{k}" for k in range(S)), "K-hat"]
     table(titles, by_word(hard.log_w[0].exp().tolist(), hard.steps[0].tolist()))
     run = int((hard.steps + 1).sum())
@@ -183,7 +183,7 @@ def stop(model, idx):
 
 def cache(model, idx):
     """Cache: token by token, keys of executed slots only, the same function"""
-    parallel, keys = model(idx, iters=EXACT, tau=TAU), model.new_cache()
+    parallel, keys = model(idx, R=EXACT, tau=TAU), model.new_cache()
     worst, rows = 0, []
     for t, token in enumerate(idx[0].tolist()):
         logits, steps = model.ponder_token(token, t, keys, TAU)

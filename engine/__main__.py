@@ -15,12 +15,12 @@ import tyro
 from engine.batching import Engine
 from engine.choosing import Sample
 from engine.printing import replacing, summary
-from model import Count, settings
+from model import Count, strict_dataclass
 from runtime import command_line, progress
 from sample import Options, Request
 
 
-@settings
+@strict_dataclass
 class ManyOptions(Options):
     batch_size: Count = 8  # how many sequences run at once
     # jacobi: prompts in parallel; sequential: slot by slot; auto: what takes less time, measured,

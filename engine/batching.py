@@ -28,13 +28,13 @@ from pydantic import Field
 
 from attention import HALF, decoding_kernels
 from engine.cache import PromptLayer, SlotCache
-from engine.choosing import Sample, check_request, choose, not_finite, uniform
+from engine.choosing import Sample, check_request, choose_finite, not_finite, uniform
 from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import settle
 from engine.products import WEIGHTS, has_bfloat16
 from engine.rows import HostRows, Rows
 from engine.slot_step import fastest_weights
-from model import Count, Llama, settings
+from model import Count, Llama, strict_dataclass
 from runtime import UserError, autocast
 
 PLACES = 16  # a CPU's passes see multiples of so many places
@@ -71,7 +71,7 @@ class Stats:
     seconds: float = 0.0  # that they took, with the choice of tokens
 
 
-@settings
+@strict_dataclass
 class EngineOptions:
     batch_size: Count = 8  # sequences that run at once
     tau: float = 1e-4  # as PonderLM.ponder_token
@@ -304,7 +304,7 @@ class Engine:
             u[i, : len(left)] = left
         found = []
         if self.reads_in_parallel(sequences):
-            tokens = choose(self.read_shared(new, contexts), u[:, 0], *choice)
+            tokens = choose_finite(self.read_shared(new, contexts), u[:, 0], *choice)
             found = list(zip(sequences, tokens.tolist(), strict=True))
         else:
             tokens = contexts[:, 0]

@@ -7,14 +7,14 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from model import Count, settings
+from model import Count, strict_dataclass
 from runtime import UserError
 
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-@settings
-class Choice:
+@strict_dataclass
+class Sampling:
     """How long a model ponders, and which token it takes: the keywords of every `generate`."""
 
     tau: Annotated[float, Field(ge=0, le=1)] = 1e-4  # stop when the mask score is below; 0: never
@@ -45,7 +45,7 @@ def uniform(seed, n):
     return torch.rand(n, generator=generator, dtype=torch.float64)
 
 
-def pick(logits, u, temperature=1.0, top_k=None, top_p=None):
+def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
     """The token at which the cumulative probability passes u. (..., V), (...) -> (...).
 
     Temperature 0 takes the most probable one. top_k and top_p leave the k most probable, and the
@@ -70,9 +70,9 @@ def pick(logits, u, temperature=1.0, top_k=None, top_p=None):
     return index[..., 0].where(total[..., -1] > 0, -1)  # not if it is nan
 
 
-def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
-    """As `pick`. Logits that are not finite raise a UserError."""
-    token = pick(logits, u, temperature, top_k, top_p)
+def choose_finite(logits, u, temperature=1.0, top_k=None, top_p=None):
+    """As `choose`. Logits that are not finite raise a UserError."""
+    token = choose(logits, u, temperature, top_k, top_p)
     if (token < 0).any():
         raise not_finite()
     return token
@@ -83,14 +83,14 @@ def not_finite():
 
 
 def check_request(model, prompts, max_new_tokens, *, end=None, **choice):
-    """Refuse what this model cannot sample from: the errors of every `generate`. -> the Choice
+    """Refuse what this model cannot sample from: the errors of every `generate`. -> the Sampling
 
     Raises:
         UserError: a prompt that is empty or holds no ids, an id outside the vocabulary, or a shift
             without a router.
         pydantic.ValidationError: a setting that is unknown, or out of its range.
     """
-    choice, V = Choice(**choice), model.config.vocab_size
+    choice, V = Sampling(**choice), model.config.vocab_size
     for i, prompt in enumerate(prompts):
         which = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
         try:

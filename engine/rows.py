@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from attention import key_channels
 from engine.cache import SlotCache
-from engine.choosing import pick
+from engine.choosing import choose
 from engine.products import matrix
 from engine.slot_step import make_step
 from router import mask_score, upcast
@@ -110,7 +110,7 @@ class Rows:
         """The next slot of rows 0 .. A-1, which see the first `places` of the cache.
 
         Args:
-            choice: temperature, top_k and top_p, see choosing.pick.
+            choice: temperature, top_k and top_p, see choosing.choose.
 
         Returns:
             (2, A): the steps of the token that has now been read, -1 where none has; and the token
@@ -131,7 +131,7 @@ class Rows:
         done = active & (k == steps)
         position, number = position + done, position + done - given
         u = self.uniform[self.numbers[:A], number]  # below 0, of a prompt, it is not used
-        chosen = pick(self.logits(self.h_hat[:A]), u, *choice)
+        chosen = choose(self.logits(self.h_hat[:A]), u, *choice)
         prompt = self.context[self.numbers[:A], position.clamp(max=self.context.size(1) - 1)]
         tokens = torch.where(number < 0, prompt, chosen)
         e = self.embed(tokens.clamp(min=0))
@@ -220,7 +220,7 @@ class HostRows(Rows):
         if chosen:
             u = [self.uniform[row][counters[row].position - counters[row].given] for row in chosen]
             u = torch.tensor(u, dtype=torch.float64)
-            found = pick(self.logits(self.h_hat[index(chosen)]), u, *choice)
+            found = choose(self.logits(self.h_hat[index(chosen)]), u, *choice)
             for row, token in zip(chosen, found.tolist(), strict=True):
                 tokens[row] = token
         if prompt or chosen:

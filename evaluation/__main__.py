@@ -18,7 +18,7 @@ from evaluation import benchmarks
 from evaluation.harness import harness_lm
 from evaluation.perplexity import score_texts, show
 from interop import INCLUDED, find_model, load
-from model import Count, Given, settings
+from model import Count, Given, strict_dataclass
 from runtime import UserError, command_line, pick_device, read_json, write_json
 from sample import Tau, chosen_tau
 
@@ -26,7 +26,7 @@ OF_TEXTS = ("data", "stride", "windows")
 OF_TASKS = ("num_fewshot", "limit", "include_path")
 
 
-@settings
+@strict_dataclass
 class Options:
     # directory of a model, or its name on the Hub; by default the newest, else models/shakespeare
     run: Given | None = None

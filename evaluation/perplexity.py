@@ -20,7 +20,7 @@ from corpus.preparation import read_texts
 from corpus.tokenizers import load_tokenizer
 from evaluation.scoring import bootstrap, cut, score
 from runtime import UserError
-from training.settings import validation_windows
+from training.config import validation_windows
 
 
 def texts_of(data, tokenizer):

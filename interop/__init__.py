@@ -149,7 +149,7 @@ def parse_config(content):
     if not isinstance(content, dict):
         raise UserError(f"{content!r} is not a JSON object")
     if content.get("method") == "ablation-penalty":
-        content = content | {"method": "ponderlm3", "penalty": "batch"}
+        content = content | {"method": "ponderlm3", "penalty": "printed"}
     if OLD & content.keys():
         content = rename(content)
     content = {"penalty": "token"} | content  # which could not be chosen once
@@ -309,10 +309,10 @@ def from_ponderlm2(config, method=None):
             "looped model of that code make a directory of ours: "
             "python -m interop DIR --to OTHER --method looped"
         )
-    iters = (J, J)
+    refinements = (J, J)
     if config.get("random_jacobi_iterations"):  # what the code draws from in training
-        iters = (2, 4) if config["model_type"] == "gpt_neox" else (2, 3)
-    return dict(method="ponderlm2", ponder_steps=K, iters=iters)
+        refinements = (2, 4) if config["model_type"] == "gpt_neox" else (2, 3)
+    return dict(method="ponderlm2", ponder_steps=K, refinements=refinements)
 
 
 def to_others(config, tensors):

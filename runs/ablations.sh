@@ -18,7 +18,7 @@ for seed in ${SEEDS:-0 1 2}; do
   train no-integration --method ablation-integration
   train uniform --method ablation-router
   train printed-mask-index --method ablation-index
-  train printed-penalty --penalty batch
+  train printed-penalty --penalty printed
   train no-penalty --penalty-weight 0
 done
 

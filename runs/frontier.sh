@@ -12,7 +12,7 @@ train() { # folder, name, flags
 }
 
 ponderlm2() { # folder, K, R, flags
-  train "$1" ponderlm2-"$2" --method ponderlm2 --ponder-steps "$2" --iters "$3" "$3" "${@:4}"
+  train "$1" ponderlm2-"$2" --method ponderlm2 --ponder-steps "$2" --refinements "$3" "$3" "${@:4}"
 }
 
 beside() { # folder, K's of PonderLM-2, flags: PonderLM-3 and what it is compared with by pairs

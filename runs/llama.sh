@@ -23,7 +23,7 @@ for seed in ${SEEDS:-1 2 3}; do
   train penalty "$seed" --penalty token
   train length-as-it-is "$seed" --penalty-weight 0 --feedback-scale 1
   train at-once "$seed" --penalty-weight 0 --ponder-warmup 0
-  train ponderlm2 "$seed" --method ponderlm2 --iters 1 1
+  train ponderlm2 "$seed" --method ponderlm2 --refinements 1 1
   train stays-shallow "$seed" --penalty-weight 0 --ponder-warmup 0 --router-offset 0 -5 -10 -15
 done
 

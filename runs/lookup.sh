@@ -21,19 +21,19 @@ train() { # name, seed, text, flags
 finish() { # name, seed, K: 500 steps more; in ours each step of a token now costs 0.1 nats
   local price=
   [ "$1" != grown ] || price="--penalty mean --penalty-weight 0.1"
-  train "$1-K$3" "$2" "lookup-K$3" --init-from "$OUT/$1-learns-K$3-$2" --iters 1 1 \
+  train "$1-K$3" "$2" "lookup-K$3" --init-from "$OUT/$1-learns-K$3-$2" --refinements 1 1 \
     --learning-rate 3e-3 --steps 500 $price
 }
 
 grow() { # name, seed, the last K, flags of the first stage
-  train "$1-learns-K1" "$2" lookup-K1 --ponder-steps 1 --iters 0 0 --learning-rate 3e-3 --steps 3000 \
+  train "$1-learns-K1" "$2" lookup-K1 --ponder-steps 1 --refinements 0 0 --learning-rate 3e-3 --steps 3000 \
     "${@:4}"
   finish "$1" "$2" 1
   local K from=$1-K1 more=
   [ "$1" != grown ] || more="--penalty-weight 0 --ponder-warmup 0" # and the copied row counts at once
   for K in $(seq 2 "$3"); do
     train "$1-learns-K$K" "$2" "lookup-K$K" --init-from "$OUT/$from-$2" --ponder-steps "$K" \
-      --iters 1 1 --learning-rate 1.5e-3 --steps 500 $more
+      --refinements 1 1 --learning-rate 1.5e-3 --steps 500 $more
     from=$1-learns-K$K
   done
 }
@@ -50,7 +50,7 @@ for seed in ${SEEDS:-0 1 2}; do
         grow grown "$seed" 5 "${free[@]}"
         for K in 2 3 4 5; do finish grown "$seed" "$K"; done
         ;;
-      once) train once-K3 "$seed" lookup-K3 --ponder-steps 3 --iters 1 1 "${free[@]}" 0 0 "${long[@]}" ;;
+      once) train once-K3 "$seed" lookup-K3 --ponder-steps 3 --refinements 1 1 "${free[@]}" 0 0 "${long[@]}" ;;
       ponderlm2 | looped)
         grow "$run" "$seed" 3 --method "$run"
         finish "$run" "$seed" 3

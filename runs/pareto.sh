@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 
 SCALE=${SCALE:-tiny}
 RUNS=out/pareto/$SCALE
-SQRT_D=$("${PYTHON:-python}" -c "from training.settings import PRESETS; print(PRESETS['$SCALE'].model.hidden_size ** 0.5)")
+SQRT_D=$("${PYTHON:-python}" -c "from training.config import PRESETS; print(PRESETS['$SCALE'].model.hidden_size ** 0.5)")
 
 train() { # name, flags
   once "$RUNS" "$1" "$seed" --preset "$SCALE" "${@:2}"
@@ -21,7 +21,7 @@ for seed in ${SEEDS:-0 1 2}; do
   for K in 1 2 3 4; do
     train looped-$K --method looped --ponder-steps $K
     R=$((K > 3 ? 3 : 2)) # refinements: the fixed point is then at most 0.005 nats worse
-    train ponderlm2-$K --method ponderlm2 --ponder-steps $K --iters $R $R
+    train ponderlm2-$K --method ponderlm2 --ponder-steps $K --refinements $R $R
     train ponderlm3-$K --penalty token --ponder-steps $K
   done
   train ponderlm3-5 --penalty token --ponder-steps 5

@@ -14,11 +14,11 @@ train() { # name, flags
 
 for seed in ${SEEDS:-0 1 2}; do
   train no-penalty-3 --penalty-weight 0
-  train refine-3 --penalty token --iters 2 2
+  train refine-3 --penalty token --refinements 2 2
 
   [ "$seed" = 0 ] || continue # twice the training; and as many training forwards as PonderLM-3
   train long-vanilla-0 --method vanilla --steps 2000
-  train long-ponderlm2-2 --method ponderlm2 --ponder-steps 2 --iters 2 2 --steps 2000
+  train long-ponderlm2-2 --method ponderlm2 --ponder-steps 2 --refinements 2 2 --steps 2000
   train long-ponderlm3-3 --penalty token --steps 2000
   train equal-vanilla-0 --method vanilla --steps 14000 --eval-every 1000
 done

@@ -11,7 +11,7 @@ train() { # name, flags
 
 for seed in ${SEEDS:-0 1 2}; do
   train no-pondering --method vanilla
-  train ponderlm2 --method ponderlm2 --iters 2 2
+  train ponderlm2 --method ponderlm2 --refinements 2 2
   train ponderlm3
   train ponderlm3-token --penalty token
 done

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 
 # A dataclass that checks types and bounds: no "3" for 3, no unknown field.
-settings = pydantic.dataclasses.dataclass(config=dict(strict=True, extra="forbid"))
+strict_dataclass = pydantic.dataclasses.dataclass(config=dict(strict=True, extra="forbid"))
 
 
 class UserError(Exception):

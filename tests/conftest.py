@@ -11,7 +11,7 @@ from safetensors import safe_open
 from baselines import build, configure, find, unused_settings
 from engine.products import has_bfloat16
 from model import PonderConfig
-from training.settings import TrainConfig
+from training.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"

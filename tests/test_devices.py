@@ -29,7 +29,7 @@ from model import PonderLM, rotary_angles
 from runtime import UserError, pick_device, read_json
 from sample import generate
 from train import Training, make_optimizer, optimize, train
-from training.settings import PRESETS, TrainConfig
+from training.config import PRESETS, TrainConfig
 from training.validation import evaluate
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 
 from runtime import UserError, read_json, write_json
+from training.config import check, parse
 from training.runs import check_name
-from training.settings import check, parse
 
 
 def grows(argv):

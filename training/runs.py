@@ -112,7 +112,7 @@ class Line(TypedDict):
 
     step: Number
     ce: NotRequired[float]
-    steps: NotRequired[float]
+    K_hat: NotRequired[float]
     val: NotRequired[float]
     commit: NotRequired[str | None]
 
@@ -143,7 +143,7 @@ class Results(TypedDict):
     hard: Scores
     permuted: Scores
     chosen: NotRequired[Chosen | None]  # at the tau that training chose; came later
-    iters: Number
+    R: Number
     unigram_entropy: Finite
 
 
@@ -191,7 +191,7 @@ def draw_losses(run):
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axis, names, unit in (
         (left, ("ce", "val"), "cross-entropy, nats per token"),
-        (right, ("steps",), "executed steps per token"),
+        (right, ("K_hat",), "executed steps per token, K-hat"),
     ):
         for name in names:
             points = [(row["step"], row[name]) for row in log if name in row]

@@ -37,7 +37,7 @@ def evaluate(
     windows,
     count,
     device,
-    iters=None,
+    R=None,
     tau=None,
     tau_steps=None,
     permute=False,
@@ -46,7 +46,7 @@ def evaluate(
 ):
     """Mean losses over `count` windows from the `first` on, in the order of their seed, in float32.
 
-    iters and tau as in PonderLM.states; iters None is the fixed point, which decoding computes.
+    R and tau as in PonderLM.states; R None is the fixed point, which decoding computes.
     permute gives each token another one's s and w: as many steps, but not where the router wants.
 
     Returns:
@@ -70,10 +70,10 @@ def evaluate(
         rows = [windows.window(j) for j in range(i, min(i + batch_size, end))]
         rows = torch.from_numpy(np.stack(rows)).to(device)
         x, y = rows[:, :-1], rows[:, 1:]
-        h, s, log_w = model.states(x, iters, tau)
+        h, s, log_w = model.states(x, R, tau)
         if permute:
             router, model.router = model.router, PermutedRouter(s, log_w)
-            h, s, log_w = model.states(x, iters, tau)
+            h, s, log_w = model.states(x, R, tau)
             model.router = router
         steps = model.executed(log_w, tau_steps)
         h_hat = model.integrate(h, s, None if tau is None else steps)
@@ -121,7 +121,7 @@ def choose_tau(model, windows, count, device, tau_cost):
 def final_report(model, windows, config, device):
     """The losses that count, printed as they come and returned: as trained, at the fixed point,
     hard-stopped at the tau of the config and at one that is chosen."""
-    R, iterates = max(config.model.iters), model.iterates and model.config.ponder_steps > 0
+    R, iterates = max(config.model.refinements), model.iterates and model.config.ponder_steps > 0
     count = reported(config, windows)
 
     def measure(title, tau_steps=config.tau, remark="", **kwargs):
@@ -130,7 +130,7 @@ def final_report(model, windows, config, device):
         return scores
 
     print(f"\nvalidation loss in nats per token, {count} windows of {windows.block_size} tokens")
-    trained = measure(f"as trained, R = {R}", iters=R) if iterates else None
+    trained = measure(f"as trained, R = {R}", R=R) if iterates else None
     fixed = measure("at the fixed point" if iterates else model.title)
     hard = permuted = fixed
     chosen = None
@@ -151,4 +151,4 @@ def final_report(model, windows, config, device):
         if row:  # without a router nothing is weighed
             print(f"  {title:27}" + "".join(f"{x:8.3f}" for x in row))
     trained = trained or fixed
-    return dict(trained=trained, fixed=fixed, hard=hard, permuted=permuted, chosen=chosen, iters=R)
+    return dict(trained=trained, fixed=fixed, hard=hard, permuted=permuted, chosen=chosen, R=R)

@@ -17,7 +17,7 @@ from corpus.lookup import prepare_lookup
 from corpus.tokenizers import Tokenizer
 from model import PonderConfig
 from train import train
-from training.settings import PRESETS, TrainConfig
+from training.config import PRESETS, TrainConfig
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +124,7 @@ def make_run(tmp_path):
             key: {"loss": loss if broken else loss + i / 8, "steps": steps} | depths
             for i, key in enumerate(SCORES)
         }
-        results |= {"iters": 2, "unigram_entropy": 3.0}
+        results |= {"R": 2, "unigram_entropy": 3.0}
         (run / "results.json").write_text(json.dumps(results))
         log = [{"step": s, "ce": float(s)} for s in range(5, 101, 5)] + [{"step": 100, "val": 1}]
         (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))

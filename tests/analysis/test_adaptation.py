@@ -12,7 +12,7 @@ from analysis.adaptation import adaptation_rows, correlation
 from analysis.comparing import read_runs
 from interop import load
 from runtime import UserError
-from training.settings import validation_windows
+from training.config import validation_windows
 from training.validation import evaluate
 
 CPU = torch.device("cpu")

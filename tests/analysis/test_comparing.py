@@ -26,7 +26,7 @@ from baselines import all_methods
 from baselines.cost import cost
 from interop import load
 from runtime import UserError
-from training.settings import validation_windows
+from training.config import validation_windows
 from training.validation import evaluate
 
 
@@ -70,7 +70,7 @@ def test_losses(make_run, tmp_path, capsys):
     """Catches a loss in the column of another, a difference with the wrong sign, and seeds or
     methods that are mixed."""
     runs = [make_run("a", 1.0, 2.0), make_run("b", 2.0, 3.0, seed=1)]
-    runs += [make_run("c", 0.5, 3.0, method="ponderlm2", iters=(2, 2))]
+    runs += [make_run("c", 0.5, 3.0, method="ponderlm2", refinements=(2, 2))]
     Losses(flags(runs), out=tmp_path).draw()
     ours, other = records(read(tmp_path / "losses.csv"))
     assert (ours["method"], ours["K"], ours["seeds"], other["seeds"]) == ("PonderLM-3", 3, 2, 1)

@@ -9,7 +9,7 @@ from analysis.comparing import read_runs
 from analysis.confidence import TAU, confidence_rows, stop_by
 from interop import load
 from runtime import UserError
-from training.settings import validation_windows
+from training.config import validation_windows
 from training.validation import evaluate
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_equals_decoding(method, rule, c):
     expected, steps = decode(model, idx[0], rule, c)
     assert len(set(steps)) > 1  # otherwise nothing is told apart
     with torch.no_grad():
-        out = stop_by(model, rule, c)(idx, iters=60, tau=TAU)
+        out = stop_by(model, rule, c)(idx, R=60, tau=TAU)
     assert out.steps[0].tolist() == steps
     assert (out.logits[0] - expected).abs().max() < 1e-9
 

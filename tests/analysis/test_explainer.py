@@ -17,7 +17,7 @@ from analysis import explainer
 from corpus.tokenizers import Tokenizer
 from interop import save
 from runtime import UserError
-from training.settings import PRESETS
+from training.config import PRESETS
 
 ROOT = Path(explainer.__file__).parent.parent
 TAU = 0.3
@@ -53,7 +53,7 @@ def write_run(folder, model, tokenizer=None, **changes):
     (folder / "train.json").write_text(json.dumps({"config": asdict(config), "corpus": corpus}))
     part = {"loss": 2.25, "steps": 1.5, "truncated": [2.5, 2.25, 2.25], "alone": [], "stopped": []}
     results = dict.fromkeys(("trained", "fixed", "hard", "permuted"), part)
-    results |= {"iters": 2, "unigram_entropy": 3.0}
+    results |= {"R": 2, "unigram_entropy": 3.0}
     (folder / "results.json").write_text(json.dumps(results))
     return folder
 

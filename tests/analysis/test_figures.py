@@ -16,7 +16,7 @@ from analysis.tables import read
 from analyze import Buckets, Converge, Heatmap, Report, Shift, Tau, Tokens
 from runtime import UserError, command_line
 from train import train
-from training.settings import read_run, read_settings
+from training.config import read_run, read_settings
 
 ROOT = Path(__file__).parent.parent.parent
 OF_ONE_RUN = analyze.OF_ONE_RUN[:-1]  # without the report
@@ -133,7 +133,7 @@ def test_tables():
         ["fewest steps", "“0”"],
     ]
     assert lines[0][2:] == ["5", "3.000", "50.00%"]
-    keys = ("ce", "rho_token", "rho_batch", "count_token", "count_batch")
+    keys = ("ce", "rho_token", "rho_printed", "count_token", "count_printed")
     rows = [{"depth": 0, **dict.fromkeys(keys, value)} for value in (1.0, 4.0)]
     assert cells(figures.penalty_table, rows) == [["0"] + ["2.5"] * 5]
     rows = [{"refinements": n, "latents": 0.5**n, "router": 0.25**n} for n in range(4)]

@@ -11,7 +11,7 @@ from analysis.frontier import frontier_rows, interval, scores
 from interop import load
 from runtime import UserError
 from train import train
-from training.settings import validation_windows
+from training.config import validation_windows
 from training.validation import evaluate
 
 CPU = torch.device("cpu")

@@ -268,7 +268,7 @@ def test_penalty_rows():
     sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
     assert rows[1]["ce"] == pytest.approx(2.05)
     assert rows[1]["rho_token"] == pytest.approx((sigmoid(4) + sigmoid(-35)) / 2)
-    assert rows[1]["rho_batch"] == pytest.approx(sigmoid(-15.5))
-    assert rows[3]["rho_token"] == rows[3]["rho_batch"] == pytest.approx(sigmoid(4))
+    assert rows[1]["rho_printed"] == pytest.approx(sigmoid(-15.5))
+    assert rows[3]["rho_token"] == rows[3]["rho_printed"] == pytest.approx(sigmoid(4))
     assert [r["count_token"] for r in rows] == [0, 0, 0, 1]  # floor(0.98), floor(2 x 0.98)
     assert len(penalty_rows(measured, T=1, batch_size=100)) == 2  # what there is

@@ -17,13 +17,13 @@ PLAIN = PonderConfig()
 def test_slots_of_a_token():
     """Catches a pass that is left out, or counted as if it had gradients."""
     ladder = 1 + 2 + 3
-    three = configure(PLAIN, "ponderlm3", ponder_steps=3, iters=(1, 2))
+    three = configure(PLAIN, "ponderlm3", ponder_steps=3, refinements=(1, 2))
     assert slots_of_token(three, 3) == ladder + 2.5 * 4
-    last = configure(PLAIN, "ponderlm3", ponder_steps=3, iters=(1, 2), backprop_passes=1)
+    last = configure(PLAIN, "ponderlm3", ponder_steps=3, refinements=(1, 2), backprop_passes=1)
     assert slots_of_token(last, 3) == pytest.approx((ladder + 2.5 * 4 + 2 * 4) / 3)
-    more = configure(PLAIN, "ponderlm3", ponder_steps=3, iters=(1, 1), backprop_passes=3)
+    more = configure(PLAIN, "ponderlm3", ponder_steps=3, refinements=(1, 1), backprop_passes=3)
     assert slots_of_token(more, 3) == pytest.approx((ladder + 2 * 4 + 2 * (3 + 4 + 4)) / 3)
-    every = configure(PLAIN, "ponderlm3", ponder_steps=3, iters=(1, 1), backprop_passes=99)
+    every = configure(PLAIN, "ponderlm3", ponder_steps=3, refinements=(1, 1), backprop_passes=99)
     assert slots_of_token(every, 3) == ladder + 2 * 4
     assert slots_of_token(configure(PLAIN, "looped", ponder_steps=3), 3) == 4
     assert slots_of_token(configure(PLAIN, "vanilla", ponder_steps=0), 0) == 1

@@ -34,7 +34,7 @@ def test_cached_decoding_equals_scoring(method, parallel):
     token by token, and the steps, of what all tokens at once give."""
     model, idx = neox(method, parallel_residual=parallel), tokens(B=1, T=12)
     with torch.no_grad():
-        out = model(idx, iters=40, tau=0.1)
+        out = model(idx, R=40, tau=0.1)
     cache, read = model.new_cache(), []
     for t, token in enumerate(idx[0].tolist()):
         logits, steps = model.ponder_token(token, t, cache, tau=0.1)

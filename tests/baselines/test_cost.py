@@ -9,7 +9,7 @@ from baselines import all_methods, configure, find
 from baselines.cost import PAPER, PAPER_PARAMETERS, cost, paper_flops, parameters
 from model import PonderConfig
 from runtime import UserError
-from training.settings import PRESETS
+from training.config import PRESETS
 
 SHAPE_125M = PonderConfig(50_304, 768, 2064, 12, 12)
 
@@ -59,7 +59,9 @@ def test_training_forwards():
     assert training_forwards(shape("mor-token"), 1.5) == 2.5
     for K, R, forwards in ((1, 2, 7), (1, 3, 9), (3, 2, 18), (3, 3, 22)):
         for method in ("ponderlm2", "ponderlm3"):
-            assert training_forwards(shape(method, ponder_steps=K, iters=(R, R)), K) == forwards
+            assert (
+                training_forwards(shape(method, ponder_steps=K, refinements=(R, R)), K) == forwards
+            )
     assert training_forwards(shape("ponderlm2"), 3) == 20  # R is 2 or 3
 
 
@@ -70,9 +72,9 @@ def test_training_forwards_are_what_runs(method, monkeypatch):
     model, rows = small_model(method=method).train(), []
     idx = torch.randint(31, (1, 12), generator=torch.Generator().manual_seed(0))
     model.model.layers[0].register_forward_hook(lambda _, inputs, __: rows.append(inputs[0]))
-    out = model(idx, idx, iters=2)
+    out = model(idx, idx, R=2)
     steps = model.executed(out.log_w, 0).float().mean().item()
-    config = replace(model.config, iters=(2, 2))
+    config = replace(model.config, refinements=(2, 2))
     executed = sum(x.size(0) * x.size(1) for x in rows) / idx.numel()
     assert executed == pytest.approx(training_forwards(config, steps))
 

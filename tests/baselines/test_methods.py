@@ -19,7 +19,7 @@ from model import PonderConfig, PonderLM
 from runtime import UserError
 from sample import generate, stream
 from train import objective, train
-from training.settings import parse
+from training.config import parse
 
 METHODS = [kind.method for kind in all_methods()]
 
@@ -40,11 +40,11 @@ def test_causal_to_the_bit(method, position):
     """Catches any look at later tokens, such as a choice of MoR's tokens by their rank."""
     model, idx = method_model(method), tokens()
     with torch.no_grad():
-        before = model(idx, iters=8).logits
+        before = model(idx, R=8).logits
         for token in range(31):  # another token may choose another depth
             changed = idx.clone()
             changed[:, position] = token
-            after = model(changed, iters=8).logits
+            after = model(changed, R=8).logits
             assert torch.equal(before[:, :position], after[:, :position])
             if token != idx[0, position]:
                 assert not torch.equal(before[0, position], after[0, position])
@@ -60,7 +60,7 @@ def test_cached_decoding_equals_scoring(method, K):
     model = method_model(method, **({} if method == "vanilla" else {"ponder_steps": K}))
     for idx in tokens(B=3):
         with torch.no_grad():
-            out = model(idx[None], iters=11 * K, tau=0.1)
+            out = model(idx[None], R=11 * K, tau=0.1)
         cache = model.new_cache()
         pairs = [model.ponder_token(int(x), t, cache, 0.1) for t, x in enumerate(idx)]
         assert (torch.stack([logits for logits, _ in pairs]) - out.logits[0]).abs().max() < 1e-9
@@ -78,7 +78,7 @@ def test_generate_is_greedy_argmax_of_scoring(method):
     (sample,) = generate(model, [[3, 1, 4]], 8, temperature=0, tau=0.1)
     idx = torch.tensor([[3, 1, 4, *sample.tokens]])
     with torch.no_grad():
-        out = model(idx, iters=33, tau=0.1)
+        out = model(idx, R=33, tau=0.1)
     assert sample.tokens == out.logits[0, 2:-1].argmax(-1).tolist()
     list(stream(model, [3, 1, 4], 8, temperature=0, tau=0.1, read=read))
     assert read == out.steps[0, :-1].tolist()
@@ -93,7 +93,7 @@ def test_files(method, tmp_path):
     loaded = load(tmp_path)
     assert type(loaded) is type(model) and loaded.config == model.config
     with torch.no_grad():
-        assert torch.equal(loaded(idx, iters=3).logits, model(idx, iters=3).logits)
+        assert torch.equal(loaded(idx, R=3).logits, model(idx, R=3).logits)
     if type(model) is not PonderLM:
         with pytest.raises(ValueError, match="is not ponderlm3; build it by baselines"):
             PonderLM(model.config)
@@ -344,8 +344,8 @@ def test_command_line():
     """Catches a method whose name does not choose its settings, or that other flags cannot."""
     assert parse(["--method", "vanilla"]).model.ponder_steps == 0
     model = parse(["--preset", "tiny", "--method", "ponderlm2"]).model
-    assert (model.iters, model.method) == ((2, 3), "ponderlm2")
-    assert parse(["--method", "ponderlm2", "--iters", "1", "1"]).model.iters == (1, 1)
+    assert (model.refinements, model.method) == ((2, 3), "ponderlm2")
+    assert parse(["--method", "ponderlm2", "--refinements", "1", "1"]).model.refinements == (1, 1)
     model = parse(["--method", "mor-expert", "--capacities", "1", ".9", ".8", ".7"]).model
     assert model.shares == (1, 0.9, 0.8, 0.7)
     assert configure(PonderConfig(), "mor-expert").shares == (1, 0.75, 0.5, 0.25)
@@ -410,10 +410,10 @@ def test_registry():
 MINE = """
 import pydantic
 
-from model import PonderConfig, PonderLM, settings
+from model import PonderConfig, PonderLM, strict_dataclass
 
 
-@settings
+@strict_dataclass
 class MineConfig(PonderConfig):
     gain: pydantic.PositiveFloat = 1.0  # of the states that are fed back
 

@@ -18,7 +18,7 @@ from bench.acceptance import Gate, Place, Step, judge
 from bench.checks import forms
 from bench.report import BEGIN, END, PAGE, report, section
 from runtime import UserError, write_json
-from training.settings import PRESETS
+from training.config import PRESETS
 
 
 def test_suite_is_on_the_cpu():

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from bench import kernels, training_step
 from bench.timing import medians, peak_on_gpu, seconds_of
 from train import objective
-from training.settings import PRESETS
+from training.config import PRESETS
 
 
 def test_medians(monkeypatch):
@@ -122,7 +122,7 @@ def test_refusals():
     """Catches a measurement that breaks off after minutes, or measures nothing."""
     with pytest.raises(ValidationError, match=r"widths\.0\n.* greater than or equal to 1"):
         kernels.attention(widths=(0,))
-    for options in (dict(windows=0), dict(iters=-1), dict(repeats=0)):
+    for options in (dict(windows=0), dict(R=-1), dict(repeats=0)):
         with pytest.raises(ValidationError, match="greater than or equal to"):
             training_step.train("tiny", device="cpu", **options)
 

@@ -14,8 +14,8 @@ import interop
 from baselines import all_methods, build, find
 from bench.report import BEGIN, END, report
 from runtime import read_json
+from training.config import parse
 from training.runs import changes
-from training.settings import parse
 
 ROOT = Path(__file__).parent.parent.parent
 MODULES = ("corpus", "interop", "evaluation", "bench", "torch.distributed.run")
@@ -135,7 +135,7 @@ def test_frontier(run_script, tmp_path):
             assert ours.model.method == "ponderlm3" and ours.seed == seed
             for name in names:
                 differ = changes(ours, configs[folder, f"{name}-{seed}"]).keys()
-                assert differ <= {"method", "ponder_steps", "iters", "name", "router_offset"}
+                assert differ <= {"method", "ponder_steps", "R", "name", "router_offset"}
     deepest = {name: config.model.offset[-1] for name, config in configs.items()}
     for seed in range(5):  # the settings that were chosen, and those that were not
         for more in (0, 5):
@@ -143,7 +143,9 @@ def test_frontier(run_script, tmp_path):
         assert deepest["out/choice", f"ponderlm3-3-{seed}"] == 6
         for K in (1, 2, 3):
             folders = ("out/frontier", "out/choice")
-            pair = [configs[folder, f"ponderlm2-{K}-{seed}"].model.iters for folder in folders]
+            pair = [
+                configs[folder, f"ponderlm2-{K}-{seed}"].model.refinements for folder in folders
+            ]
             assert sorted(pair) == [(2, 2), (3, 3)]
     big, tiny = (build(configs[f"out/{f}", "ponderlm3-3-0"].model) for f in ("size", "frontier"))
     sizes = [sum(p.numel() for p in model.parameters()) for model in (big, tiny)]

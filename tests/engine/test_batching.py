@@ -5,7 +5,7 @@ import torch
 from conftest import small_model
 
 from engine.batching import Engine, Sequence
-from engine.choosing import Sample, choose
+from engine.choosing import Sample, choose_finite
 from engine.cuda_graphs import rounded
 from engine.prefill import settle
 from runtime import UserError, command_line
@@ -35,13 +35,13 @@ def logits(monkeypatch):
         def record(logits, u, *args):
             rows = zip(u.reshape(-1).tolist(), logits.view(-1, logits.size(-1)), strict=True)
             seen[name].update(rows)
-            return choose(logits, u, *args)
+            return choose_finite(logits, u, *args)
 
         return record
 
-    monkeypatch.setattr("sample.choose", watch("simple"))
-    monkeypatch.setattr("engine.batching.choose", watch("engine"))
-    monkeypatch.setattr("engine.rows.pick", watch("engine"))
+    monkeypatch.setattr("sample.choose_finite", watch("simple"))
+    monkeypatch.setattr("engine.batching.choose_finite", watch("engine"))
+    monkeypatch.setattr("engine.rows.choose", watch("engine"))
     return seen
 
 

@@ -90,7 +90,7 @@ def loss(model, monkeypatch, **options):
             seen.append(logits[0])
             return torch.tensor([ids[len(seen)]])
 
-        monkeypatch.setattr("engine.rows.pick", forced)
+        monkeypatch.setattr("engine.rows.choose", forced)
         engine = Engine(model, 1, prefill="sequential", **options)
         engine.generate([ids[:1]], len(ids) - 1)
         found += F.cross_entropy(torch.stack(seen), torch.tensor(ids[1:]), reduction="none")

@@ -192,9 +192,9 @@ def test_official_ponderlm2(tmp_path):
     """Catches another K, embedding scale, eps or number of passes than the official code's."""
     expected = official(tmp_path / "fwd", "fwd_K2_J1.safetensors")
     model = load(tmp_path / "fwd")
-    assert model.config.method == "ponderlm2" and model.config.iters == (1, 1)
+    assert model.config.method == "ponderlm2" and model.config.refinements == (1, 1)
     with torch.no_grad():
-        actual = model(expected["input_ids"], iters=model.config.iters[0]).logits
+        actual = model(expected["input_ids"], R=model.config.refinements[0]).logits
     torch.testing.assert_close(actual, expected["logits"], atol=1e-5, rtol=0)
 
     expected = official(tmp_path / "decode", "decode_K2_J12.safetensors")
@@ -230,9 +230,9 @@ def test_no_refinement(tmp_path, capsys):
     expected = official(tmp_path, "fwd_K2_J1.safetensors", num_jacobi_iterations=0)
     model = load(tmp_path)
     assert "note: num_jacobi_iterations = 0 is read as a PonderLM-2" in capsys.readouterr().out
-    assert model.config.method == "ponderlm2" and model.config.iters == (0, 0)
+    assert model.config.method == "ponderlm2" and model.config.refinements == (0, 0)
     with torch.no_grad():
-        actual = model(expected["input_ids"], iters=model.config.iters[0]).logits
+        actual = model(expected["input_ids"], R=model.config.refinements[0]).logits
         h = expected["pass_out.2"].view(*expected["input_ids"].shape, 3, -1)[:, :, 2]
         torch.testing.assert_close(actual, model.lm_head(h), atol=1e-5, rtol=0)
     make_llama(tmp_path / "llama")
@@ -243,7 +243,7 @@ def test_no_refinement(tmp_path, capsys):
 def test_official_settings(tmp_path):
     """Catches a setting of the official code that is passed over."""
     official(tmp_path, "fwd_K2_J1.safetensors", random_jacobi_iterations=True)
-    assert read_config(tmp_path).iters == (2, 3)
+    assert read_config(tmp_path).refinements == (2, 3)
     official(tmp_path, "fwd_K2_J1.safetensors", scale_embeds=False)
     assert read_config(tmp_path).scale == 1
     official(tmp_path, "fwd_K2_J1.safetensors", recurrent_model=False)
@@ -506,8 +506,8 @@ OLD = dict(router="learned", ablation=None, printed_mask_index=False, penalty="t
         ("ponderlm3", "ablation-mask", dict(ablation="mask")),
         ("ponderlm3", "ablation-router", dict(ablation="router")),
         ("ponderlm3", "ablation-index", dict(printed_mask_index=True)),
-        ("ponderlm3", "ponderlm3", dict(penalty="batch")),
-        ("ablation-penalty", "ponderlm3", dict(penalty="batch")),
+        ("ponderlm3", "ponderlm3", dict(penalty="printed")),
+        ("ablation-penalty", "ponderlm3", dict(penalty="printed")),
         ("ponderlm1", "ponderlm1", dict(accumulate=False)),
         ("pause", "pause", dict(pause_token=7)),
         ("mor-expert", "mor-expert", dict(capacities=[1.0, 0.5, 0.5, 0.1])),

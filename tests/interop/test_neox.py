@@ -143,7 +143,7 @@ def test_official_ponderlm2(tmp_path):
     targets = torch.full_like(idx, -100)
     targets[:, :-1] = idx[:, 1:]
     with torch.no_grad():
-        out = model(idx, targets, iters=model.config.iters[1])
+        out = model(idx, targets, R=model.config.refinements[1])
     torch.testing.assert_close(out.logits, expected, atol=1e-5, rtol=0)
     assert out.loss.item() == pytest.approx(loss, abs=1e-5)
     expected = generate(model, idx[:, :8], 8, temperature=0)
@@ -155,7 +155,7 @@ def test_official_ponderlm2(tmp_path):
 def test_official_settings(tmp_path):
     """Catches the LLaMA's range of refinements for the GPT-NeoX, which draws from 2, 3 and 4."""
     official(tmp_path, random_jacobi_iterations=True)
-    assert load(tmp_path).config.iters == (2, 4)
+    assert load(tmp_path).config.refinements == (2, 4)
     official(tmp_path, recurrent_model=None)
     with pytest.raises(UserError, match="it is a vanilla, not a looped"):
         load(tmp_path, "looped")

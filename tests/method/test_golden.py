@@ -32,7 +32,7 @@ def test_logits_and_loss(golden):
     targets = torch.full_like(idx, -100)
     targets[:, :-1] = idx[:, 1:]
     with torch.no_grad():
-        out = model(idx, targets, iters=config["num_jacobi_iterations"])
+        out = model(idx, targets, R=config["num_jacobi_iterations"])
     torch.testing.assert_close(out.logits, expected["logits"], atol=1e-5, rtol=0)
     torch.testing.assert_close(out.loss, expected["loss"][0], atol=1e-5, rtol=0)
 

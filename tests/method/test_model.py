@@ -60,9 +60,7 @@ def test_jacobi_equals_sequential(method, K):
     idx = tokens()
     expected, _ = sequential(model, idx[0])
     with torch.no_grad():
-        errors = [
-            (model(idx, iters=R).logits[0] - expected).abs().max() for R in (0, 2, 4, 8, K * 9)
-        ]
+        errors = [(model(idx, R=R).logits[0] - expected).abs().max() for R in (0, 2, 4, 8, K * 9)]
     assert errors[-1] < 1e-9
     if K:
         assert errors[0] > 1e-6  # otherwise the test could not tell
@@ -76,9 +74,9 @@ def test_number_of_passes(K, monkeypatch):
     idx = torch.randint(31, (2, 5), generator=torch.Generator().manual_seed(0))
     transform = model.transform
     monkeypatch.setattr(model, "transform", lambda *args: calls.append(1) or transform(*args))
-    for iters, passes in ((0, K + 1), (2, K + 3 if K else 1), (10**6, 5 * K + 1)):
+    for R, passes in ((0, K + 1), (2, K + 3 if K else 1), (10**6, 5 * K + 1)):
         calls.clear()
-        model.jacobi(idx, R=iters)
+        model.jacobi(idx, R=R)
         assert len(calls) == passes
     calls.clear()
     model.fixed_point(idx, tolerance=0)
@@ -107,7 +105,7 @@ def test_hard_stopping_parallel_sequential_and_cached_agree(tau, method, K, scal
     idx = tokens(T=12)
     expected, steps = sequential(model, idx[0], tau)
     with torch.no_grad():
-        out = model(idx, tau=tau, iters=K * 11)
+        out = model(idx, tau=tau, R=K * 11)
     cache = model.new_cache()
     pairs = [model.ponder_token(int(token), t, cache, tau) for t, token in enumerate(idx[0])]
     assert (out.logits[0] - expected).abs().max() < 1e-9
@@ -129,7 +127,7 @@ def test_ablations(ablation, tau):
     model.load_state_dict(full.state_dict() if ablation != "router" else model.state_dict())
     idx = tokens(T=12)
     with torch.no_grad():
-        out = model(idx, tau=tau, iters=33)
+        out = model(idx, tau=tau, R=33)
     cache = model.new_cache()
     pairs = [model.ponder_token(int(x), t, cache, tau) for t, x in enumerate(idx[0])]
     assert (torch.stack([logits for logits, _ in pairs]) - out.logits[0]).abs().max() < 1e-9
@@ -137,7 +135,7 @@ def test_ablations(ablation, tau):
     engine = Engine(model, tau=tau, tolerance=0, max_passes=99)
     assert engine.generate([idx[0]], 8, temperature=0) == expected
 
-    h, s, log_w = model.states(idx, iters=33, tau=tau)
+    h, s, log_w = model.states(idx, R=33, tau=tau)
     bias = model.key_bias(log_w)
     assert (bias.abs().max() == 0) == (ablation == "mask")
     h_hat = model.integrate(h, s, out.steps)
@@ -156,7 +154,7 @@ def test_alpha_in_decoding():
         cache = model.new_cache()
         pairs = [model.ponder_token(int(x), t, cache, 0.1, alpha) for t, x in enumerate(idx[0])]
         with torch.no_grad():
-            out = model(idx, tau=0.1, alpha=alpha, iters=33)
+            out = model(idx, tau=0.1, alpha=alpha, R=33)
         assert (torch.stack([logits for logits, _ in pairs]) - out.logits[0]).abs().max() < 1e-9
         means.append(out.steps.double().mean().item())
     assert means[0] < means[1] < means[2]
@@ -171,7 +169,7 @@ def test_mask_index(printed, low, high):
     model = small_model(method=method, router_scale=2000.0)
     idx = tokens(T=12)
     with torch.no_grad():
-        soft, hard = model(idx, iters=33), model(idx, iters=33, tau=1e-4)
+        soft, hard = model(idx, R=33), model(idx, R=33, tau=1e-4)
     w = soft.log_w.exp()
     assert (w < 1e-9).any() and ((w < 1e-9) | (w > 0.9)).all()
     assert low <= (soft.logits - hard.logits).abs().max() < high
@@ -189,7 +187,7 @@ def test_causality_to_the_bit(backend, kwargs, method, dtype):
     changed = idx.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 31
     with torch.no_grad():
-        a, b = (model(x, iters=3, **kwargs) for x in (idx, changed))
+        a, b = (model(x, R=3, **kwargs) for x in (idx, changed))
     for name in ("logits", "s", "log_w", "steps"):
         assert torch.equal(getattr(a, name)[:, :9], getattr(b, name)[:, :9]), name
     assert not torch.equal(a.logits[:, 9], b.logits[:, 9])
@@ -226,7 +224,7 @@ def test_training_loss_and_its_gradient():
     and its gradient that of finite differences through all passes (penalty off: it has steps)."""
     model, idx = small_model(penalty_weight=0.0).train(), tokens(T=6, B=2)
     y = tokens(T=6, B=2, seed=1)
-    model(idx, y, iters=2).loss.backward()
+    model(idx, y, R=2).loss.backward()
     torch.manual_seed(1)
     parameters = list(model.parameters())
     directions = [torch.randn_like(p) for p in parameters]
@@ -236,7 +234,7 @@ def test_training_loss_and_its_gradient():
         with torch.no_grad():
             for p, d in zip(parameters, directions, strict=True):
                 p.add_(d, alpha=sign * 1e-6)
-            losses.append(model(idx, y, iters=2).loss)
+            losses.append(model(idx, y, R=2).loss)
             for p, d in zip(parameters, directions, strict=True):
                 p.sub_(d, alpha=sign * 1e-6)
     assert slope.item() == pytest.approx(((losses[0] - losses[1]) / 2e-6).item(), rel=1e-5)
@@ -248,7 +246,7 @@ def test_parts_of_the_loss():
     model, idx = small_model(penalty="token", penalty_weight=0.7).train(), tokens(T=9, B=2)
     y = tokens(9, 2, seed=1)
     model.lm_head.weight.data *= 20  # some tokens below 0.5 nats, so that the penalty acts
-    y = model(idx, iters=2).logits.argmax(-1).where(y % 3 > 0, y)
+    y = model(idx, R=2).logits.argmax(-1).where(y % 3 > 0, y)
     y[0, 3] = -100
     loss, penalty, out = objective(model, idx, y, 2)
     h, s, log_w = model.jacobi(idx, R=2)
@@ -280,9 +278,9 @@ def test_price_of_steps():
     torch.testing.assert_close(loss, out.loss + 0.3 * penalty)
 
 
-def gradients(model, idx, iters):
+def gradients(model, idx, R):
     model.zero_grad()
-    loss, _, _ = objective(model, idx[:, :-1], idx[:, 1:], iters)
+    loss, _, _ = objective(model, idx[:, :-1], idx[:, 1:], R)
     loss.backward()
     return loss.detach(), [p.grad.clone() for p in model.parameters()]
 
@@ -302,16 +300,16 @@ def states_of_passes(model, idx, passes):
 def test_recompute():
     """Catches activations that are kept, and another gradient: equal to 1e-12, in float64."""
     model, idx = small_model(penalty_weight=0.3).train(), tokens(B=2)
-    loss, expected = gradients(model, idx, iters=2)
+    loss, expected = gradients(model, idx, R=2)
     calls = []
     model.model.register_forward_pre_hook(lambda *_: calls.append(1))
     model.recompute = True
-    again, found = gradients(model, idx, iters=2)
+    again, found = gradients(model, idx, R=2)
     assert len(calls) == 2 * (3 + 2 + 1) and again == loss
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
     with torch.no_grad():
-        model(idx, iters=2)
+        model(idx, R=2)
     assert len(calls) == 3 * (3 + 2 + 1)  # nothing is computed twice without gradients
 
 
@@ -322,9 +320,9 @@ def test_backprop_passes(n):
     model, idx, R, K = small_model(), tokens(B=2), 2, 3
     model.train().config.penalty_weight = 0.0
     (x, y), (B, T) = (idx[:, :-1], idx[:, 1:]), idx[:, 1:].shape
-    full_loss, full = gradients(model, idx, iters=R)
+    full_loss, full = gradients(model, idx, R=R)
     model.config.backprop_passes = n
-    loss, found = gradients(model, idx, iters=R)
+    loss, found = gradients(model, idx, R=R)
     assert loss == full_loss
     model.zero_grad()
     with torch.no_grad():
@@ -342,10 +340,10 @@ def test_backprop_passes(n):
         torch.testing.assert_close(p.grad, grad, atol=1e-10, rtol=1e-8)
     assert not torch.allclose(found[0], full[0], rtol=1e-2)  # of the embeddings
     model.config.backprop_passes = K + R + 1
-    for a, b in zip(full, gradients(model, idx, iters=R)[1], strict=True):
+    for a, b in zip(full, gradients(model, idx, R=R)[1], strict=True):
         assert torch.equal(a, b)
     model.eval()
-    assert torch.is_grad_enabled() and model(x, iters=0).logits.requires_grad
+    assert torch.is_grad_enabled() and model(x, R=0).logits.requires_grad
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "kept"])
@@ -368,10 +366,10 @@ def test_compiled_blocks(compiler, backend, monkeypatch):
     torch._dynamo.reset()
     model, idx = small_model(ponder_steps=K).float().train(), tokens(B=2)
     model.backend = backend
-    loss, expected = gradients(model, idx, iters=2)
+    loss, expected = gradients(model, idx, R=2)
     with torch._dynamo.config.patch(recompile_limit=2):
         compile_blocks(model)
-        again, found = gradients(model, idx, iters=2)
+        again, found = gradients(model, idx, R=2)
     assert len(made) == K + 1
     assert loss == pytest.approx(again.item(), abs=1e-5)
     for a, b in zip(expected, found, strict=True):
@@ -416,7 +414,7 @@ def test_losses_in_rows(tied, monkeypatch):
     for most in (2**26, 31 * 7):
         monkeypatch.setattr("model.LOGITS", most)
         model.zero_grad()
-        out = model(idx, y, iters=1)
+        out = model(idx, y, R=1)
         (out.loss + (out.ce * torch.arange(10)).sum()).backward()
         found.append([out.ce, *(p.grad for p in model.parameters() if p.grad is not None)])
         assert torch.equal(out.ce == 0, y == -100)
@@ -446,7 +444,7 @@ def test_save_and_load(tmp_path, tied):
     loaded = load(tmp_path)
     assert loaded.config == model.config
     with torch.no_grad():
-        assert torch.equal(loaded(tokens(), iters=2).logits, model(tokens(), iters=2).logits)
+        assert torch.equal(loaded(tokens(), R=2).logits, model(tokens(), R=2).logits)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
@@ -490,8 +488,8 @@ def edit(directory, old, new):
         (dict(hidden_size=30, num_attention_heads=4), "30 is not divisible by 4"),
         (dict(head_dim=7), "7 is odd"),
         (dict(router_offset=(0.0, 1.0)), "needs K\\+1 = 4"),
-        (dict(iters=(3, 2)), "empty range"),
-        (dict(iters=(-1, 2)), "iters"),
+        (dict(refinements=(3, 2)), "empty range"),
+        (dict(refinements=(-1, 2)), "refinements"),
         (dict(router="always"), "router"),
     ],
 )
@@ -509,9 +507,9 @@ def test_input_refused():
         (tokens(T=0), {}, "window"),
         (tokens()[0], {}, "token ids"),
         (tokens()[:0], {}, "token ids"),
-        (tokens().float(), {"iters": 1}, "token ids"),
+        (tokens().float(), {"R": 1}, "token ids"),
         (tokens() + 10**6, {}, "outside the vocabulary"),
-        (tokens(), {"iters": -1}, "refinements must be"),
+        (tokens(), {"R": -1}, "refinements must be"),
         (tokens(), {"alpha": math.nan}, "alpha = nan"),
     ):
         with pytest.raises(ValueError, match=message):

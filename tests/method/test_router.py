@@ -134,7 +134,7 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-@pytest.mark.parametrize("form", ["token", "batch"])
+@pytest.mark.parametrize("form", ["token", "printed"])
 @pytest.mark.parametrize("level", [0.2, 0.6, 1.2])
 def test_penalty_against_loops(form, level):
     """Catches any slip in rho, its positive part, the count or the choice of the smallest."""
@@ -179,11 +179,11 @@ def test_printed_penalty_is_inactive():
     log_w = mask_score(torch.randn(64, 64, 4, generator=g).log_softmax(-1))
     ce = 2.6 + 0.8 * torch.randn(64, 64, 1, generator=g) + 0.2 * torch.arange(3, -1, -1)
     ce += 2.6 - ce[..., -1].mean()
-    printed, rho = bottom_mass_penalty(log_w, ce, "batch")
+    printed, rho = bottom_mass_penalty(log_w, ce, "printed")
     assert printed.item() == 0 and rho.max() < 1e-8
     assert bottom_mass_penalty(log_w, ce, "token")[0].item() > 0
     with pytest.raises(ValueError, match="'sum'"):
         bottom_mass_penalty(log_w, ce, "sum")
     for w, c in ((log_w, ce[..., :-1]), (log_w[0, 0], ce[0, 0]), (log_w[:0], ce[:0])):
         with pytest.raises(ValueError, match="of some tokens"):
-            bottom_mass_penalty(w, c, "batch")
+            bottom_mass_penalty(w, c, "printed")

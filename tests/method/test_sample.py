@@ -6,7 +6,7 @@ import torch
 from conftest import small_model
 
 from corpus.tokenizers import Tokenizer
-from engine.choosing import choose, uniform
+from engine.choosing import choose_finite, uniform
 from engine.printing import paint
 from interop import load, save
 from runtime import UserError, command_line
@@ -22,7 +22,7 @@ def test_generate_is_greedy_argmax_of_the_parallel_form():
         model = small_model(seed=seed)
         (sample,) = generate(model, [prompt], 8, tau=0.3, temperature=0)
         with torch.no_grad():
-            out = model(torch.tensor([prompt + sample.tokens]), tau=0.3, iters=33)
+            out = model(torch.tensor([prompt + sample.tokens]), tau=0.3, R=33)
         assert sample.tokens == out.logits[0, 2:-1].argmax(-1).tolist()
         assert sample.steps == out.steps[0, 2:-1].tolist()
         differ += len(set(sample.steps)) > 1
@@ -44,7 +44,7 @@ def test_steps_of_every_token_read():
     pairs = list(stream(model, prompt, 8, tau=0.3, temperature=0, read=read))
     idx = torch.tensor([prompt + [token for token, _ in pairs]])
     with torch.no_grad():
-        assert read == model(idx, tau=0.3, iters=33).steps[0, :-1].tolist()
+        assert read == model(idx, tau=0.3, R=33).steps[0, :-1].tolist()
 
 
 def test_longer_than_the_window():
@@ -62,7 +62,7 @@ def test_longer_than_the_window():
 def test_choices():
     """Catches top-k or top-p that keeps one too many or few, and an unused temperature."""
     logits, u = torch.tensor([0.1, 0.4, 0.2, 0.3]).log(), uniform(0, 1000)
-    draw = lambda *args: set(choose(logits.expand(1000, 4), u, *args).tolist())  # noqa: E731
+    draw = lambda *args: set(choose_finite(logits.expand(1000, 4), u, *args).tolist())  # noqa: E731
     assert draw(0, None, None) == {1}
     assert draw(1, None, None) == {0, 1, 2, 3}
     assert draw(1, 2, None) == {1, 3}
@@ -70,7 +70,7 @@ def test_choices():
     assert draw(1, None, 0.41) == {1, 3}
     assert draw(1, 3, 0.99) == {1, 2, 3}
     assert draw(0.02, None, None) == {1}
-    assert choose(torch.tensor([-torch.inf, 1.0, 1.0]), torch.tensor(0.0)) == 1  # never 0
+    assert choose_finite(torch.tensor([-torch.inf, 1.0, 1.0]), torch.tensor(0.0)) == 1  # never 0
 
 
 @pytest.mark.parametrize("args", [(1.0,), (0.5,), (1.0, 3), (1.0, None, 0.65)])
@@ -83,10 +83,10 @@ def test_frequencies(args):
             p[row.argsort()[: 4 - args[1]]] = 0
         if len(args) == 3:
             p = torch.where(row >= 0.3, p, 0)
-        counts = choose(row.log().expand(20_000, 4), u, *args).bincount(minlength=4)
+        counts = choose_finite(row.log().expand(20_000, 4), u, *args).bincount(minlength=4)
         assert ((counts / 20_000 - p / p.sum()).abs() < 0.015).all()
-    two = choose(rows.log(), u[:2], *args).tolist()
-    assert two == [int(choose(row.log(), u[i], *args)) for i, row in enumerate(rows)]
+    two = choose_finite(rows.log(), u[:2], *args).tolist()
+    assert two == [int(choose_finite(row.log(), u[i], *args)) for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize(

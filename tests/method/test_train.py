@@ -19,9 +19,9 @@ from model import PonderLM
 from runtime import UserError
 from sample import Options, Request
 from train import learning_rate, train
-from training import settings
+from training import config as train_config
+from training.config import TrainConfig, parse, read_settings, validation_windows
 from training.runs import checkpoints, new_run, read_lines, step_of
-from training.settings import TrainConfig, parse, read_settings, validation_windows
 from training.validation import TAUS, evaluate, reported
 
 
@@ -75,7 +75,7 @@ def test_micro_batches(config, monkeypatch, tmp_path):
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-3)
     a, b = (read_lines(r / "log.jsonl")[1] for r in (whole, parts))
-    for name in ("grad_norm", "loss", "steps"):
+    for name in ("grad_norm", "loss", "K_hat"):
         assert a[name] == pytest.approx(b[name], rel=1e-4)
     config.micro_batch_size = 3
     with pytest.raises(UserError, match="micro_batch_size 3 does not divide batch_size 8"):
@@ -86,7 +86,7 @@ def test_evaluation_against_the_definitions():
     """Catches a wrong truncation, a wrong mean, and steps counted at another tau."""
     model = small_model(router_scale=12.0)
     windows = Windows(torch.randint(31, (100,)).numpy().astype("uint16"), 8, seed=0)
-    result = evaluate(model, windows, 5, torch.device("cpu"), iters=21, tau_steps=0.3, batch_size=2)
+    result = evaluate(model, windows, 5, torch.device("cpu"), R=21, tau_steps=0.3, batch_size=2)
     rows = torch.stack([torch.from_numpy(windows.window(i)) for i in range(5)])
     with torch.no_grad():
         h, s, log_w = model.jacobi(rows[:, :-1], R=21)
@@ -102,8 +102,8 @@ def test_evaluation_against_the_definitions():
     steps = (log_w.exp() >= 0.3).sum(-1) - 1
     assert result["steps"] == pytest.approx(steps.double().mean().item())
     assert sum(result["stopped"]) == pytest.approx(1)
-    hard = evaluate(model, windows, 5, torch.device("cpu"), iters=21, tau=0.3, tau_steps=0.3)
-    out = model(rows[:, :-1], rows[:, 1:], iters=21, tau=0.3)
+    hard = evaluate(model, windows, 5, torch.device("cpu"), R=21, tau=0.3, tau_steps=0.3)
+    out = model(rows[:, :-1], rows[:, 1:], R=21, tau=0.3)
     assert hard["loss"] == pytest.approx(out.loss.item(), abs=1e-6)
 
 
@@ -125,9 +125,9 @@ def test_schedule_and_validation_file(config, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     rates, files = [], []
     monkeypatch.setattr("train.learning_rate", lambda step, c: rates.append(step) or 0.0)
-    load_tokens = settings.load_tokens
+    load_tokens = train_config.load_tokens
     monkeypatch.setattr(
-        settings,
+        train_config,
         "load_tokens",
         lambda f, split, *a: files.append(split) or load_tokens(f, split, *a),
     )

@@ -29,6 +29,7 @@ from corpus.tokenizers import IdTokenizer, Tokenizer
 from interop import load
 from runtime import UserError
 from train import train
+from training.config import check, parse, read_settings, validation_windows
 from training.runs import (
     best_checkpoint,
     checkpoints,
@@ -39,12 +40,11 @@ from training.runs import (
     read_trainer,
     step_of,
 )
-from training.settings import check, parse, read_settings, validation_windows
 
 TRAIN = [sys.executable, str(ROOT / "train.py")]
 SMALL = shlex.split(
     "--hidden-size 32 --intermediate-size 64 --num-hidden-layers 1 --head-dim 16 --block-size 16 "
-    "--iters 0 1 --batch-size 6 --micro-batch-size 2 --precision float32 --device cpu "
+    "--refinements 0 1 --batch-size 6 --micro-batch-size 2 --precision float32 --device cpu "
     "--eval-windows 4 --preset tiny --data text.txt"
 )
 
@@ -53,7 +53,7 @@ SMALL = shlex.split(
 def config(config, monkeypatch, tmp_path):
     """In an empty directory, with draws of R, micro-batches, and more than one epoch."""
     monkeypatch.chdir(tmp_path)
-    config.model.iters, config.name, config.out = (0, 2), "x", "out"
+    config.model.refinements, config.name, config.out = (0, 2), "x", "out"
     return replace(config, micro_batch_size=4, steps=80, eval_every=20, log_every=1)
 
 
@@ -226,7 +226,7 @@ def test_newest_two_and_the_best_are_kept(config, monkeypatch):
     real = train_module.evaluate
     monkeypatch.setattr(
         "train.evaluate",
-        lambda *a, **k: {**real(*a, **k), **({"loss": next(values)} if "iters" in k else {})},
+        lambda *a, **k: {**real(*a, **k), **({"loss": next(values)} if "R" in k else {})},
     )
     monkeypatch.setattr("train.final_report", lambda *a: {})
     run, _ = train(replace(config, steps=50, eval_every=10))
@@ -637,7 +637,7 @@ def test_resume_takes_the_newest(config):
 
 
 @pytest.mark.parametrize("change", [
-    {"hard": None}, {"hard": {}}, {"hard": 1e19}, {"iters": -1}, {"iters": 10**19}, {"fixed": []},
+    {"hard": None}, {"hard": {}}, {"hard": 1e19}, {"R": -1}, {"R": 10**19}, {"fixed": []},
     {"unigram_entropy": "3"}, {"trained": {"loss": math.nan}},
 ])  # fmt: skip
 def test_damaged_results(config, change):

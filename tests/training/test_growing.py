@@ -10,9 +10,9 @@ import torch
 import train
 from interop import load
 from runtime import UserError
+from training.config import parse, read_run
 from training.growing import stages
 from training.runs import checkpoints, read_lines
-from training.settings import parse, read_run
 
 SHAPE = "--hidden-size 16 --intermediate-size 16 --num-hidden-layers 1 --num-attention-heads 2"
 FLAGS = f"--data text.txt --preset tiny {SHAPE} --head-dim 8 --block-size 16 --eval-every 3"

@@ -45,9 +45,9 @@ def test_norms_are_fused_in_training_only(monkeypatch):
     monkeypatch.setattr(on_cpu.FusedNorm, "apply", lambda *x: made.append(1) or apply(*x))
     on_cpu.use_fused_norms(model)
     with torch.no_grad():
-        model(idx, iters=0)
+        model(idx, R=0)
     assert not made
-    model(idx, iters=0)
+    model(idx, R=0)
     K, L = model.config.ponder_steps, model.config.num_hidden_layers
     assert len(made) == (K + 1) * (2 * L + 1)
 

@@ -18,8 +18,8 @@ from model import PonderLM
 from runtime import UserError
 from sample import generate
 from train import train
+from training.config import TrainConfig, open_corpus, parse, validation_windows
 from training.runs import checkpoints
-from training.settings import TrainConfig, open_corpus, parse, validation_windows
 from training.validation import evaluate
 from training.warm_start import adapt, can_warm_up, offset_at, start_from
 

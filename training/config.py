@@ -20,7 +20,7 @@ from baselines import check_settings, configure
 from corpus.batches import Windows, is_prepared, load_tokens
 from corpus.preparation import prepare
 from interop import from_json, locate, newest_run, parse_config
-from model import Count, Given, PonderConfig, Size, settings
+from model import Count, Given, PonderConfig, Size, strict_dataclass
 from runtime import UserError, check_json, pick_device, read_json
 from training.runs import changes, check_free, checkpoints, new_run
 from training.warm_start import can_warm_up, start_defaults, tokenizer_beside
@@ -29,7 +29,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-@settings
+@strict_dataclass
 class TrainConfig:
     preset: Literal["auto", "tiny", "small", "70m", "410m"] = "auto"  # auto: small on a GPU
     name: Given | None = None  # of the run, in --out; by default preset and time
@@ -85,7 +85,7 @@ PRESETS = {
     # A 2-core CPU, minutes. d = 24 is 32 with the bias channels, a width that GPU kernels have.
     "tiny": TrainConfig(
         preset="tiny",
-        model=PonderConfig(257, 96, 256, 3, 2, head_dim=24, block_size=64, iters=(1, 1)),
+        model=PonderConfig(257, 96, 256, 3, 2, head_dim=24, block_size=64, refinements=(1, 1)),
     ),
     # One GPU, minutes. d = 56 leaves room for the bias channels in a kernel of width 64.
     "small": TrainConfig(
