@@ -75,20 +75,6 @@ class Router(nn.Module):
             return log_s.exp(), mask_score(log_s)
 
 
-class FixedDepth(nn.Module):
-    """Every token takes all K steps and only the last state counts, as in PonderLM-2."""
-
-    def __init__(self, K):
-        super().__init__()
-        self.K = K
-
-    def forward(self, h0, alpha=0.0):
-        """As Router.forward. No finite alpha moves a one-hot distribution."""
-        s = torch.zeros_like(upcast(h0[..., :1])).repeat_interleave(self.K + 1, dim=-1)
-        s[..., -1] = 1
-        return s, torch.zeros_like(s)
-
-
 def stop_step(log_w, tau):
     """K-hat = max{k : w_k >= tau} (section 3.3), as integers in 0..K. (..., K+1) -> (...).
 

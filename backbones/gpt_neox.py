@@ -9,28 +9,48 @@ MLP           two layers with GELU between them
 residual      parallel_residual: x + attention(norm_1(x)) + mlp(norm_2(x)), both read the same x
 """
 
+from typing import Annotated
+
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import nn
 
 from attention import soft_mask_attention
 from model import Llama, apply_rotary
+from runtime import strict_dataclass
+
+
+@strict_dataclass
+class Options:
+    rotary_pct: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of a head that RoPE turns
+    parallel_residual: float = 1  # attention and MLP read the same x; 0: one after the other
+
+
+def rotary_width(config):
+    """How many numbers of a head RoPE turns."""
+    width = int(config.head_width * Options(**config.backbone_options).rotary_pct)
+    if width % 2 or not width:
+        raise ValueError(
+            f"rotary_pct turns {width} of {config.head_width} numbers of a head: RoPE takes pairs"
+        )
+    return width
 
 
 class NeoXAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        D, self.d, self.rotated = config.hidden_size, config.head_width, config.rotary_width
+        D, self.d, self.rotated = config.hidden_size, config.head_width, rotary_width(config)
         self.query_key_value, self.dense = nn.Linear(D, 3 * D), nn.Linear(D, D)
 
     def forward(self, x, angles, key_bias, backend, cache):
         B, N, D = x.shape
-        qkv = self.query_key_value(x).view(B, N, -1, 3, self.d)  # of each head q, k and v
-        qk, v = qkv.split((2, 1), dim=3)
-        turned, left = qk.tensor_split([self.rotated], dim=-1)
-        turned = apply_rotary(turned.flatten(2), angles, self.rotated).view_as(turned)
-        q, k = torch.cat([turned, left], dim=-1).transpose(1, 2).unbind(3)  # (B, H, N, d) each
-        v = v.squeeze(3).transpose(1, 2)
+        qkv = self.query_key_value(x).view(B, N, -1, 3 * self.d).transpose(1, 2)
+        q, k, v = qkv.split(self.d, dim=-1)  # (B, H, N, d) each
+        q, k = (
+            torch.cat([apply_rotary(y[..., : self.rotated], angles), y[..., self.rotated :]], -1)
+            for y in (q, k)
+        )
         if cache is None:
             out = soft_mask_attention(q, k, v, key_bias, backend)
         else:
@@ -51,7 +71,7 @@ class NeoXMLP(nn.Module):
 class NeoXBlock(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.parallel = config.parallel_residual
+        self.parallel = bool(Options(**config.backbone_options).parallel_residual)
         self.input_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
         self.attention, self.mlp = NeoXAttention(config), NeoXMLP(config)
@@ -70,3 +90,7 @@ class NeoXBlock(nn.Module):
 class Backbone(Llama):
     name, unused = "gpt_neox", ("num_key_value_heads", "head_dim")
     Block, Norm = NeoXBlock, nn.LayerNorm
+
+    def frequency(self, device):
+        d = rotary_width(self.config)
+        return self.config.rope_theta ** -(torch.arange(0, d, 2, device=device) / d)  # (d/2,)

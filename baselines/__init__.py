@@ -1,9 +1,9 @@
 """Other methods on PonderLM-3's own backbone, one file each, found by the name of their file.
 
-A method is a subclass of model.PonderLM, in a file of its name; `mor-token` is in mor.py: what
-follows a hyphen tells the methods of one file apart. To add a method, add a file; nothing else.
+A method is a subclass of PonderLM3 or FixedDepth, in a file of its name; `mor-token` is in mor.py:
+what follows a hyphen tells the methods of one file apart. To add a method, add a file, no more.
 
-It declares the first row always, the others where it differs from PonderLM:
+It declares the first row always, the others where it differs:
 
 method, title, color, marker              --method, and its looks in tables and figures
 Config, defaults, unused                  settings of its own, implied ones, ignored ones
@@ -19,9 +19,58 @@ import pkgutil
 from dataclasses import asdict, fields
 from importlib import import_module
 
+import torch
+
 import backbones
-from model import Llama, PonderLM
+from model import Llama, PonderConfig, PonderLM, slots_of_passes
+from router import upcast
 from runtime import UserError
+
+
+class PonderLM3(PonderLM):
+    """model.PonderLM with what commands, tables and figures ask of a method."""
+
+    method, title = "ponderlm3", "PonderLM-3"
+    color, marker = "#D55E00", "o"
+    Config = PonderConfig
+    defaults = {}  # settings that the name of the method implies
+    unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks
+    has_router = True  # a learned s and early exit
+    mixes = True  # where there is a router: all states predict together, weighted by s
+    routes_first = True  # h^(0) alone decides s, before the first step
+    iterates = True  # its states are a fixed point of the Jacobi iteration
+    interleaves = True  # its longest pass runs all S slots of every token, not one
+
+    @staticmethod
+    def training_forwards(config, steps):
+        """Passes of the stack for each training token, forward, with R as the mean of its range."""
+        K, R = config.ponder_steps, sum(config.refinements) / 2
+        return sum(slots_of_passes(K, 0)) + R * (K + 1)
+
+    @staticmethod
+    def vocabulary_products(steps):
+        """Products with a table of the vocabulary, head or embedding, for each decoded token."""
+        return 1
+
+
+class FixedDepth(PonderLM3):
+    """Every token takes all K steps and only the last state counts: no router, no mask."""
+
+    has_router = False
+
+    def make_router(self):
+        return None
+
+    def route(self, h, alpha=0.0):
+        """s one-hot at K, and log_w = 0. No finite alpha moves them. (..., n+1, D) -> (..., S)."""
+        s = torch.zeros_like(upcast(h[..., 0, :1])).repeat_interleave(
+            self.config.ponder_steps + 1, dim=-1
+        )
+        s[..., -1] = 1
+        return s, torch.zeros_like(s)
+
+    def key_bias(self, log_w, tau=None):
+        return None
 
 
 def methods_in(file):
@@ -37,7 +86,7 @@ def files():
 
 def all_methods():
     """The classes of all methods, PonderLM-3 first."""
-    return [PonderLM, *(kind for file in files() for kind in methods_in(file))]
+    return [PonderLM3, *(kind for file in files() for kind in methods_in(file))]
 
 
 def find(name):
@@ -46,8 +95,8 @@ def find(name):
     Raises:
         UserError: there is none of this name.
     """
-    if name == PonderLM.method:
-        return PonderLM
+    if name == PonderLM3.method:
+        return PonderLM3
     file = name.partition("-")[0]
     found = [kind for kind in methods_in(file) if kind.method == name] if file in files() else []
     if not found:
@@ -92,6 +141,8 @@ def check_settings(config):
         UserError: an unknown method or backbone, or a setting that it ignores.
     """
     kind, backbone = find(config.method), find_backbone(config.backbone)
+    if backbone is Llama and config.backbone_options:
+        raise UserError(f"backbone_options {config.backbone_options}: llama has none; leave them")
     if not isinstance(config, kind.Config):
         raise ValueError(f"{config.method} has a {kind.Config.__name__}; make it by configure()")
     for field in fields(config):

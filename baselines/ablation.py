@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import MASKED
-from model import PonderLM
+from baselines import PonderLM3
 from router import slot_bias
 
 
@@ -22,14 +22,14 @@ def hide_stopped(bias, log_w, tau):
     return bias if tau is None else bias.masked_fill(slot_bias(log_w, tau) <= MASKED, MASKED)
 
 
-class NoMask(PonderLM):
+class NoMask(PonderLM3):
     method, title, marker = "ablation-mask", "PonderLM-3, no mask", "s"
 
     def key_bias(self, log_w, tau=None):
         return hide_stopped(torch.zeros_like(log_w), log_w, tau)
 
 
-class NoIntegration(PonderLM):
+class NoIntegration(PonderLM3):
     method, title, marker = "ablation-integration", "PonderLM-3, no integration", "^"
 
     def __init__(self, config, *backbone):
@@ -42,7 +42,7 @@ class NoIntegration(PonderLM):
         return F.one_hot(steps.long(), s.size(-1)).to(s.dtype)
 
 
-class UniformRouter(PonderLM):
+class UniformRouter(PonderLM3):
     method, title, marker = "ablation-router", "PonderLM-3, uniform s", "D"
     unused = ("router_offset",)
 
@@ -53,7 +53,7 @@ class UniformRouter(PonderLM):
         self.router.requires_grad_(False)  # its weights start at 0, and stay there
 
 
-class PrintedIndex(PonderLM):
+class PrintedIndex(PonderLM3):
     """Reading note 1: a slot that inference never runs stays visible in training."""
 
     method, title, marker = "ablation-index", "PonderLM-3, printed mask index", "v"

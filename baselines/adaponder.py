@@ -20,8 +20,9 @@ from pydantic import Field
 from torch import nn
 
 from baselines.exits import Gates, LoopWithExits
-from model import PonderConfig, strict_dataclass
+from model import PonderConfig
 from router import upcast
+from runtime import strict_dataclass
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from baselines import PonderLM3
 from baselines.exits import LinearGate
-from model import PonderLM
 
 
 class ContinueGate(LinearGate):
@@ -26,7 +26,7 @@ class ContinueGate(LinearGate):
         return log_w + F.logsigmoid(self.logit(h) + alpha)
 
 
-class AdaptiveCoT(PonderLM):
+class AdaptiveCoT(PonderLM3):
     method, title = "adaptivecot", "Adaptive latent CoT"
     color, marker = "#CC79A7", "X"
     unused = ("router_offset",)

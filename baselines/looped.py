@@ -12,13 +12,13 @@ h        h^(0..K)   (B, T, S, D)    its normed states; h^(K) predicts the next t
 
 import torch
 
-from model import PonderLM
+from baselines import FixedDepth
 
 
-class LoopedLM(PonderLM):
+class LoopedLM(FixedDepth):
     method, title = "looped", "LoopedLM"
     color, marker = "#009E73", "D"
-    has_router = iterates = interleaves = False
+    iterates = interleaves = False
 
     def states(self, idx, R=None, tau=None, alpha=0.0):
         x, h = self.embed(idx), []
@@ -27,7 +27,7 @@ class LoopedLM(PonderLM):
             x = self.transform(x, positions, norm=False)
             h.append(self.model.norm(x))
         h = torch.stack(h, dim=2)  # (B, T, S, D)
-        return h, *self.router(h[:, :, 0])
+        return h, *self.route(h)
 
     def new_cache(self):
         """A loop's queries see the keys of that loop only, so each loop has a cache of its own."""

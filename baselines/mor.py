@@ -23,8 +23,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention import MASKED
-from model import PonderConfig, PonderLM, strict_dataclass
+from baselines import FixedDepth
+from model import PonderConfig
 from router import upcast
+from runtime import strict_dataclass
 
 PARTS = 8  # of a window: in training whole parts run, since each length needs kernels of its own
 
@@ -46,10 +48,10 @@ class ExpertChoiceConfig(PonderConfig):
         return self.capacities or tuple((S - r) / S for r in range(S))
 
 
-class MoR(PonderLM):
+class MoR(FixedDepth):
     """What both forms share: recursion on some tokens, the loss, and how steps are counted."""
 
-    has_router = iterates = interleaves = False
+    iterates = interleaves = False
 
     def recur(self, x, active, n):
         """The stack on the active tokens alone: (B, T, D), (B, T) -> (B, T, D), 0 for the others.

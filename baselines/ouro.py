@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from baselines.exits import LinearGate, LoopWithExits
-from model import PonderConfig, Positive, strict_dataclass
+from model import PonderConfig, Positive
+from runtime import strict_dataclass
 
 
 @strict_dataclass

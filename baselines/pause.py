@@ -9,7 +9,9 @@ import torch
 from pydantic import NonNegativeInt
 from torch import nn
 
-from model import PonderConfig, PonderLM, strict_dataclass
+from baselines import FixedDepth
+from model import PonderConfig
+from runtime import strict_dataclass
 
 
 @strict_dataclass
@@ -22,11 +24,11 @@ class PauseConfig(PonderConfig):
             raise ValueError(f"pause_token = {self.pause_token} is outside the vocabulary")
 
 
-class Pause(PonderLM):
+class Pause(FixedDepth):
     method, title = "pause", "Pause"
     color, marker = "#CC79A7", "v"
     Config = PauseConfig
-    has_router = iterates = False
+    iterates = False
 
     def __init__(self, config, *backbone):
         super().__init__(config, *backbone)
@@ -46,7 +48,7 @@ class Pause(PonderLM):
         (B, T), S = idx.shape, self.config.ponder_steps + 1
         positions = torch.arange(T, device=idx.device).repeat_interleave(S)
         h = self.transform(self.interleave(idx), positions).view(B, T, S, -1)
-        return h, *self.router(h[:, :, 0])
+        return h, *self.route(h)
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):

@@ -8,8 +8,10 @@ only. The LLaMA form in PonderLM-2's code does not accumulate, e_i = e_0 + ..: `
 
 import torch
 
-from model import PonderConfig, PonderLM, strict_dataclass
+from baselines import FixedDepth
+from model import PonderConfig
 from router import upcast
+from runtime import strict_dataclass
 
 
 @strict_dataclass
@@ -17,11 +19,11 @@ class PonderLM1Config(PonderConfig):
     accumulate: bool = True  # add each mixture to the last input, not to the first
 
 
-class PonderLM1(PonderLM):
+class PonderLM1(FixedDepth):
     method, title = "ponderlm1", "PonderLM-1"
     color, marker = "#E69F00", "p"
     Config = PonderLM1Config
-    has_router = iterates = interleaves = False
+    iterates = interleaves = False
 
     def next_input(self, e, e0, h):
         """e_{i-1}, e_0 and h = F(e_{i-1}), (B, T, D) each -> e_i."""
@@ -38,7 +40,7 @@ class PonderLM1(PonderLM):
             e = self.next_input(e, e0, h[-1])
             h.append(self.transform(e, positions))
         h = torch.stack(h, dim=2)  # (B, T, S, D)
-        return h, *self.router(h[:, :, 0])
+        return h, *self.route(h)
 
     def new_cache(self):
         """A cache for each pass."""

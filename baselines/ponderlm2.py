@@ -3,11 +3,10 @@
 It is PonderLM-3 with a fixed depth in place of the router: s is one-hot at K, and no key is masked.
 """
 
-from model import PonderLM
+from baselines import FixedDepth
 
 
-class PonderLM2(PonderLM):
+class PonderLM2(FixedDepth):
     method, title = "ponderlm2", "PonderLM-2"
     color, marker = "#0072B2", "s"
     defaults = {"refinements": (2, 3)}
-    has_router = False

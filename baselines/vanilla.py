@@ -1,14 +1,13 @@
 """The backbone alone: K = 0, a plain Llama. One pass, one slot a token."""
 
-from model import PonderLM
+from baselines import FixedDepth
 
 
-class Vanilla(PonderLM):
+class Vanilla(FixedDepth):
     method, title = "vanilla", "vanilla"
     color, marker = "#000000", "^"
     defaults = {"ponder_steps": 0, "router_offset": None}
     unused = ("backprop_passes", "feedback_scale")
-    has_router = False
 
     @staticmethod
     def training_forwards(config, steps):

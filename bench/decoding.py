@@ -26,9 +26,9 @@ from baselines import build, find
 from bench.timing import Some, machine, medians, print_table, seconds_of, write_results
 from bench.training_step import matmul_peak
 from engine.batching import Engine, serves
-from engine.choosing import check_request
 from engine.prefill import settle
 from engine.products import FEW, WEIGHTS
+from engine.request import check_request
 from interop import find_model, load, save
 from model import Count, LlamaConfig
 from runtime import UserError, autocast, pick_device, progress

@@ -13,10 +13,10 @@ from bench.decoding import How, llama, prompts_of
 from bench.timing import machine, medians
 from corpus.tokenizers import load_tokenizer
 from engine.products import WEIGHTS
+from engine.request import scored_tau
 from interop import INCLUDED, find_model, load
 from model import Count
 from runtime import UserError, pick_device
-from sample import scored_tau
 
 TEXT = Path(__file__).parents[1] / "README.md"
 Length = Annotated[int, Field(ge=2)]

@@ -3,7 +3,7 @@
 batching.py has the Engine, rows.py the state of its rows and a pass over them, cache.py their keys
 and values, prefill.py reads prompts in parallel, slot_step.py runs one slot of each row,
 cuda_graphs.py replays passes on a GPU. All of these may be changed as long as they decode what
-sample.py decodes: tests/engine compares every logit with it. choosing.py and printing.py, from
-logits to tokens and samples, serve sample.py too.
-The folder may import the method (model and below); only its __main__ imports sample.py.
+sample.py decodes: tests/engine compares every logit with it. request.py has what every decoder
+shares, sample.py too: options, the choice of a token, prompts, printing.
+The folder may import the method, baselines, corpus and interop.
 """

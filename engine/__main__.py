@@ -13,11 +13,9 @@ from typing import Annotated, Literal
 import tyro
 
 from engine.batching import Engine
-from engine.choosing import Sample
-from engine.printing import replacing, summary
-from model import Count, strict_dataclass
-from runtime import command_line, progress
-from sample import Options, Request
+from engine.request import Options, Request, Sample, replacing, summary
+from model import Count
+from runtime import command_line, progress, strict_dataclass
 
 
 @strict_dataclass

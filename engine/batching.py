@@ -28,14 +28,14 @@ from pydantic import Field
 
 from attention import HALF, decoding_kernels
 from engine.cache import PromptLayer, SlotCache
-from engine.choosing import Sample, check_request, choose_finite, not_finite, uniform
 from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import settle
 from engine.products import WEIGHTS, has_bfloat16
+from engine.request import Sample, check_request, choose_finite, not_finite, uniform
 from engine.rows import HostRows, Rows
 from engine.slot_step import fastest_weights
-from model import Count, Llama, strict_dataclass
-from runtime import UserError, autocast
+from model import Count, Llama
+from runtime import UserError, autocast, strict_dataclass
 
 PLACES = 16  # a CPU's passes see multiples of so many places
 AGAIN = 0.97  # what a way of reading prompts seems to cost falls so when it is not taken
@@ -143,7 +143,7 @@ class Engine:
     def pick_weights(self, weights):
         fitting = self.device.type == "cpu" and self.dtype == torch.float32
         if weights == "auto":
-            choice = fitting and has_bfloat16() and type(self.model.model) is Llama
+            choice = fitting and has_bfloat16() and self.model.model.Block is Llama.Block
             return fastest_weights(self.model, self.options.batch_size) if choice else "float32"
         if weights != "float32" and not fitting:
             raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")

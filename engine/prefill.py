@@ -99,9 +99,9 @@ def settle(
         places = order[..., None].expand(-1, -1, e.size(-1))  # (R, N, D)
         x = torch.cat([e[rows, :, None], model.feed_back(h[rows, :, :-1])], dim=2)  # (R, T, S, D)
         x = x.flatten(1, 2).gather(1, places)  # (R, N, D)
-        key_bias = None
-        if model.has_router:
-            key_bias = model.key_bias(log_w[rows]).flatten(1).gather(1, order)  # (R, N)
+        key_bias = model.key_bias(log_w[rows])  # (R, T, S), or None
+        if key_bias is not None:
+            key_bias = key_bias.flatten(1).gather(1, order)  # (R, N)
         for layer in cache or ():
             layer.rows = rows
         with decoding_kernels(device):

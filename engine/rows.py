@@ -27,8 +27,8 @@ import torch.nn.functional as F
 
 from attention import key_channels
 from engine.cache import SlotCache
-from engine.choosing import choose
 from engine.products import matrix
+from engine.request import choose
 from engine.slot_step import make_step
 from router import mask_score, upcast
 
@@ -63,11 +63,11 @@ class Rows:
         self.step = make_step(model, B, dtype, weights)
         self.head = matrix(weight, dtype, B, weights)  # D -> V
         self.x = weight.new_zeros(B, config.hidden_size)
-        s, _ = model.router(self.x)
+        s, _ = model.route(self.x[:, None])
         self.h_hat = torch.zeros_like(self.x, dtype=s.dtype)
         self.s = s.clone()  # for good, without a learned router; so are the channels
         self.channels = torch.zeros(B, S, 2, dtype=dtype, device=device)
-        if model.has_router:
+        if model.router is not None:
             self.router = upcast(model.router.proj.weight).T.contiguous()  # (D, S)
             self.shift = model.router.offset + alpha * torch.arange(S, device=device)  # (S,)
         self.counters = torch.zeros(B, 6, dtype=torch.long, device=device)
@@ -119,7 +119,7 @@ class Rows:
         counters = self.counters[:A]
         k, steps, position, length, given, limit = counters.unbind(1)
         h = self.run(A, places, position, length, k)
-        if self.model.has_router:
+        if self.model.router is not None:
             first = (k == 0)[:, None]
             s, channels, found = self.route(h)
             self.s[:A] = torch.where(first, s, self.s[:A])
@@ -199,7 +199,7 @@ class HostRows(Rows):
         position, length, k = now.unbind(1)
         h = self.run(A, places, position, length, k)
         first = [row for row, c in enumerate(counters) if c.k == 0]
-        if first and self.model.has_router:
+        if first and self.model.router is not None:
             at = index(first)
             self.s[at], self.channels[at], steps = self.route(h[at])
             for row, K_hat in zip(first, steps.tolist(), strict=True):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from attention import attend_to_cache, padded_width, query_channels
 from engine.products import WEIGHTS, gated, matrix
-from model import Llama, rotary_angles
+from model import Llama
 from runtime import UserError, autocast
 
 
@@ -66,7 +66,9 @@ class SlotStep:
 
         # One more: a row that has read its last token points behind it.
         positions = torch.arange(config.block_size + 1, device=device)
-        turned = torch.stack(rotary_angles(positions, config)).to(dtype)  # (2, T+1, d)
+        angle = positions[:, None] * model.model.frequency(device)  # (T+1, d/2)
+        cos, sin = angle.cos(), angle.sin()
+        turned = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).to(dtype)
         as_it_is = torch.zeros_like(turned)
         as_it_is[0] = 1
         # Queries and keys are turned (kind 0), values are not (kind 1): (2, T+1, 2, d).
@@ -152,7 +154,7 @@ def make_step(model, batch_size, dtype, weights="float32"):
     Raises:
         UserError: weights of few bits for another backbone than LLaMA.
     """
-    if type(model.model) is Llama:
+    if model.model.Block is Llama.Block:
         return SlotStep(model, batch_size, dtype, weights)
     if weights != "float32":
         raise UserError(f"weights = {weights} is for llama, not {model.model.name}; leave it")

@@ -14,13 +14,13 @@ import tyro
 from pydantic import NonNegativeInt
 
 from corpus.tokenizers import load_tokenizer
+from engine.request import Tau, chosen_tau
 from evaluation import benchmarks
 from evaluation.harness import harness_lm
 from evaluation.perplexity import score_texts, show
 from interop import INCLUDED, find_model, load
 from model import Count, Given, strict_dataclass
 from runtime import UserError, command_line, pick_device, read_json, write_json
-from sample import Tau, chosen_tau
 
 OF_TEXTS = ("data", "stride", "windows")
 OF_TASKS = ("num_fewshot", "limit", "include_path")

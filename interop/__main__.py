@@ -14,10 +14,10 @@ from typing import Literal
 import tyro
 
 from corpus.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from engine.request import scored_tau
 from interop import load, locate, save
 from interop.export import export
 from runtime import UserError, command_line, read_json, write_json
-from sample import scored_tau
 
 
 def main(

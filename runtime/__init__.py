@@ -315,6 +315,17 @@ def reduce(tensor, device):
     return tensor.cpu()
 
 
+def average_gradients(model):
+    """Let all processes have the mean of their gradients."""
+    if dist.is_initialized():
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for g, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            g.copy_(mean.view_as(g))
+
+
 def any_process(flag):
     """Whether a flag is set in any of the processes."""
     flags = [flag]

@@ -1,29 +1,43 @@
-"""Every setting of a training: defaults, presets, the command line, what is refused, the corpus."""
+"""Every setting of a training: defaults, presets, the command line, and the door.
+
+`parse` reads the command line into a TrainConfig, in which much may be 'auto' or None.
+`open_training` is the door: what was left open is decided there, once, and whatever lies behind it
+gets plain values.
+"""
 
 import argparse
 import hashlib
 import os
 import shlex
 import shutil
-import sys
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Literal
 
 import numpy as np
+import torch
 import tyro
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from attention import BACKENDS
-from baselines import check_settings, configure
+from baselines import build, check_settings, configure, find, unused_settings
 from corpus.batches import Windows, is_prepared, load_tokens
 from corpus.preparation import prepare
-from interop import from_json, locate, newest_run, parse_config
-from model import Count, Given, PonderConfig, Size, strict_dataclass
-from runtime import UserError, check_json, pick_device, read_json
-from training.runs import changes, check_free, checkpoints, new_run
-from training.warm_start import can_warm_up, start_defaults, tokenizer_beside
+from interop import from_json, load, newest_run, parse_config
+from model import Count, Given, PonderConfig, PonderLM, Size
+from runtime import (
+    UserError,
+    check_json,
+    first_process_first,
+    from_first,
+    join_processes,
+    pick_device,
+    pick_precision,
+    pick_threads,
+    read_json,
+    strict_dataclass,
+)
+from training.runs import changes, check_free, checkpoints, new_run, step_of, unreadable
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -35,7 +49,7 @@ class TrainConfig:
     name: Given | None = None  # of the run, in --out; by default preset and time
     out: Given = "out"  # where runs are kept
     resume: bool = False  # go on with the run --name, or the newest, with its settings
-    # Begin from a model: a directory (Llama or GPT-NeoX, PonderLM-2, a run) or a name of the Hub.
+    # begin from a model: a directory (Llama or GPT-NeoX, PonderLM-2, a run) or a name of the Hub.
     # Its shape, tokenizer and window (as far as the preset's goes) become the defaults.
     init_from: Given | None = None
     data: Given = "pydocs"  # or pysource, shakespeare, a file, a folder of texts or of .bin files
@@ -69,7 +83,7 @@ class TrainConfig:
     device: str = "auto"  # auto, cpu, cuda, mps
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None  # on a CPU; None: what is faster
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is fast
-    backend: Literal[BACKENDS] = "auto"  # attention; auto: on CUDA the fastest, measured
+    backend: str = "auto"  # of attention, see kernels/; auto: on CUDA the fastest, measured
     compile: bool = False  # compile the blocks: faster steps, after a minute
     recompute: bool = False  # compute each pass again in the backward pass, to save memory
 
@@ -79,8 +93,6 @@ class TrainConfig:
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
 MAY_CHANGE |= {"tau_cost"}
 MAY_CHANGE |= {"data", "device", "threads", "precision", "backend", "compile", "recompute"}
-# Fields that older files lack.
-LATER = ("model", "init_from", "ponder_warmup", "ponder_from", "threads", "tau_cost")
 PRESETS = {
     # A 2-core CPU, minutes. d = 24 is 32 with the bias channels, a width that GPU kernels have.
     "tiny": TrainConfig(
@@ -125,27 +137,9 @@ PRESETS = {
 
 # -- The command line ------------------------------------------------------------------------------
 
-# Flags that became methods, and what to write now.
-OLD_FLAGS = {
-    "--router": {"always": "--method ponderlm2"},
-    "--ablation": {x: f"--method ablation-{x}" for x in ("mask", "integration", "router")},
-    "--printed-mask-index": {"": "--method ablation-index"},
-}
-
-
-def refuse_old_flags(argv):
-    for i, word in enumerate(argv):
-        flag, _, value = word.replace("_", "-").partition("=")
-        if flag in OLD_FLAGS:
-            value = value or (argv[i + 1] if i + 1 < len(argv) else "")
-            now = OLD_FLAGS[flag].get("" if "" in OLD_FLAGS[flag] else value)
-            way_out = f"write {now}" if now else "it is the default; leave it out"
-            raise UserError(f"{flag} {value} has another form now: {way_out}")
-
 
 def parse(argv=None, description=None):
     """The command line: --preset chooses the defaults that --help shows and other flags change."""
-    refuse_old_flags(sys.argv[1:] if argv is None else argv)
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--preset", default="auto")
     first.add_argument("--method")
@@ -166,6 +160,8 @@ def parse(argv=None, description=None):
             preset = "small" if pick_device(known.device).type == "cuda" else "tiny"
         defaults = PRESETS[preset]
         if known.init_from:
+            from training.warm_start import start_defaults
+
             flags = known.method, known.steps, known.ponder_steps
             defaults = start_defaults(defaults, known.init_from, *flags)
         elif known.method:
@@ -185,7 +181,7 @@ def check(config, processes=1):
         UserError: which, and what to do.
     """
     check_settings(config.model)
-    if config.ponder_warmup and not can_warm_up(config.model.method):
+    if config.ponder_warmup and "router_offset" in unused_settings(find(config.model.method)):
         raise UserError(
             f"ponder_warmup = {config.ponder_warmup}: {config.model.method} has no router to warm "
             "up; leave it at 0"
@@ -236,9 +232,7 @@ def read_settings(out, name=None):
     try:
         model = parse_config(content["config"].pop("model"))
         corpus = check_json(content["corpus"], Corpus)
-        if content["config"]["data"] == "hops":  # its name before it was a folder
-            content["config"]["data"] = "data/lookup"
-        config = from_json(TrainConfig, content["config"], LATER)
+        config = from_json(TrainConfig, content["config"] | {"model": {}})
         return run, replace(config, model=model), corpus
     except (UserError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} does not hold the settings of a run: {error}") from None
@@ -257,18 +251,16 @@ def read_run(path):
     return read_settings(run.parent, run.name)
 
 
-def open_run(config, corpus):
-    """A new run, or with config.resume an old one.
+def go_on(config, corpus):
+    """The run that a training with --resume goes on with.
 
     Returns:
-        Its directory, the checkpoint to go on from (or None), and {name: (before, now)} of the
-        settings that changed.
+        Its directory, its newest checkpoint (or None), and {name: (before, now)} of the settings
+        that changed.
 
     Raises:
         UserError: a change that is not in MAY_CHANGE; nothing is touched then.
     """
-    if not config.resume:
-        return new_run(config.out, config.name, config.preset), None, {}
     run, before, corpus_before = read_settings(config.out, config.name)
     changed = changes(before, config)
     if not is_same(corpus, corpus_before):
@@ -292,8 +284,8 @@ class Corpus(TypedDict):
     train_tokens: int
     val_tokens: int
     sha256: str  # of the first and the last 10^6 training tokens
-    val_sha256: NotRequired[str]  # the same of validation; this and the next came later
-    tokenizer: NotRequired[str]  # its digest
+    val_sha256: str  # the same of validation
+    tokenizer: str  # its digest
 
 
 def describe_corpus(folder, tokenizer, train, val):
@@ -309,29 +301,31 @@ def describe_corpus(folder, tokenizer, train, val):
 
 
 def is_same(corpus, other):
-    """Whether two corpora have the same tokens, by all that both are known by but the name."""
-    shared = (corpus.keys() & other.keys()) - {"name"}
-    return all(corpus[key] == other[key] for key in shared)
+    """Whether two corpora have the same tokens, by all that they are known by but the name."""
+    return corpus | {"name": ""} == other | {"name": ""}
+
+
+def pick_tokenizer(config):
+    """What `auto` stands for, as `prepare` takes it: None is the corpus's own, or bytes."""
+    if config.tokenizer != "auto":
+        if config.init_from and config.tokenizer == "bpe":
+            raise UserError(
+                f"--tokenizer bpe would be a new one, which {config.init_from} does not know; "
+                "leave it out to take the model's own"
+            )
+        return config.tokenizer
+    if config.init_from:
+        from training.warm_start import tokenizer_beside
+
+        return tokenizer_beside(config)
+    of_preset = {"tiny": "bytes", "small": "bpe"}.get(config.preset, "gpt2")
+    return None if is_prepared(config.data) else of_preset
 
 
 def open_corpus(config):
     """The corpus of a config -> folder, tokenizer, train and validation tokens."""
-    name, V = config.tokenizer, config.model.vocab_size
-    if name == "auto" and config.init_from:
-        if config.resume:  # the first model may be gone
-            place, _, _ = read_settings(config.out, config.name)
-        else:
-            place = locate(config.init_from)
-        name = tokenizer_beside(place, config.data)
-    elif name == "auto":
-        of_preset = {"tiny": "bytes", "small": "bpe"}.get(config.preset, "gpt2")
-        name = None if is_prepared(config.data) else of_preset
-    if config.init_from and name == "bpe":
-        raise UserError(
-            f"--tokenizer bpe would be a new one, which {config.init_from} does not know; leave it "
-            "out to take the model's own"
-        )
-    folder, tokenizer = prepare(config.data, name, V)
+    V = config.model.vocab_size
+    folder, tokenizer = prepare(config.data, pick_tokenizer(config), V)
     if config.init_from and tokenizer.vocab_size > V and not tokenizer.padded:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, {config.init_from} only {V}; leave "
@@ -354,8 +348,131 @@ def validation_windows(path, data=None):
     # Its own tokenizer, as when it is resumed: a model that it began from may be gone.
     here = replace(config, resume=True, out=str(run.parent), name=run.name)
     if data:
-        tokenizer_beside(run, data)  # has the same ids
+        from training.warm_start import check_ids
+
+        check_ids(run, data)
     folder, tokenizer, train, val = open_corpus(replace(here, data=data or config.data))
     if not data and not is_same(describe_corpus(folder, tokenizer, train, val), corpus):
         raise UserError(f"{path} was trained with another corpus than {config.data} is now")
     return config, tokenizer, Windows(val, config.model.block_size, seed=0)
+
+
+# -- The door --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """A training of which everything is decided."""
+
+    config: TrainConfig
+    run: Path
+    checkpoint: Path | None  # where it goes on from
+    changed: dict  # the settings that a resumed training changes: {name: (before, now)}
+    corpus: Corpus
+    folder: Path  # of the corpus
+    tokenizer: object
+    windows: Windows
+    val: Windows
+    model: PonderLM
+    device: torch.device
+    dtype: torch.dtype  # of the matrix products
+    rank: int
+    processes: int
+
+    def lead_router(self, done):
+        """After so many steps the router of a former Llama is so far on its way (warm_start.py)."""
+        if self.config.ponder_warmup:
+            from training.warm_start import offset_at
+
+            self.model.set_offset(offset_at(done, self.config))
+
+
+def open_training(config):
+    """Decide all that a config leaves open -> Training.
+
+    Raises:
+        UserError: settings that do not fit each other, this machine, or the run that goes on.
+    """
+    rank, processes, device = join_processes(pick_device(config.device))
+    check(config, processes)
+    threads = pick_threads(config.threads, device)
+    dtype = from_first(pick_precision(config.precision, device))  # it may have been measured
+    backend = from_first(pick_backend(config, processes, device, dtype))
+    config = replace(config, threads=threads, precision=str(dtype)[6:], backend=backend)
+    with first_process_first():
+        folder, tokenizer, train_tokens, val_tokens = open_corpus(config)
+    T = config.model.block_size
+    windows, val = Windows(train_tokens, T, config.seed), Windows(val_tokens, T, seed=0)
+    if config.init_from and not config.resume:
+        from training.warm_start import with_feedback
+
+        # by the same windows for all seeds
+        config = from_first(with_feedback(config, Windows(train_tokens, T, seed=0)))
+    corpus = describe_corpus(folder, tokenizer, train_tokens, val_tokens)
+    run, checkpoint, changed = None, None, {}
+    if config.resume:
+        run, checkpoint, changed = from_first(None if rank else go_on(config, corpus))
+    model = open_model(config, tokenizer, checkpoint).to(device).train()
+    prepare_kernels(model, config, device, dtype)
+    if not run:  # only now, where nothing can be refused any more
+        run = from_first(None if rank else new_run(config.out, config.name, config.preset))
+    return Training(
+        config, run, checkpoint, changed, corpus, folder, tokenizer, windows, val, model, device,
+        dtype, rank, processes,
+    )  # fmt: skip
+
+
+def pick_backend(config, processes, device, dtype):
+    """The name of the attention backend: `auto` is the fastest in a training's longest pass."""
+    from kernels.attention import fastest
+    from kernels.attention import find as find_backend
+
+    if config.backend != "auto":
+        find_backend(config.backend, device, dtype)
+        return config.backend
+    model, method = config.model, find(config.model.method)
+    B = config.micro_batch_size or config.batch_size // processes
+    N = model.block_size * (model.ponder_steps + 1 if method.interleaves else 1)
+    shape = B, model.num_attention_heads, N, model.head_width
+    biased, G = method.has_router, model.key_value_heads
+    return fastest(shape, G, device, dtype, biased=biased, compiled=config.compile)
+
+
+def open_model(config, tokenizer, checkpoint):
+    """The model of a training: new, begun from another one, or that of a checkpoint."""
+    # Large tables are padded, for the GPU's matrix products; a trained one is as it is.
+    V = tokenizer.vocab_size if tokenizer.vocab_size < 1024 else -(-tokenizer.vocab_size // 64) * 64
+    V = config.model.vocab_size if config.init_from else V
+    shape = replace(config.model, vocab_size=V)
+    torch.manual_seed(config.seed)
+    if config.ponder_warmup:
+        from training.warm_start import offset_at
+
+        step = step_of(checkpoint) if checkpoint else 0
+        shape = replace(shape, router_offset=offset_at(step, config))
+    if not checkpoint:
+        if not config.init_from:
+            return build(shape)
+        from training.warm_start import start_from
+
+        return start_from(config.init_from, shape)
+    try:
+        model = load(checkpoint)
+        if model.config != shape:
+            raise UserError(f"{checkpoint}/config.json: {changes(shape, model.config)}")
+    except UserError as error:
+        raise unreadable(checkpoint, error) from None
+    return model
+
+
+def prepare_kernels(model, config, device, dtype):
+    """How the model runs, which is no property of its weights."""
+    from kernels import attention, blocks
+
+    model.backend = attention.find(config.backend, device, dtype)
+    model.recompute = config.recompute
+    if device.type == "cpu":
+        blocks.keep_freed_memory()
+    blocks.use_fast_blocks(model, norms=device.type == "cpu" and not config.compile)
+    if config.compile:
+        blocks.compile_blocks(model)

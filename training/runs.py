@@ -21,8 +21,8 @@ import shlex
 import shutil
 import signal
 import time
-from contextlib import contextmanager
-from dataclasses import is_dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Annotated, NotRequired
 
@@ -33,7 +33,20 @@ from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from interop import is_model, save
-from runtime import UserError, check_json, read_bytes, read_json, sync, write_text, writing
+from runtime import (
+    UserError,
+    any_process,
+    check_json,
+    clock,
+    commit,
+    read_bytes,
+    read_json,
+    reduce,
+    sync,
+    write_json,
+    write_text,
+    writing,
+)
 
 # -- Runs ------------------------------------------------------------------------------------------
 
@@ -126,7 +139,7 @@ class Scores(TypedDict):
     loss: Finite
     steps: Annotated[Finite, Field(ge=0)]
     truncated: list[Finite]
-    weight: NotRequired[list[Finite]]  # came later
+    weight: list[Finite]
     alone: list[Finite]
     stopped: list[Finite]
 
@@ -142,7 +155,7 @@ class Results(TypedDict):
     fixed: Scores
     hard: Scores
     permuted: Scores
-    chosen: NotRequired[Chosen | None]  # at the tau that training chose; came later
+    chosen: Chosen | None  # at the tau that training chose; None without a router
     R: Number
     unigram_entropy: Finite
 
@@ -316,9 +329,9 @@ def read_trainer(checkpoint, optimizer):
             raise ValueError(f"it is of step {trainer['step']}")
         state, now = trainer["optimizer"]["state"], optimizer.state_dict()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if state.keys() != set(range(len(parameters))):
+        if state.keys() != set(range(len(parameters)) if trainer["step"] else ()):
             raise ValueError(f"it has {len(state)} states for {len(parameters)} parameters")
-        for i, p in enumerate(parameters):  # shapes and layouts, which torch trusts
+        for i, p in enumerate(parameters if state else ()):  # shapes, which torch trusts
             expected = {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
             found = {name: value.shape for name, value in state[i].items()}
             if found != expected:
@@ -354,38 +367,6 @@ def check_finite(run, step, **values):
         raise UserError(f"step {step} is not finite ({values}): {way_back(run)}")
 
 
-class Watch:
-    """What the steps of a training log, looked at one step late: then a GPU is never waited for."""
-
-    def __init__(self, run):
-        self.run, self.last = run, None
-
-    def add(self, step, logged):
-        """Look at the step before; {name: scalar on the device} begin their way to the host."""
-        self.look()
-        values = torch.stack([*logged.values()])
-        arrived = torch.cuda.Event() if values.is_cuda else None
-        values = values.to("cpu", non_blocking=True)  # a GPU's into pinned memory
-        if arrived:
-            arrived.record()
-        self.last = step, logged.keys(), values, arrived
-
-    def look(self):
-        """Wait for the last step, unless that has been done. -> {name: number} that it logged.
-
-        Raises:
-            UserError: one of them is not finite.
-        """
-        if self.last is None:
-            return {}
-        (step, names, values, arrived), self.last = self.last, None
-        if arrived:
-            arrived.synchronize()
-        logged = dict(zip(names, values.tolist(), strict=True))
-        check_finite(self.run, step, **logged)
-        return logged
-
-
 def way_back(run):
     if not checkpoints(run):
         return "there is no checkpoint yet, so start again with a lower --learning-rate"
@@ -395,7 +376,7 @@ def way_back(run):
     )
 
 
-# -- Stopping -----------------------------------------------------------------------------------
+# -- A training that survives ----------------------------------------------------------------------
 
 
 class Stopped(Exception):
@@ -403,29 +384,174 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Within `with StopSignal() as stop`, SIGINT and SIGTERM only set `stop.received`.
+    """From `start` to `end` SIGINT and SIGTERM only set `received`.
 
-    After `stop.at_once(True)`, when there is nothing left to lose, they raise Stopped. The same
-    signal a second time ends the process.
+    While `saved` is set, when there is nothing left to lose, they raise Stopped. The same signal a
+    second time ends the process.
     """
 
-    def __enter__(self):
+    def start(self):
         self.received = self.saved = False
         self.before = {s: signal.signal(s, self.handle) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
 
     def handle(self, number, frame):
         self.received = True
         signal.signal(number, signal.SIG_DFL)
         os.write(2, b"\nstopping after this step; once more to exit at once\n")
-        self.at_once(self.saved)
-
-    def at_once(self, saved):
-        """Whether all is saved, so that a signal, also one that came before, may stop it now."""
-        self.saved = saved
-        if saved and self.received:
+        if self.saved:
             raise Stopped
 
-    def __exit__(self, *error):
+    def end(self):
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+
+class Session:
+    """A run while it is trained: its lock, log and checkpoints, and signals that stop it.
+
+        with Session(training, optimizer) as session:
+            for step in session.steps():
+                ..                              # the step
+                session.log(step, numbers)      # scalars on the device
+                if session.is_due(step):
+                    session.log_validation(step, loss)
+                    session.save(step)
+            session.finish(results)
+
+    All of a step is a function of its number, the weights and the optimizer, so that a resumed
+    training is the same one. What a step logs is looked at one step late: a GPU is never waited
+    for. Of several processes only the first writes.
+    """
+
+    def __init__(self, training, optimizer):
+        self.t, self.optimizer = training, optimizer
+        self.run, self.config = training.run, training.config
+        self.first, self.seconds = 0, 0.0  # steps done before, and what they took
+        self.stop, self.last = StopSignal(), None
+        self.lock = nullcontext() if training.rank else locked(training.run)
+
+    def __enter__(self):
+        self.lock.__enter__()
+        t = self.t
+        if t.checkpoint:
+            self.first, self.seconds = read_trainer(t.checkpoint, self.optimizer)
+        if self.first > self.config.steps:
+            raise UserError(
+                f"{t.checkpoint} is beyond step {self.config.steps}; go on with a larger --steps"
+            )
+        self.before = self.seconds
+        machine = {"torch": torch.__version__, "device": t.device.type, "processes": t.processes}
+        machine |= {"threads": self.config.threads, "commit": commit()}
+        if not t.rank:
+            t.tokenizer.save(self.run / "tokenizer.json")
+            write_json(self.run / "train.json", {"config": asdict(self.config), "corpus": t.corpus})
+            begin_log(self.run, self.first, t.changed, machine)
+            if t.checkpoint:
+                publish(t.checkpoint)
+            elif self.config.init_from:
+                self.write_checkpoint(0)  # from here on the first model is not needed any more
+        size = sum(p.numel() for p in t.model.parameters())
+        print(f"{self.run}: {size:,} parameters, {self.config.precision}, {self.config.backend}")
+        print(f"{machine}")
+        self.stop.start()
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.stop.end()
+        self.lock.__exit__(kind, error, trace)
+        if kind is Stopped:
+            print(f"stopped; go on with: {resume_command(self.run)}")
+        return kind is Stopped
+
+    def steps(self):
+        """Yield the numbers of the steps that are left, from 0 on."""
+        for step in range(self.first, self.config.steps):
+            self.stop.saved = False
+            self.began = time.time()
+            yield step
+            if any_process(self.stop.received):
+                if not self.is_due(step):
+                    self.save(step)
+                raise Stopped
+        self.stop.saved = True
+
+    def is_due(self, step):
+        """Whether a checkpoint follows this step."""
+        done = step + 1
+        return done == self.config.steps or done % self.config.eval_every == 0
+
+    def log(self, step, values):
+        """{name: scalar on the device} of a step begin their way to the host. Those of the step
+        before are looked at; every `log_every` steps a line is printed and written."""
+        self.look()
+        numbers = torch.stack([*values.values()])
+        arrived = torch.cuda.Event() if numbers.is_cuda else None
+        numbers = numbers.to("cpu", non_blocking=True)  # a GPU's into pinned memory
+        if arrived:
+            arrived.record()
+        self.last, done, config = (step + 1, values.keys(), numbers, arrived), step + 1, self.config
+        if not (done % config.log_every == 0 or done == config.steps):
+            self.seconds += time.time() - self.began
+            return
+        row = self.look()
+        self.seconds += time.time() - self.began
+        numbers = reduce(torch.tensor([*row.values()]), self.t.device) / self.t.processes
+        row = dict(zip(row, numbers.tolist(), strict=True))
+        a_step = (self.seconds - self.before) / (done - self.first)
+        row["tokens_per_second"] = config.batch_size * config.model.block_size / a_step
+        print(
+            f"step {done}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
+            f"penalty {row['penalty']:.4f}  K-hat {row['K_hat']:.2f}  "
+            f"{row['tokens_per_second']:,.0f} tok/s  left {clock(a_step * (config.steps - done))}",
+            flush=True,
+        )
+        self.append({"step": done, **row})
+
+    def look(self):
+        """Wait for the last step, unless that has been done. -> {name: number} that it logged.
+
+        Raises:
+            UserError: one of them is not finite.
+        """
+        if self.last is None:
+            return {}
+        (done, names, numbers, arrived), self.last = self.last, None
+        if arrived:
+            arrived.synchronize()
+        values = dict(zip(names, numbers.tolist(), strict=True))
+        check_finite(self.run, done, **values)
+        return values
+
+    def append(self, row):
+        if not self.t.rank:
+            append_line(self.run / "log.jsonl", row)
+
+    def log_validation(self, step, loss, windows):
+        self.look()
+        done = step + 1
+        print(
+            f"step {done}/{self.config.steps}  validation {loss:.3f} ({windows} windows)",
+            flush=True,
+        )
+        check_finite(self.run, done, validation=loss)
+        self.append({"step": done, "val": loss})
+
+    def save(self, step):
+        """A checkpoint after a step."""
+        self.look()  # before anything is saved
+        if not self.t.rank:
+            self.write_checkpoint(step + 1)
+
+    def write_checkpoint(self, done):
+        save_checkpoint(self.run, self.t.model, self.optimizer, done, self.seconds)
+
+    def finish(self, results):
+        """Keep the final evaluation."""
+        if not self.t.rank:
+            write_json(self.run / "results.json", results)
+            draw_losses(self.run)
+        best = best_checkpoint(self.run)
+        if best != checkpoints(self.run)[-1]:
+            print(f"an earlier checkpoint had a better validation loss: {best}")
+        ponders = f" --tau {self.config.tau:g} --show-steps" * bool(self.config.model.ponder_steps)
+        print(f"next: python sample.py --run {shlex.quote(str(self.run))}{ponders}")

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from attention import sdpa
 from runtime import rank_and_size, reduce
 
 
@@ -57,7 +58,7 @@ def evaluate(
     """
     was_training, backend = model.training, model.backend
     model.eval()
-    model.backend = "auto"  # one that can do float32
+    model.backend = sdpa  # which can do float32
     S, total = model.config.ponder_steps + 1, 0
     if tau_steps is None:
         tau_steps = 1e-4 if tau is None else tau
@@ -77,11 +78,11 @@ def evaluate(
             model.router = router
         steps = model.executed(log_w, tau_steps)
         h_hat = model.integrate(h, s, None if tau is None else steps)
-        found = [model.token_losses(h_hat, y).sum()]
+        found = [model.cross_entropy(h_hat, y).sum()]
         if mixes:  # otherwise there is nothing to truncate or weigh
-            found += [model.token_losses(truncate(h, s, i), y).sum() for i in range(S)]
+            found += [model.cross_entropy(truncate(h, s, i), y).sum() for i in range(S)]
             found += [s[..., i].sum() for i in range(S)]
-        found += [model.token_losses(h[:, :, i], y).sum() for i in range(S)]
+        found += [model.cross_entropy(h[:, :, i], y).sum() for i in range(S)]
         found += [(steps == i).sum() for i in range(S)]
         sums += torch.stack([x.to(found[0].dtype) for x in found]).cpu().double()
         total += y.numel()

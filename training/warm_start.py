@@ -78,11 +78,23 @@ def start_defaults(defaults, name, method=None, steps=None, ponder_steps=None):
     return replace(defaults, model=shape, learning_rate=rate, ponder_warmup=warmup)
 
 
-def tokenizer_beside(place, data):
-    """Where the tokenizer of a model is, as `prepare` takes it.
+def tokenizer_beside(config):
+    """Where the tokenizer of a training's model is, as `prepare` takes it: that of --init-from, or
+    when it is resumed its own, since the first model may be gone.
 
     Raises:
-        UserError: it has none, or `data` is a prepared corpus with the ids of another one.
+        UserError: as check_ids.
+    """
+    place = locate(config.init_from) if not config.resume else Path(config.out, config.name)
+    check_ids(place, config.data)
+    return str(place)
+
+
+def check_ids(place, data):
+    """Refuse to feed a model the ids of others.
+
+    Raises:
+        UserError: it has no tokenizer, or `data` is a prepared corpus with the ids of another one.
     """
     if not (place / "tokenizer.json").is_file():
         raise UserError(f"{place} has no tokenizer.json; name a tokenizer, for instance bytes")
@@ -91,7 +103,6 @@ def tokenizer_beside(place, data):
         print(f"note: {data} has no tokenizer.json; its ids are taken for those of {place}")
     elif is_prepared(data) and load_tokenizer(file).digest != own.digest:
         raise UserError(f"{data} has ids of another tokenizer than that of {place}")
-    return str(place)
 
 
 def start_from(directory, config):
@@ -100,7 +111,7 @@ def start_from(directory, config):
     Raises:
         UserError: as read_config; or a model of another method or shape.
     """
-    base = load(directory)
+    base = load(locate(directory))
     if base.config.method not in ("vanilla", config.method):
         raise UserError(
             f"{directory} is a {base.config.method} and can only go on as that: --method "
@@ -121,21 +132,25 @@ def start_from(directory, config):
 
 
 def carried_over(base, config):
-    """A new model by `config` with the weights of `base`; further rows of its router are copies of
-    the last.
+    """A new model by `config` with the weights of `base`. PonderLM-3's router gets further rows,
+    copies of its last; a gate that is the same for all steps stays as it is.
 
     Raises:
-        UserError: they do not fit.
+        UserError: routers that are made for as many steps as `base` takes.
     """
-    model = build(config)
+    model, K = build(config), base.config.ponder_steps
     backbone = ("model.", "lm_head.")
     new = {k: x for k, x in model.state_dict().items() if not k.startswith(backbone)}
     tensors = new | base.state_dict()
-    if base.has_router:
-        rows, more = tensors["router.proj.weight"], config.ponder_steps - base.config.ponder_steps
-        tensors["router.proj.weight"] = torch.cat([rows, rows[-1:].expand(more, -1)])
+    if can_warm_up(base.config.method):
+        rows = tensors["router.proj.weight"]
+        copies = rows[-1:].expand(config.ponder_steps - K, -1)
+        tensors["router.proj.weight"] = torch.cat([rows, copies])
     if wrong := differences(tensors, model.state_dict()):
-        raise UserError(f"the {base.config.method} does not fit {config.method}: {wrong}")
+        raise UserError(
+            f"a {base.config.method} of {K} steps cannot become a {config.method} of "
+            f"{config.ponder_steps}: {wrong}; leave --ponder-steps at {K}"
+        )
     model.load_state_dict(tensors)
     return model
 
@@ -161,18 +176,11 @@ def residual_scale(model, idx):
     return float((x.norm(dim=-1) / h.norm(dim=-1)).median())
 
 
-def adapt(config, windows):
-    """The TrainConfig with feedback_scale as the `windows` of its corpus say.
-
-    Only where a model that does not ponder is to learn it; else the config as it is.
-    """
+def with_feedback(config, windows):
+    """The TrainConfig with feedback_scale as the `windows` of its corpus say, where a model that
+    does not ponder is to learn it; else the config as it is."""
     model = config.model
-    if (
-        config.resume
-        or not config.init_from
-        or model.feedback_scale
-        or not feeds_back(model.method)
-    ):
+    if model.feedback_scale or not feeds_back(model.method):
         return config
     base = load(locate(config.init_from))
     if base.config.method != "vanilla":

@@ -17,8 +17,8 @@ from tokenizers import (
 from corpus.batches import load_tokens
 from corpus.preparation import prepare
 from corpus.tokenizers import FILES, Tokenizer, load_tokenizer, open_tokenizer, token_bytes
+from engine.request import Printer
 from runtime import UserError, locate
-from sample import Printer
 
 CODE = "def f(x):\n    return x + 1  # naïve café 😀👩‍👩‍👧\n" * 40
 HARD = "the  fox\n\tnaps: é ☃ 日本 \U0001f98a <s> </s> <|endoftext|> \x00!"

@@ -5,9 +5,9 @@ import torch
 from conftest import small_model
 
 from engine.batching import Engine, Sequence
-from engine.choosing import Sample, choose_finite
 from engine.cuda_graphs import rounded
 from engine.prefill import settle
+from engine.request import Sample, choose_finite
 from runtime import UserError, command_line
 from sample import generate
 

@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from baselines import all_methods
 from corpus.tokenizers import WORDS, Tokenizer, load_tokenizer
+from engine.request import scored_tau
 from evaluation.harness import harness_lm
 from evaluation.scoring import states
 from interop import load, save
 from interop.__main__ import main as interop_main
 from interop.export import export
 from runtime import UserError
-from sample import generate, scored_tau
+from sample import generate
 
 METHODS = [kind.method for kind in all_methods() if kind.method != "vanilla"]
 NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, rotary_pct=0.5)

@@ -6,11 +6,10 @@ import torch
 from conftest import small_model
 
 from corpus.tokenizers import Tokenizer
-from engine.choosing import choose_finite, uniform
-from engine.printing import paint
+from engine.request import Options, choose_finite, paint, uniform
 from interop import load, save
 from runtime import UserError, command_line
-from sample import Options, cli, generate, main, stream
+from sample import cli, generate, main, stream
 
 OLD = '{"prompt": "", "text": "", "tokens": [], "steps": []}\n'  # a file of samples
 

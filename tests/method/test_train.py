@@ -14,10 +14,10 @@ from pydantic import ValidationError
 import train as train_module
 from baselines import build, configure
 from corpus.batches import Windows
+from engine.request import Options, Request
 from interop import find_model, load
 from model import PonderLM
 from runtime import UserError
-from sample import Options, Request
 from train import learning_rate, train
 from training import config as train_config
 from training.config import TrainConfig, parse, read_settings, validation_windows

@@ -1,0 +1,394 @@
+"""A request: what is asked of a model, the choice of a token, prompts, and how samples are shown.
+
+Every decoder shares it: sample.py, which decodes one sequence, and the engine, which decodes many.
+"""
+
+import codecs
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from operator import index
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import AfterValidator, Field
+from pydantic_core import from_json
+
+from corpus.tokenizers import load_tokenizer
+from interop import INCLUDED, find_model, load
+from model import Count, Given
+from runtime import UserError, pick_device, pick_precision, read_json, strict_dataclass, writing
+
+# -- Choosing a token ------------------------------------------------------------------------------
+
+Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@strict_dataclass
+class Sampling:
+    """How long a model ponders, and which token it takes: the keywords of every `generate`."""
+
+    tau: Annotated[float, Field(ge=0, le=1)] = 1e-4  # stop when the mask score is below; 0: never
+    # shift the router towards more (> 0) or fewer (< 0) steps
+    alpha: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
+    temperature: Temperature = 1.0  # 0 is greedy
+    top_k: Count | None = None  # choose among the k most probable tokens
+    # choose among the fewest tokens that hold this probability
+    top_p: Annotated[float, Field(ge=1e-30, le=1)] | None = None
+    # makes the choices repeatable; sample i, from 0 on, has seed + i
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+
+@dataclass
+class Sample:
+    tokens: list[int]  # the generated ids
+    steps: list[int]  # pondering steps executed before each of them was chosen
+
+
+def uniform(seed, n):
+    """n random numbers in [0, 1) for one sequence, in float64; seed None: others at every call.
+
+    They are drawn in advance. So what is chosen depends on the logits alone, not on which decoder
+    computes them, nor on who else is decoded beside it.
+    """
+    generator = torch.Generator()
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    return torch.rand(n, generator=generator, dtype=torch.float64)
+
+
+def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
+    """The token at which the cumulative probability passes u. (..., V), (...) -> (...).
+
+    Temperature 0 takes the most probable one. top_k and top_p leave the k most probable, and the
+    fewest whose probabilities reach top_p. -1 where the logits are not finite.
+    """
+    if temperature < 1e-6:  # so low it is greedy, too, and the quotient would overflow
+        best = logits.max(-1)
+        return best.indices.where(best.values.abs() < torch.inf, -1)
+    logits, order = logits.float() / temperature, None
+    if top_k is not None or top_p is not None:
+        logits, order = logits.sort(dim=-1, descending=True)
+    if top_k is not None:
+        logits[..., top_k:] = -torch.inf
+    if top_p is not None:
+        p = logits.softmax(-1)
+        logits = logits.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)
+    total = logits.softmax(-1).double().cumsum(-1)
+    u = (u.to(total.device) * total[..., -1])[..., None]
+    index = torch.searchsorted(total, u, right=True)  # (..., 1), the first with total > u
+    if order is not None:
+        index = order.gather(-1, index.clamp(max=order.size(-1) - 1))
+    return index[..., 0].where(total[..., -1] > 0, -1)  # not if it is nan
+
+
+def choose_finite(logits, u, temperature=1.0, top_k=None, top_p=None):
+    """As `choose`. Logits that are not finite raise a UserError."""
+    token = choose(logits, u, temperature, top_k, top_p)
+    if (token < 0).any():
+        raise not_finite()
+    return token
+
+
+def not_finite():
+    return UserError("the logits are not finite: the weights, or alpha, are too large")
+
+
+def check_request(model, prompts, max_new_tokens, *, end=None, **choice):
+    """Refuse what this model cannot sample from: the errors of every `generate`. -> the Sampling
+
+    Raises:
+        UserError: a prompt that is empty or holds no ids, an id outside the vocabulary, or a shift
+            without a router.
+        pydantic.ValidationError: a setting that is unknown, or out of its range.
+    """
+    choice, V = Sampling(**choice), model.config.vocab_size
+    for i, prompt in enumerate(prompts):
+        which = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
+        try:
+            ids = [index(token) for token in prompt]
+        except TypeError:
+            raise UserError(f"{which} is no list of token ids: {prompt!r:.80}") from None
+        if not ids:
+            raise UserError(f"{which} has no token: a model needs at least one to go on from")
+        if not all(0 <= token < V for token in ids):
+            raise UserError(f"{which} has ids outside the vocabulary, 0 to {V - 1}")
+    if not hasattr(max_new_tokens, "__index__") or max_new_tokens < 0:
+        raise UserError(f"max_new_tokens = {max_new_tokens}: it must be a number, 0 or more")
+    if end is not None and not (hasattr(end, "__index__") and 0 <= end < V):
+        raise UserError(f"end = {end} is outside the vocabulary, 0 to {V - 1}")
+    if choice.alpha and model.router is None:
+        raise UserError(
+            f"alpha = {choice.alpha}: only the router of a PonderLM-3 can be shifted; leave it"
+        )
+    return choice
+
+
+# -- What a command line asks for ------------------------------------------------------------------
+
+
+def in_range(tau):
+    if tau != "auto" and not 0 <= tau <= 1:
+        raise ValueError("should be auto or a probability, 0 to 1")
+    return tau
+
+
+Tau = Annotated[float | Literal["auto"], AfterValidator(in_range)]
+
+
+@strict_dataclass
+class Options(Sampling):
+    # stop when the mask score is below; 0: never; auto: where the training found that it costs
+    # hardly anything (train.py --tau-cost); by default where the run was scored, else 1e-4
+    tau: Tau | None = None
+    temperature: Temperature = 0.8  # 0 is greedy
+    # directory of a model, or its name on the Hub; by default the newest, else models/shakespeare
+    run: Given | None = None
+    prompt: str = ""  # text to go on from; - reads it from standard input
+    prompts: Given | None = None  # file of prompts, one a line; empty lines do not count
+    max_new_tokens: Annotated[int, Field(ge=1, le=10**7)] = 200  # tokens to generate
+    num_samples: Annotated[int, Field(ge=1, le=10**6)] = 1  # how many continuations of each prompt
+    stop: bool = True  # a text ends where the model ends it
+    show_steps: bool = False  # colour each token by the steps taken before it was chosen, or read
+    out: Path | None = None  # write the samples to this file, one JSON a line, in place of printing
+    device: str = "auto"  # auto, cpu, cuda or mps
+    # of the computation; a few queries at a time gain little from bfloat16
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"
+
+
+def scored_tau(directory):
+    """The tau at which a run counted its steps, or with which it was exported; else the default."""
+    run, exported = (Path(directory, name) for name in ("train.json", "generation_config.json"))
+    config = read_json(exported) if exported.exists() else {}
+    config |= read_json(run, dict[str, dict]).get("config", {}) if run.exists() else {}
+    return config.get("tau", Sampling.tau)
+
+
+def chosen_tau(directory):
+    """The tau that a training chose by what it costs: --tau auto.
+
+    Raises:
+        UserError: none was.
+    """
+    file = Path(directory, "results.json")
+    chosen = read_json(file, dict).get("chosen") if file.exists() else None
+    if not chosen:
+        raise UserError(
+            f"--tau auto: {directory} has no tau that its training chose; give a number, after a "
+            f"look at python analyze.py tau --run {directory}"
+        )
+    return chosen["tau"]
+
+
+class Request:
+    """What the command line asks for, opened and checked.
+
+    texts, ids: of each sample's prompt. read: lists for the steps of the tokens that are read.
+    """
+
+    def __init__(self, options):
+        o = self.options = options
+        texts = read_prompts(o.prompt, o.prompts, o.out)
+        self.texts = [text for text in texts for _ in range(o.num_samples)]
+        self.directory = find_model(o.run, otherwise=INCLUDED)
+        self.device = pick_device(o.device)
+        self.dtype = pick_precision(o.precision, self.device)
+        self.model = load(self.directory).to(self.device)
+        self.tokenizer = load_tokenizer(self.directory / "tokenizer.json")
+        if self.tokenizer.vocab_size > self.model.config.vocab_size and not self.tokenizer.padded:
+            raise UserError(
+                f"{self.directory}: the tokenizer has more tokens than the model; not its own?"
+            )
+        begin, end = self.tokenizer.begin, self.tokenizer.end_of_text
+        # An empty prompt is where a document begins.
+        self.ids = [begin + self.tokenizer.encode(text) or [end or 0] for text in self.texts]
+        self.end, self.read = end if o.stop else None, [[] for _ in self.texts]
+        self.choice = {field.name: getattr(o, field.name) for field in fields(Sampling)}
+        if o.tau in (None, "auto"):
+            find = chosen_tau if o.tau == "auto" else scored_tau
+            self.choice["tau"] = find(self.directory)
+        check_request(self.model, self.ids, o.max_new_tokens, **self.choice)
+
+    def describe(self, decoder):
+        """Print what is about to run."""
+        K, window = self.model.config.ponder_steps, self.model.config.block_size
+        print(
+            f"{self.directory}: K = {K}, tau = {self.choice['tau']:g}, device {self.device.type}, "
+            f"precision {str(self.dtype)[6:]}, decoder {decoder}"
+        )
+        if long := [len(ids) for ids in self.ids if len(ids) > window]:
+            print(
+                f"note: {len(long)} of {len(self.ids)} prompts do not fit the window of {window} "
+                f"tokens, the longest has {max(long)}; of these the last {max(window // 2, 1)} "
+                "tokens are read"
+            )
+        if self.options.show_steps and not self.options.out:
+            color = sys.stdout.isatty()
+            print("steps: " + " ".join(paint(f" {k} ", k, K, color) for k in range(K + 1)))
+
+    def show(self, i, pairs, file):
+        """Print a sample as its pairs (token, steps) come, or write it. -> the tokens generated"""
+        text, ids, config = self.texts[i], self.ids[i], self.model.config
+        if file:
+            return write_sample(file, text, pairs, self.tokenizer, self.end)
+        print(f"\n--- sample {i + 1} of {len(self.ids)}" if len(self.ids) > 1 else "")
+        K = config.ponder_steps if self.options.show_steps else None
+        printer = Printer(self.tokenizer, K, self.end)
+        m = len(ids) if len(ids) <= config.block_size else max(config.block_size // 2, 1)
+        return printer.sample(pairs, text, ids, self.read[i], m)
+
+
+# -- Prompts and samples ---------------------------------------------------------------------------
+
+
+def read_prompts(prompt, prompts, out=None):
+    """The texts to go on from: one, or the lines of a file without the empty ones. `out` is where
+    their samples will go; what holds anything but samples is refused here, before they take time.
+    """
+    if out is not None:
+        check_out(out, prompts)
+    try:
+        if prompts is None:
+            text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+            text.encode("utf-8")
+            return [text]
+        if prompt:
+            raise UserError("--prompt and --prompts exclude each other: give one of them")
+        lines = Path(prompts).read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeError as error:
+        raise UserError(f"{prompts or 'the prompt'} is not UTF-8 text: {error}") from None
+    texts = [line.rstrip("\r") for line in lines if line.strip()]
+    if not texts:
+        raise UserError(f"{prompts} has no prompt in it: write one a line")
+    return texts
+
+
+def paint(text, steps, K, color):
+    """Text in the colour of its steps, from pale (0) to dark (K); without colours, subscripts."""
+    if not color:
+        return text + "".join(chr(0x2080 + int(digit)) for digit in str(steps))
+    shade = (231, 225, 153, 117, 75, 33, 26, 19)[round(7 * steps / max(K, 1))]
+    return f"\x1b[48;5;{shade};38;5;{16 if shade > 60 else 231}m{text}\x1b[0m"
+
+
+class Printer:
+    """Prints a sample token by token, painted by `K` steps or (K None) plain; end is not shown."""
+
+    def __init__(self, tokenizer, K, end):
+        self.tokenizer, self.K, self.end, self.color = tokenizer, K, end, sys.stdout.isatty()
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def sample(self, pairs, text, ids, read, m):
+        """A prompt and its pairs (token, steps), as they come. -> the tokens generated
+
+        With the first pair, `read` has the steps of the prompt's m tokens that are read.
+        """
+        n = 0
+        for n, (token, steps) in enumerate(pairs, start=1):
+            if n == 1:
+                self.prompt(text, ids, read[:m])
+            self.token(token, steps)
+        if n == 0:
+            print(text, end="")
+        self.close()
+        return n
+
+    def prompt(self, text, ids, read):
+        """`read`: steps of the prompt's tokens that were read, of a long one the last.
+
+        A token is painted with the steps that were taken before it; of the first nothing is known.
+        """
+        if self.K is None or not text:
+            print(text, end="", flush=True)
+            return
+        for pair in zip(ids, [None] * (len(ids) - len(read) + 1) + read[:-1], strict=True):
+            self.token(*pair)
+
+    def token(self, token, steps):
+        hidden = token == self.end or token in self.tokenizer.begin
+        piece = "" if hidden else self.decoder.decode(self.tokenizer.decode([token]))
+        if self.K is not None and piece and steps is not None:
+            piece = paint(piece, steps, self.K, self.color)
+        print(piece, end="", flush=True)
+
+    def close(self):
+        print(self.decoder.decode(b"", final=True))
+
+
+def write_sample(file, prompt, pairs, tokenizer, end):
+    """A sample, of pairs (token, steps), as one line of JSON. -> the tokens generated"""
+    pairs = list(pairs)
+    tokens, steps = [token for token, _ in pairs], [steps for _, steps in pairs]
+    text = tokenizer.decode([token for token in tokens if token != end])
+    text = text.decode("utf-8", "replace")
+    line = {"prompt": prompt, "text": text, "tokens": tokens, "steps": steps}
+    with writing(file.name):
+        print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
+    return len(tokens)
+
+
+def holds_samples(file):
+    """Whether its first line is one of write_sample."""
+    with suppress(ValueError, AttributeError), open(file, "rb") as stream:
+        return from_json(stream.readline()).keys() == {"prompt", "text", "tokens", "steps"}
+    return False
+
+
+def check_out(out, prompts):
+    """Refuse a place for samples before they take time: what is there, but samples, stays."""
+    if out.exists() and (not out.is_file() or (prompts and out.samefile(prompts))):
+        raise UserError(f"--out {out} is the file of prompts, or not a regular file: take another")
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}; make it first")
+    if not os.access(out.parent, os.W_OK):
+        raise UserError(f"--out {out}: nothing can be written in {out.parent}; take another folder")
+    if out.exists() and out.stat().st_size and not holds_samples(out):
+        raise UserError(f"--out {out} holds something else than samples: take another")
+
+
+@contextmanager
+def replacing(out, n):
+    """A file that takes the place of `out` in the end, with the whole lines it has by then; or
+    None. Where an error ends it, what was in `out` before stays."""
+    if out is None:
+        yield None
+        return
+    part, kept = out.with_name(out.name + ".part"), False
+    file = part.open("w", encoding="utf-8")
+    try:
+        yield file
+    except Exception:
+        kept = out.exists()
+        raise
+    finally:
+        with suppress(OSError):  # of the line that a full disk did not take
+            file.close()
+        whole = part.read_bytes().rpartition(b"\n")
+        os.truncate(part, len(whole[0] + whole[1]))
+        written = whole[0].count(b"\n") + len(whole[1])
+        if not written:
+            part.unlink()
+        elif not kept:
+            part.replace(out)
+        if written:
+            print(f"written: {part if kept else out}, {written} of {n} samples")
+
+
+def summary(read, K, total, start):
+    """Print what a run of the decoder took; `read`: lists of steps, of all tokens read."""
+    if not total:
+        return
+    speed = f"{total / (time.perf_counter() - start):.1f} tokens/s"
+    tokens, steps = sum(map(len, read)), sum(map(sum, read))
+    if K == 0:
+        print(f"\n{speed}")
+        return
+    slots, always = tokens + steps, tokens * (K + 1)
+    print(
+        f"\n{steps / tokens:.2f} of {K} pondering steps per token, prompts included; {slots:,} "
+        f"slots run and cached where always running {K} takes {always:,} "
+        f"({1 - slots / always:.0%} saved); {speed}"
+    )
