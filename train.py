@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attention import COMPILED, fastest_backend, pick_backend
 from baselines import build, find
-from corpus.batches import Windows, describe, unigram_entropy
+from corpus.preparation import Windows, describe, unigram_entropy
 from interop import load, locate
 from model import PonderLM
 from router import bottom_mass_penalty, expected_steps

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import tyro
 
-from corpus.batches import describe, load_tokens, unigram_entropy
 from corpus.lookup import prepare_lookup
-from corpus.preparation import CACHE, prepare
+from corpus.preparation import CACHE, describe, load_tokens, prepare, unigram_entropy
 from corpus.streaming import stream
 from runtime import command_line
 

@@ -21,8 +21,7 @@ from itertools import pairwise
 
 import torch
 
-from corpus.batches import read_meta
-from corpus.preparation import CACHE, write_corpus
+from corpus.preparation import CACHE, read_meta, write_corpus
 from corpus.tokenizers import Tokenizer
 from runtime import UserError
 

@@ -4,7 +4,7 @@
     python -m corpus stream fineweb-edu --tokens 1e9
     python train.py --preset 70m --data data/fineweb-edu-gpt2
 
-val.bin, train-00000.bin, ..   token ids (see batches.py); the first documents are the validation
+val.bin, train-00000.bin, ..   token ids; the first documents are the validation
 tokenizer.json
 meta.json                      what has been read so far, and where in the dataset that was
 
@@ -22,8 +22,7 @@ import numpy as np
 import tyro
 from pydantic import Field
 
-from corpus.batches import check_streamed, describe, id_type, read_meta
-from corpus.preparation import CACHE, check_end
+from corpus.preparation import CACHE, check_end, describe, id_type, read_meta
 from corpus.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
 from runtime import UserError, progress, strict_dataclass, write_bytes, write_json
 
@@ -204,8 +203,6 @@ def stream(options: Annotated[Options, tyro.conf.arg(name="")]):
         tokenizer.save(folder / "tokenizer.json")
     elif meta["source"] != source:
         raise UserError(f"{folder} was made from {meta['source']!r}, not {source!r}: use --folder")
-    if meta["complete"]:
-        check_streamed(folder)
     if meta["state"]:
         dataset.load_state_dict(meta["state"])
     add_shards(folder, meta, dataset, options)

@@ -17,8 +17,7 @@ from typing_extensions import TypedDict
 
 from attention import BACKENDS
 from baselines import check_settings, configure
-from corpus.batches import Windows, is_prepared, load_tokens
-from corpus.preparation import prepare
+from corpus.preparation import Windows, is_prepared, load_tokens, prepare
 from interop import from_json, locate, newest_run, parse_config
 from model import Count, Given, PonderConfig, Size, strict_dataclass
 from runtime import UserError, check_json, pick_device, read_json

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from corpus import lookup
-from corpus.batches import Windows, load_tokens, read_meta
-from corpus.preparation import prepare
+from corpus.preparation import Windows, load_tokens, prepare, read_meta
 from corpus.tokenizers import load_tokenizer
 from runtime import UserError
 

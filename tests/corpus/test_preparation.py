@@ -13,10 +13,10 @@ import pytest
 import tiktoken
 
 from corpus import preparation
-from corpus.batches import load_tokens
 from corpus.preparation import (
     divide,
     docstrings,
+    load_tokens,
     package_files,
     pieces_of,
     prepare,
@@ -187,9 +187,6 @@ def test_bad_text(tmp_path, cache, name, content, message):
 @pytest.mark.parametrize(
     "flags,message",
     [
-        (["hops"], r"python -m corpus lookup, .* --data data/lookup"),
-        (["lookup"], r"python -m corpus lookup, .* --data data/lookup"),
-        ([__file__, "hops"], r"python -m corpus lookup, .* --data data/lookup"),
         ([""], "--data is empty"),
         ([__file__, "bpe", 100], "a BPE of 100 tokens"),
         ([__file__, "no/where/at all"], "--tokenizer is bytes, bpe, gpt2 or a model: no/where"),
@@ -265,16 +262,13 @@ def test_errors_are_one_line(tmp_path, monkeypatch, run):
 
 
 def test_texts_that_are_left_out(tmp_path, capsys):
-    """Catches files that are left out, or trained on as they are, without a word; and a folder that
-    may not be read."""
+    """Catches files that are left out without a word."""
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").write_text("text", encoding="utf-16")
     assert read_texts(tmp_path) == [(f"{tmp_path.name}/a.txt", b"text")]
-    assert "1 of 2 files left out, which has zero bytes" in capsys.readouterr().out
-    assert len(read_texts(tmp_path / "b.txt")) == 1
-    assert "note: taken as it is, which has zero bytes" in capsys.readouterr().out
-    with pytest.raises(OSError):
-        read_texts(tmp_path / "none")
+    assert "1 of 2 files left out, with zero bytes" in capsys.readouterr().out
+    assert read_texts(tmp_path / "b.txt") == []
+    assert "b.txt" in capsys.readouterr().out
 
 
 def test_no_name_for_validation():
@@ -301,3 +295,25 @@ def test_full_disk(tmp_path, cache):
     assert error.value.filename.endswith("train.bin")
     assert re.fullmatch(r"File too large \([\d,]+ MiB free\)", error.value.strerror)
     assert not any((tmp_path / "cache").iterdir())
+
+
+def test_json_lines(tmp_path, cache):
+    """Catches a .jsonl file that is trained on as it is, with its braces, and a line without a text
+    that is not named."""
+    file = tmp_path / "texts" / "a.jsonl"
+    file.parent.mkdir()
+    file.write_text('{"text": "naïve", "id": 1}\n\n{"text": null}\r\n{"text": "b\\nc\\ud800"}\n')
+    (tmp_path / "texts" / "b.txt").write_text('{"text": "as it is"}')
+    lines = [("a.jsonl line 1", "naïve".encode()), ("a.jsonl line 4", b"b\nc?")]
+    found = [(name.removeprefix("texts/"), text) for name, text in read_texts(file) if text]
+    assert found == lines
+    found = [(name.removeprefix("texts/"), text) for name, text in read_texts(file.parent) if text]
+    assert found == [*lines, ("b.txt", b'{"text": "as it is"}')]
+    folder, tokenizer = prepare(str(file), cache=cache)
+    train, val = (np.fromfile(folder / f"{n}.bin", dtype=np.uint16) for n in ("train", "val"))
+    assert tokenizer.decode(train) + tokenizer.decode(val)
+    assert b"{" not in tokenizer.decode([*train, *val])
+    for bad in ('{"body": "b"}', '{"text": 5}', "[1]", "{", "\xff"):
+        file.write_bytes(b'{"text": "a"}\n' + bad.encode("latin-1"))
+        with pytest.raises(UserError, match=r"a\.jsonl, line 2: .*'text'"):
+            read_texts(file)

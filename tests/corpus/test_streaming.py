@@ -8,8 +8,7 @@ import pydantic
 import pytest
 
 from corpus import streaming
-from corpus.batches import load_tokens, read_meta
-from corpus.preparation import prepare
+from corpus.preparation import load_tokens, prepare, read_meta
 from corpus.streaming import Options
 from runtime import UserError
 
@@ -82,7 +81,7 @@ def test_interrupted_stream(documents, monkeypatch, at):
             stream("texts", 4e4, folder=Path("again"), **FLAGS)
     if at > 1:
         with pytest.raises(UserError, match="again is not complete; run the command that began it"):
-            prepare("again")
+            load_tokens(prepare("again")[0], "train", 257, 64)
     stream("texts", 4e4, folder=Path("again"), **FLAGS)
     whole, again = Path("data/texts-bytes"), Path("again")
     assert {f.name for f in whole.iterdir()} == {f.name for f in again.iterdir()}
@@ -136,14 +135,13 @@ def test_damaged_corpus(documents):
     content, good = shard.read_bytes(), meta.read_bytes()
     for damage in (shard.unlink, lambda: shard.write_bytes(content[:100])):
         damage()
-        for use in (lambda: prepare(str(folder)), lambda: stream("texts", 3e4, **FLAGS)):
-            with pytest.raises(UserError, match=r"training tokens, not the .* stream it again"):
-                use()
+        with pytest.raises(UserError, match=r"training tokens, not the .* stream it again"):
+            load_tokens(folder, "train", 257, 64)
     shard.write_bytes(content)
     stream("texts", 3e4, **FLAGS)
     meta.write_bytes(good[:100])
     with pytest.raises(UserError, match=r"meta\.json is not a JSON .*move data/texts-bytes"):
-        prepare(str(folder))
+        load_tokens(folder, "train", 257, 64)
     meta.unlink()
     for other in (None, b'{"source": "pydocs", "bytes": 1, "sha256": ""}'):
         if other:

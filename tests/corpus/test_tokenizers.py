@@ -14,8 +14,7 @@ from tokenizers import (
     processors,
 )
 
-from corpus.batches import load_tokens
-from corpus.preparation import prepare
+from corpus.preparation import load_tokens, prepare
 from corpus.tokenizers import FILES, Tokenizer, load_tokenizer, open_tokenizer, token_bytes
 from runtime import UserError, locate
 from sample import Printer
