@@ -188,7 +188,7 @@ def test_bad_text(tmp_path, cache, name, content, message):
     "flags,message",
     [
         ([""], "--data is empty"),
-        ([__file__, "bpe", 100], "a BPE of 100 tokens"),
+        ([__file__, "bpe", 100], "--vocab-size 100 is too small"),
         ([__file__, "no/where/at all"], "--tokenizer is bytes, bpe, gpt2 or a model: no/where"),
     ],
 )
