@@ -10,6 +10,7 @@
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -44,7 +45,7 @@ def lookup(
     folder: Path = CACHE / "lookup",
     lines: int = 100_000,
     seed: int = 0,
-    lookups: tuple[int, ...] = (),
+    lookups: tuple[Literal[1, 2, 3, 4, 5, 6], ...] = (),
 ):
     """Prepare the lookup task: chains of 1 to 6 lookups, to train on and to measure with.
 

@@ -255,8 +255,8 @@ def test_help(capsys, run, args, expected):
 def test_errors_are_one_line(tmp_path, monkeypatch, run):
     """Catches a stack trace where the user named something that is not there."""
     monkeypatch.chdir(tmp_path)
-    for args in (["nothing"], ["lookup", "--lines", "3"], ["stream", "x", "--tokens", "0"]):
-        with pytest.raises(SystemExit, match=r"^error: (--|nothing|tokens).*$"):
+    for args in (["nothing"], ["stream", "x", "--tokens", "0"]):
+        with pytest.raises(SystemExit, match=r"^error: (nothing|tokens).*$"):
             run(*args)
     assert not list(tmp_path.iterdir())
 
