@@ -100,8 +100,8 @@ def lookups_asked(x, tokenizer):
     filler = (place >= start - 1) & (part == 3) | (place == stop) | (place == stop + 1)
     if x.size(1) % LINE or (lookups[:, question] == 0).any():
         raise UserError(
-            f"windows of {x.size(1)} tokens are not lines of the lookup task: prepare it with python "
-            f"-m corpus lookup, train with --data {CACHE / 'lookup'} --block-size {LINE}"
+            f"windows of {x.size(1)} tokens are not lines of the lookup task: prepare it with "
+            f"python -m corpus lookup, train with --data {CACHE / 'lookup'} --block-size {LINE}"
         )
     question &= place == start + 2
     return torch.where(question, lookups, torch.where(filler, 0, -1))

@@ -231,7 +231,7 @@ def write_corpus(folder, source, documents, tokenizer):
         write_tokens(val, tokenizer, half / "val.bin")
         tokenizer.save(half / "tokenizer.json")
         text = b"".join(text for _, text in documents)
-        meta = {"source": source, "documents": len(documents), "bytes": len(text)}
+        meta = {"source": source, "bytes": len(text)}
         meta |= {"sha256": hashlib.sha256(text).hexdigest(), "val_bytes": sum(map(len, val))}
         write_json(half / "meta.json", meta | {"dtype": id_type(tokenizer.vocab_size).name})
         if not folder.exists():  # another program may have prepared the same meanwhile
@@ -336,7 +336,6 @@ class Meta(TypedDict):
     source: str
     bytes: int  # of the text
     sha256: str  # of the text; of a streamed corpus that of its shards
-    documents: NotRequired[int]
     val_bytes: NotRequired[int]
     dtype: NotRequired[Literal["uint16", "uint32"]]  # no other: bytes would become what they say
     tokens: NotRequired[int]  # of training
