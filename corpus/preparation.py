@@ -92,10 +92,8 @@ def pydocs():
 
 def pysource():
     """The same packages' Python files whole."""
-    files = list(package_files())
-    return [
-        (name, file.read_bytes()) for name, file in progress(files, "reading source", leave=False)
-    ]
+    files = progress([*package_files()], "reading source", leave=False)
+    return [(name, file.read_bytes()) for name, file in files]
 
 
 def shakespeare():
@@ -104,12 +102,12 @@ def shakespeare():
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             text = response.read()
+        if hashlib.sha256(text).hexdigest() != sha256:
+            raise OSError("its sha256 is not the known one")
     except OSError as error:
         raise UserError(
             f"cannot download {url} ({error}); without a network use --data pydocs or --data FILE"
         ) from None
-    if hashlib.sha256(text).hexdigest() != sha256:
-        raise UserError(f"the sha256 of {url} differs from the known one; use --data FILE instead")
     return [("shakespeare", text)]
 
 
@@ -146,12 +144,10 @@ def json_lines(file, name, content):
     for i, line in enumerate(content.splitlines(), start=1):
         if line.strip():
             try:
-                text = json.loads(line)["text"]
-                yield f"{name} line {i}", (text or "").encode("utf-8", "replace")
+                text = (json.loads(line)["text"] or "").encode("utf-8", "replace")
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                raise UserError(
-                    f"{file}, line {i}: not a JSON object with a text in its field 'text'"
-                ) from None
+                raise UserError(f"{file}, line {i}: no JSON object with a text in 'text'") from None
+            yield f"{name} line {i}", text
 
 
 # -- Documents -> files of ids ---------------------------------------------------------------------
@@ -265,7 +261,8 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         return path, bin_tokenizer(path, tokenizer)
     if data in CORPORA:
         versions = (f"{name} {version(name)}" for name in PACKAGES)
-        source = ", ".join([data, f"Python {sys.version.split()[0]}", *versions])
+        python = ", ".join([data, f"Python {sys.version.split()[0]}", *versions])
+        source = data if data == "shakespeare" else python
     elif path.exists():
         documents = [(name, text) for name, text in read_texts(path) if text.strip()]
         if not documents:

@@ -64,9 +64,7 @@ def open_dataset(options):
     kinds = sorted({file.suffix for file in files})
     if ".txt" in kinds:  # a file is a document; datasets would take each line for one
         if len(kinds) > 1:
-            raise UserError(
-                f"{name} has files of {', '.join(kinds)}: give each a folder of its own"
-            )
+            raise UserError(f"{name} has files of {', '.join(kinds)}: give each its own folder")
         texts = {options.split: [*map(str, files)]}
         kwargs = dict(path="text", data_files=texts, sample_by="document")
     try:

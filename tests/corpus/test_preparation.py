@@ -86,7 +86,7 @@ def test_download_is_checked(monkeypatch, tmp_path):
     file = tmp_path / "input.txt"
     file.write_bytes(b"To be")
     monkeypatch.setattr(preparation, "SHAKESPEARE", (file.as_uri(), sha256(b"To go").hexdigest()))
-    with pytest.raises(UserError, match="sha256 of"):
+    with pytest.raises(UserError, match="its sha256 is"):
         preparation.shakespeare()
     monkeypatch.setattr(preparation, "SHAKESPEARE", (file.as_uri(), sha256(b"To be").hexdigest()))
     assert preparation.shakespeare() == [("shakespeare", b"To be")]
