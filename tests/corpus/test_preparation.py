@@ -13,15 +13,7 @@ import pytest
 import tiktoken
 
 from corpus import preparation
-from corpus.preparation import (
-    divide,
-    docstrings,
-    load_tokens,
-    package_files,
-    pieces_of,
-    prepare,
-    read_texts,
-)
+from corpus.preparation import divide, docstrings, load_tokens, pieces_of, prepare, read_texts
 from corpus.tokenizers import Tokenizer
 from runtime import UserError
 
@@ -71,7 +63,7 @@ def test_pydocs(tmp_path, monkeypatch):
 def test_package_files(monkeypatch):
     """Catches test files in the default corpus, and an unstable order."""
     monkeypatch.setattr(preparation, "PACKAGES", ("numpy", "networkx"))
-    names = [name for name, _ in package_files()]
+    names = [name for name, _ in preparation.package_files()]
     assert len(names) > 900 and len(set(names)) == len(names)
     assert not any("/tests/" in name or "site-packages" in name for name in names)
     for _, group in groupby(names, lambda name: name.split("/")[0]):
@@ -169,7 +161,6 @@ def test_names_in_the_cache(tmp_path, cache, refuse):
 @pytest.mark.parametrize(
     "name,content,message",
     [
-        ("empty.txt", b"", "holds no text"),
         ("blank.txt", b" \n", "holds no text"),
         ("short.txt", b"short", "less than one window"),
         ("missing.txt", None, "no such file or folder, nor one of pydocs, pysource"),

@@ -1,10 +1,8 @@
 import json
-import math
 import sys
 from pathlib import Path
 
 import numpy as np
-import pydantic
 import pytest
 
 from corpus import streaming
@@ -175,12 +173,6 @@ def test_refused(documents, monkeypatch, tmp_path):
     word of the way out."""
     with pytest.raises(UserError, match=r"no text in 'body'; --field is one of \['text'\]"):
         stream("texts", 100, field="body", **FLAGS)
-    for flag in ("tokens", "val_tokens", "shard_tokens"):
-        for value in (0, math.nan):  # nan is below no number, nor above one
-            with pytest.raises(
-                pydantic.ValidationError, match=f"(?s){flag}.*greater than or equal to 1"
-            ):
-                stream("texts", **{"tokens": 100, **FLAGS, flag: value})
     with pytest.raises(UserError, match="takes all of texts: give more text, or lower"):
         stream("texts", 100, **{**FLAGS, "val_tokens": 1e9}, folder=Path("x"))
     stream("texts", 100, **FLAGS, folder=Path("x"))  # the way out works
@@ -206,10 +198,8 @@ def test_folder_of_something_else(documents):
     """Catches a folder, of a run for instance, that loses its tokenizer to the stream."""
     Path("run").mkdir()
     Path("run/tokenizer.json").write_text("kept")
-    for tokens in (1e3, 1e9):
-        flags = FLAGS | {"val_tokens": tokens}
-        with pytest.raises(UserError, match="run holds something else: use another --folder"):
-            stream("texts", 100, **flags, folder=Path("run"))
+    with pytest.raises(UserError, match="run holds something else: use another --folder"):
+        stream("texts", 100, **FLAGS, folder=Path("run"))
     assert Path("run/tokenizer.json").read_text() == "kept"
     assert [file.name for file in Path("run").iterdir()] == ["tokenizer.json"]
 

@@ -70,11 +70,9 @@ def tasks(tmp_path_factory):
     """A folder with tasks of every kind, whose documents are in a file beside them."""
     folder = tmp_path_factory.mktemp("tasks")
     documents = [
-        {"name": name, "animal": animal, "choices": [f" {a}" for a in (WRONG[0], animal, WRONG[1])]}
+        {"name": name, "animal": animal, "choices": (WRONG[0], animal, WRONG[1])}
         for name, animal in ANIMALS.items()
     ]
-    for document in documents:
-        document["choices"] = [choice.strip() for choice in document["choices"]]
     (folder / "documents.json").write_text("\n".join(map(json.dumps, documents)))
     for text in (QUIZ, CLOZE, FINISH, WHOLE):
         name = text.split()[1]
