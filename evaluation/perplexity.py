@@ -1,6 +1,6 @@
 """What a model scores on texts: perplexity and bits per byte, soft and as it decodes, by depth.
 
-Bits per byte count the bytes of the files, not of what a tokenizer would write. The validation
+Bits per byte count the bytes of the texts, not of what a tokenizer would write. The validation
 tokens of a run are one long text, in which ends of documents are predicted like other tokens.
 
 name            per token                  meaning

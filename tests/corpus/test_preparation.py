@@ -98,6 +98,34 @@ def test_no_network(monkeypatch, tmp_path, refuse):
         prepare("pydocs", "gpt2", cache=tmp_path)
 
 
+def test_texts_that_are_left_out(tmp_path, capsys):
+    """Catches files that are left out without a word."""
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_text("text", encoding="utf-16")
+    assert read_texts(tmp_path) == [(f"{tmp_path.name}/a.txt", b"text")]
+    assert "1 of 2 files left out, with zero bytes" in capsys.readouterr().out
+    assert read_texts(tmp_path / "b.txt") == []
+    assert "b.txt" in capsys.readouterr().out
+
+
+def test_json_lines(tmp_path, cache):
+    """Catches a .jsonl file that is trained on as it is, with its braces, and a line without a text
+    that is not named."""
+    file, other = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    file.write_text('{"text": "naïve", "id": 1}\n\n{"text": null}\r\n{"text": "b\\nc\\ud800"}\n')
+    other.write_text('{"text": "as it is"}')
+    lines = ["naïve".encode(), b"", b"b\nc?"]
+    assert read_texts(file) == [*zip([f"a.jsonl line {i}" for i in (1, 3, 4)], lines, strict=True)]
+    assert [text for _, text in read_texts(tmp_path)] == [*lines, other.read_bytes()]
+    folder, tokenizer = prepare(str(file), cache=cache)
+    ids = [np.fromfile(folder / f"{split}.bin", dtype=np.uint16) for split in ("train", "val")]
+    assert b"{" not in tokenizer.decode(np.concatenate(ids))
+    for bad in ('{"body": "b"}', '{"text": 5}', "[1]", "{", "\xff"):
+        file.write_bytes(b'{"text": "a"}\n' + bad.encode("latin-1"))
+        with pytest.raises(UserError, match=r"a\.jsonl, line 2: .*'text'"):
+            read_texts(file)
+
+
 # -- Documents -> ids ------------------------------------------------------------------------------
 
 
@@ -189,6 +217,32 @@ def test_refused(cache, flags, message):
         prepare(*flags, cache=cache)
 
 
+def test_no_name_for_validation():
+    """Catches a corpus of many files without any validation, or without any training."""
+    names = [f"f{i}" for i in range(4000)]
+    held_out = [n for n in names if int(sha1(n.encode()).hexdigest(), 16) % 20 == 0]
+    others = [name for name in names if name not in held_out]
+    for chosen in (held_out, others):
+        train, val = divide([(name, b"0123456789") for name in chosen[:100]])
+        assert train == [b"012345678"] * 100 and val == [b"9"] * 100
+
+
+def test_full_disk(tmp_path, cache):
+    """Catches a full disk without a word of which file, and half a corpus that is left."""
+    text = tmp_path / "text.txt"
+    text.write_text("0123456789" * 10_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        with pytest.raises(OSError) as error:
+            prepare(str(text), cache=tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.value.filename.endswith("train.bin")
+    assert re.fullmatch(r"File too large \([\d,]+ MiB free\)", error.value.strerror)
+    assert not any((tmp_path / "cache").iterdir())
+
+
 # -- Folders of .bin files -------------------------------------------------------------------------
 
 
@@ -250,61 +304,3 @@ def test_errors_are_one_line(tmp_path, monkeypatch, run):
         with pytest.raises(SystemExit, match=r"^error: (nothing|tokens).*$"):
             run(*args)
     assert not list(tmp_path.iterdir())
-
-
-def test_texts_that_are_left_out(tmp_path, capsys):
-    """Catches files that are left out without a word."""
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "b.txt").write_text("text", encoding="utf-16")
-    assert read_texts(tmp_path) == [(f"{tmp_path.name}/a.txt", b"text")]
-    assert "1 of 2 files left out, with zero bytes" in capsys.readouterr().out
-    assert read_texts(tmp_path / "b.txt") == []
-    assert "b.txt" in capsys.readouterr().out
-
-
-def test_no_name_for_validation():
-    """Catches a corpus of many files without any validation, or without any training."""
-    names = [f"f{i}" for i in range(4000)]
-    held_out = [n for n in names if int(sha1(n.encode()).hexdigest(), 16) % 20 == 0]
-    others = [name for name in names if name not in held_out]
-    for chosen in (held_out, others):
-        train, val = divide([(name, b"0123456789") for name in chosen[:100]])
-        assert train == [b"012345678"] * 100 and val == [b"9"] * 100
-
-
-def test_full_disk(tmp_path, cache):
-    """Catches a full disk without a word of which file, and half a corpus that is left."""
-    text = tmp_path / "text.txt"
-    text.write_text("0123456789" * 10_000)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
-        with pytest.raises(OSError) as error:
-            prepare(str(text), cache=tmp_path / "cache")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert error.value.filename.endswith("train.bin")
-    assert re.fullmatch(r"File too large \([\d,]+ MiB free\)", error.value.strerror)
-    assert not any((tmp_path / "cache").iterdir())
-
-
-def test_json_lines(tmp_path, cache):
-    """Catches a .jsonl file that is trained on as it is, with its braces, and a line without a text
-    that is not named."""
-    file = tmp_path / "texts" / "a.jsonl"
-    file.parent.mkdir()
-    file.write_text('{"text": "naïve", "id": 1}\n\n{"text": null}\r\n{"text": "b\\nc\\ud800"}\n')
-    (tmp_path / "texts" / "b.txt").write_text('{"text": "as it is"}')
-    lines = [("a.jsonl line 1", "naïve".encode()), ("a.jsonl line 4", b"b\nc?")]
-    found = [(name.removeprefix("texts/"), text) for name, text in read_texts(file) if text]
-    assert found == lines
-    found = [(name.removeprefix("texts/"), text) for name, text in read_texts(file.parent) if text]
-    assert found == [*lines, ("b.txt", b'{"text": "as it is"}')]
-    folder, tokenizer = prepare(str(file), cache=cache)
-    train, val = (np.fromfile(folder / f"{n}.bin", dtype=np.uint16) for n in ("train", "val"))
-    assert tokenizer.decode(train) + tokenizer.decode(val)
-    assert b"{" not in tokenizer.decode([*train, *val])
-    for bad in ('{"body": "b"}', '{"text": 5}', "[1]", "{", "\xff"):
-        file.write_bytes(b'{"text": "a"}\n' + bad.encode("latin-1"))
-        with pytest.raises(UserError, match=r"a\.jsonl, line 2: .*'text'"):
-            read_texts(file)
