@@ -178,10 +178,16 @@ def stream(options: Annotated[Options, tyro.conf.arg(name="")]):
     if "shards" not in meta and any(file.suffix != ".tmp" for file in folder.glob("*")):
         raise UserError(f"{folder} holds something else: use another --folder")
     if not meta.get("shards"):
+        if options.tokenizer == "bpe":
+            raise UserError(
+                "a stream takes a BPE that is there: prepare a part of the text with one (python -m "
+                "corpus FILE --tokenizer bpe), and give the folder which that makes as --tokenizer"
+            )
+        tokenizer = open_tokenizer(options.tokenizer)
         folder.mkdir(parents=True, exist_ok=True)
         meta = dict(source=source, complete=False, tokens=0, shards=0, bytes=0, sha256="")
         write_json(folder / "meta.json", meta)  # first: the folder is ours
-        open_tokenizer(options.tokenizer).save(folder / "tokenizer.json")
+        tokenizer.save(folder / "tokenizer.json")
     elif meta["source"] != source:
         raise UserError(f"{folder} was made from {meta['source']!r}, not {source!r}: use --folder")
     if meta.get("state"):

@@ -173,6 +173,9 @@ def test_refused(documents, monkeypatch, tmp_path):
     word of the way out."""
     with pytest.raises(UserError, match=r"no text in 'body'; --field is one of \['text'\]"):
         stream("texts", 100, field="body", **FLAGS)
+    with pytest.raises(UserError, match="takes a BPE that is there"):
+        stream("texts", 100, tokenizer="bpe")
+    assert not Path("data").exists()
     with pytest.raises(UserError, match="takes all of texts: give more text, or lower"):
         stream("texts", 100, **{**FLAGS, "val_tokens": 1e9}, folder=Path("x"))
     stream("texts", 100, **FLAGS, folder=Path("x"))  # the way out works
