@@ -180,8 +180,8 @@ def stream(options: Annotated[Options, tyro.conf.arg(name="")]):
     if not meta.get("shards"):
         if options.tokenizer == "bpe":
             raise UserError(
-                "a stream takes a BPE that is there: prepare a part of the text with one (python -m "
-                "corpus FILE --tokenizer bpe), and give the folder which that makes as --tokenizer"
+                "a stream takes a BPE that is there: prepare a part of the text with one (python "
+                "-m corpus FILE --tokenizer bpe), and name its folder with --tokenizer"
             )
         tokenizer = open_tokenizer(options.tokenizer)
         folder.mkdir(parents=True, exist_ok=True)
