@@ -23,7 +23,7 @@ import pandas as pd
 import torch
 
 from baselines import find
-from corpus.batches import Windows
+from corpus.preparation import Windows
 from corpus.tokenizers import Tokenizer
 from engine.prefill import settle
 from interop import load, read_config

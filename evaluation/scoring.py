@@ -38,7 +38,7 @@ def cut(ids, T, stride):
         windows.append(Window(ids[start:end], done - start))
         done = end
         if end == len(ids):
-            return windows
+            break
     return windows
 
 

@@ -13,7 +13,8 @@ from typing import Literal
 
 import tyro
 
-from corpus.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from corpus.huggingface import HuggingFaceTokenizer, save_pretrained
+from corpus.tokenizers import Tokenizer, load_tokenizer
 from engine.request import scored_tau
 from interop import load, locate, save
 from interop.export import export
@@ -72,7 +73,7 @@ def main(
         write_json(to / "config.json", read_json(to / "config.json") | ids)
     others_form = isinstance(tokenizer, HuggingFaceTokenizer)
     if others_form or (transformers and isinstance(tokenizer, Tokenizer)):
-        tokenizer.save_pretrained(to)
+        save_pretrained(tokenizer, to)
     elif tokenizer:
         tokenizer.save(to / "tokenizer.json")
     kind = "for transformers" if transformers else "our own form"

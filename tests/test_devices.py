@@ -20,7 +20,7 @@ from analysis.measuring import measure, open_subject, tau_rows
 from baselines import all_methods
 from bench import checks, kernels, training_step
 from bench.decoding import context_rows, exit_rows, other_rows, prompt_rows
-from corpus.batches import Windows
+from corpus.preparation import Windows
 from engine.batching import Engine
 from engine.rows import Rows
 from evaluation.perplexity import score_texts

@@ -16,6 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 from baselines import all_methods
+from corpus.huggingface import save_pretrained
 from corpus.tokenizers import WORDS, Tokenizer, load_tokenizer
 from engine.request import scored_tau
 from evaluation.harness import harness_lm
@@ -271,7 +272,7 @@ def directory(tmp_path):
 def test_tokenizers(tmp_path, name):
     """Catches other ids than ours, of any text, and a special token that a text can spell."""
     ours = tokenizers()[name]
-    ours.save_pretrained(tmp_path)
+    save_pretrained(ours, tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     again = load_tokenizer(tmp_path / "tokenizer.json")
     assert len(theirs) == ours.vocab_size == again.vocab_size
