@@ -18,7 +18,7 @@ from pretended_cuda import Misplaced, pretended_cuda
 from analysis.convergence import convergence_rows
 from analysis.measuring import measure, open_subject, tau_rows
 from baselines import all_methods
-from bench import checks, kernels, training_step
+from bench import kernels, training_step
 from bench.decoding import context_rows, exit_rows, other_rows, prompt_rows
 from corpus.batches import Windows
 from engine.batching import Engine
@@ -347,19 +347,20 @@ def test_bench(tmp_path, monkeypatch):
     """Catches a benchmark that crashes on a GPU."""
     shape = replace(PRESETS["tiny"].model, block_size=4, num_hidden_layers=1)
     monkeypatch.setitem(PRESETS, "tiny", replace(PRESETS["tiny"], model=shape))
+    monkeypatch.setitem(kernels.SIZES, "cuda", (2, 8, 1))
     for name in ("training_step", "decoding"):
         monkeypatch.setattr(f"bench.{name}.matmul_peak", lambda *where: 1.0)
     monkeypatch.setattr("bench.decoding.llama", Mock(side_effect=ImportError))  # not ours
     model, val = small_model(block_size=64).float(), torch.from_numpy(windows().tokens)
     with pretended_cuda():
         common = dict(repeats=1, device="cuda", out=tmp_path)
-        kernels.attention((8,), (8,), heads=2, slots=8, backends=("sdpa", "eager"), **common)
+        kernels.attention((8,), (8,), backends=("sdpa", "eager"), **common)
         training_step.train("tiny", windows=1, **common)
-        assert not read_json(tmp_path / "train-tiny-cuda.json")["refused"]
-        checks.forms((8,), length=5, device="cuda", out=tmp_path)
+        assert len(read_json(tmp_path / "train-tiny-cuda.json")["rows"]) == 5
         model.to("cuda")
         assert exit_rows(model, val, (1,), (5,), 3, 0.3, (0.0,), 1)
-        assert other_rows(model, val, (1,), (5,), 3, 1)
+        others = other_rows(model, val, (1,), (5,), 3, 1)
+        assert [row["against"] for row in others] == ["no cache", "no graphs"]
         assert prompt_rows(model, val, (5,), (0.0,), 1)
         assert context_rows(model, (4,), 1)
 
