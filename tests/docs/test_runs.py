@@ -133,7 +133,7 @@ def test_frontier(run_script, tmp_path):
             assert ours.model.method == "ponderlm3" and ours.seed == seed
             for name in names:
                 differ = changes(ours, configs[folder, f"{name}-{seed}"]).keys()
-                assert differ <= {"method", "ponder_steps", "R", "name", "router_offset"}
+                assert differ <= {"method", "ponder_steps", "refinements", "name", "router_offset"}
     deepest = {name: config.model.offset[-1] for name, config in configs.items()}
     for seed in range(5):  # the settings that were chosen, and those that were not
         for more in (0, 5):
