@@ -4,6 +4,7 @@ import json
 import re
 import time
 from dataclasses import replace
+from functools import partial
 from multiprocessing.dummy import Pool
 from types import SimpleNamespace
 
@@ -81,7 +82,7 @@ def test_memory_of_a_gpu(monkeypatch):
 def test_attention(tmp_path, capsys, threads):
     """Catches a command that crashes, ratios to something else than plain attention, and results
     without their picture."""
-    kernels.attention((64,), (8,), repeats=1, device="cpu", out=tmp_path)
+    attention.attention((64,), (8,), repeats=1, device="cpu", out=tmp_path)
     rows = json.loads((tmp_path / "attention-cpu.json").read_text())["rows"]
     assert [row["backend"] for row in rows] == ["plain", "sdpa", "eager"]
     shown = capsys.readouterr().out
@@ -104,11 +105,10 @@ def test_forms_that_fail(tmp_path, threads, monkeypatch):
         time.sleep(0.02 * (backend == "sdpa"))
         return q * 1
 
-    monkeypatch.setattr(kernels, "soft_mask_attention", form)
-    monkeypatch.setattr(attention, "find", lambda name, *_: name)
-    monkeypatch.setitem(kernels.SIZES, "cpu", (2, 128, 1))
+    monkeypatch.setattr(attention, "find", lambda name, *_: partial(form, backend=name))
+    monkeypatch.setitem(attention.SIZES, "cpu", (2, 128, 1))
     names = ("sdpa", "flash")
-    kernels.attention((32, 64), (8,), names, 1, "cpu", tmp_path)
+    attention.attention((32, 64), (8,), names, 1, "cpu", tmp_path)
     results = json.loads((tmp_path / "attention-cpu.json").read_text())
     kinds = [(row["backend"], row["kernel"], row["N"]) for row in results["rows"]]
     assert kinds == [(b, k, N) for N in (32, 64) for b, k in (("plain", "flash"), ("sdpa", "sdpa"))]
