@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import runtime
-from baselines import build, find, unused_settings
+from baselines import build, find
 from model import PonderConfig
 from runtime import UserError, one_line, read_json, write_json, writing
 
@@ -87,12 +87,6 @@ def locate(name):
 
 # -- config.json -----------------------------------------------------------------------------------
 
-# Fields that older files lack.
-LATER = {"rope_scaling", "feedback_scale", "backbone", "rotary_pct", "parallel_residual"}
-# Fields that PonderConfig once had. Now they are methods, or settings of one method.
-OLD = {"router", "ablation", "printed_mask_index"}
-OF_OTHERS = {"accumulate", "pause_token", "capacities"}
-
 
 def read_config(directory, method=None):
     """The settings of a directory of weights, a PonderConfig or a subclass of it.
@@ -148,15 +142,7 @@ def parse_config(content):
     """
     if not isinstance(content, dict):
         raise UserError(f"{content!r} is not a JSON object")
-    if content.get("method") == "ablation-penalty":
-        content = content | {"method": "ponderlm3", "penalty": "printed"}
-    if OLD & content.keys():
-        content = rename(content)
-    content = {"penalty": "token"} | content  # which could not be chosen once
-    kind = find(content.get("method"))
-    if not kind.has_router:  # what it did not follow may have been another default
-        content["penalty"] = PonderConfig.penalty
-    return from_json(kind.Config, content, LATER)
+    return from_json(find(content.get("method")).Config, content)
 
 
 def from_json(kind, content, later=()):
@@ -172,27 +158,6 @@ def from_json(kind, content, later=()):
         return pydantic.TypeAdapter(kind).validate_json(json.dumps(content))
     except pydantic.ValidationError as error:
         raise UserError(one_line(error)) from None
-
-
-def rename(content):
-    """Fields of an old file, which spread the method over several of them -> as they are now."""
-    variants = {
-        f"ablation-{content.get('ablation')}": content.get("ablation") is not None,
-        "ablation-index": bool(content.get("printed_mask_index")),
-    }
-    chosen = [name for name, is_so in variants.items() if is_so]
-    if len(chosen) > 1:
-        raise UserError(f"it is {' and '.join(chosen)} at once: only one can be represented")
-    method = content.get("method")
-    if method in ("ponderlm3", "ponderlm2"):
-        method = "ponderlm2" if content.get("router") == "always" else method
-        method = "vanilla" if content.get("ponder_steps") == 0 else (chosen or [method])[0]
-    kind, default = find(method), PonderConfig()
-    dropped = OLD | (OF_OTHERS - {f.name for f in fields(kind.Config)})
-    new = {name: value for name, value in content.items() if name not in dropped}
-    return (
-        new | {"method": method} | {name: getattr(default, name) for name in unused_settings(kind)}
-    )
 
 
 # -- Other people's config.json --------------------------------------------------------------------

@@ -16,7 +16,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import interop
-from baselines import find
 from engine.batching import Engine
 from interop import load, read_config, save
 from interop.__main__ import main as interop_main
@@ -490,56 +489,7 @@ def test_hub(tmp_path, monkeypatch):
         interop.locate("someone/a-model")
 
 
-# -- Our own, from when the method was spread over several fields ----------------------------------
-
-OLD = dict(router="learned", ablation=None, printed_mask_index=False, penalty="token",
-           accumulate=True, pause_token=None, capacities=None)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "method,now,fields",
-    [
-        ("ponderlm3", "ponderlm3", {}),
-        ("ponderlm3", "ponderlm2", dict(router="always")),
-        ("ponderlm2", "ponderlm2", dict(router="always")),
-        ("ponderlm3", "vanilla", dict(ponder_steps=0, penalty_weight=0.0)),
-        ("ponderlm3", "ablation-mask", dict(ablation="mask")),
-        ("ponderlm3", "ablation-router", dict(ablation="router")),
-        ("ponderlm3", "ablation-index", dict(printed_mask_index=True)),
-        ("ponderlm3", "ponderlm3", dict(penalty="printed")),
-        ("ablation-penalty", "ponderlm3", dict(penalty="printed")),
-        ("ponderlm1", "ponderlm1", dict(accumulate=False)),
-        ("pause", "pause", dict(pause_token=7)),
-        ("mor-expert", "mor-expert", dict(capacities=[1.0, 0.5, 0.5, 0.1])),
-        ("mor-token", "mor-token", {}),
-    ],
-)
-def test_models_of_earlier_days(tmp_path, method, now, fields):
-    """Catches an old directory that is read as another method, or not at all."""
-    kept = ("accumulate", "pause_token", "capacities", "penalty")
-    own = {k: v for k, v in fields.items() if k in kept}
-    if find(now).has_router:
-        own = {"penalty": OLD["penalty"]} | own
-    own = {k: tuple(v) if isinstance(v, list) else v for k, v in own.items()}
-    shape = {"ponder_steps": 0} if now == "vanilla" else {}
-    model = small_model(method=now, **shape, **own).float()
-    save(model, tmp_path, exact=True)
-    known = read_json(tmp_path)
-    write_json(tmp_path, known | OLD | {"method": method} | fields)
-    loaded = load(tmp_path)
-    assert type(loaded) is type(model) and loaded.config == model.config
-    old = known | OLD | {"method": method} | fields
-    for later in ("feedback_scale", "rope_scaling", "ablation"):  # once there was none
-        if old[later] is None:
-            del old[later]
-    write_json(tmp_path, old)
-    assert load(tmp_path).config == model.config
-    write_json(tmp_path, old | {"ablation": "mask", "printed_mask_index": True})
-    with pytest.raises(UserError, match=r"ablation-mask and ablation-index.* at once"):
-        load(tmp_path)
-    write_json(tmp_path, {k: v for k, v in known.items() if k != "rms_norm_eps"})
-    with pytest.raises(UserError, match=r"unknown or missing fields \['rms_norm_eps'\]"):
-        load(tmp_path)
+# -- The command -------------------------------------------------------------------------------
 
 
 def test_command_line(tmp_path, capsys):
