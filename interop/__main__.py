@@ -13,10 +13,10 @@ from typing import Literal
 
 import tyro
 
-from corpus.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from corpus.tokenizers import HuggingFaceTokenizer, IdTokenizer, load_tokenizer
 from interop import load, locate, save
 from interop.export import export
-from runtime import UserError, command_line, read_json, write_json
+from runtime import UserError, command_line
 from sample import scored_tau
 
 
@@ -60,18 +60,16 @@ def main(
     if to is None:
         return
     model = model.half() if half else model
-    begin, end = None, None
+    begin = end = None
     if tokenizer:
         begin, end = tokenizer.begin[0] if tokenizer.begin else None, tokenizer.end_of_text
     if transformers:
         export(model, to, scored_tau(place) if tau is None else tau, begin, end)
     else:
-        save(model, to)
-    if tokenizer and config.method == "vanilla":
-        ids = {"eos_token_id": end, "bos_token_id": begin}
-        write_json(to / "config.json", read_json(to / "config.json") | ids)
-    others_form = isinstance(tokenizer, HuggingFaceTokenizer)
-    if others_form or (transformers and isinstance(tokenizer, Tokenizer)):
+        save(model, to, begin=begin, end=end)
+    if transformers and isinstance(tokenizer, IdTokenizer):
+        print("note: no tokenizer is written: its ids have no texts; give model.generate the ids")
+    elif isinstance(tokenizer, HuggingFaceTokenizer) or (transformers and tokenizer):
         tokenizer.save_pretrained(to)
     elif tokenizer:
         tokenizer.save(to / "tokenizer.json")

@@ -168,7 +168,7 @@ def test_official_settings(tmp_path):
         (dict(architectures=["GPTNeoXForTokenClassification"]), "architectures = "),
         (dict(hidden_act="gelu_new"), "hidden_act = 'gelu_new'"),
         (dict(attention_bias=False), "attention_bias = False"),
-        (dict(use_parallel_residual="yes"), "use_parallel_residual = 'yes'"),
+        (dict(use_parallel_residual="yes"), "parallel_residual = 'yes'"),
         (dict(layer_norm_eps=None), "rms_norm_eps = None"),
         (dict(rope_parameters=None, rotary_pct=2.0), "rotary_pct = 2.0"),
         (dict(rope_parameters=None, rotary_emb_base=-1), "rope_theta = -1"),
