@@ -126,8 +126,9 @@ def parse_config(content):
 
     Raises:
         UserError: unknown or missing fields, an unknown method, or wrong values.
+        KeyError: no method.
     """
-    return from_json(find(content.get("method")).Config, content)
+    return from_json(find(content["method"]).Config, content)
 
 
 def from_json(kind, content, later=()):

@@ -120,6 +120,7 @@ def test_every_method(tmp_path, method):
         NEOX | dict(method="ponderlm2", parallel_residual=False),
         dict(tie_word_embeddings=True, feedback_scale=0.7),
         dict(rope_scaling=(8.0, 1.0, 4.0, 16.0), router_offset=(1.0, 0.0, 0.5, 0.2)),
+        NEOX | dict(ponder_steps=5, feedback_scale=1.7),
     ],
     ids=str,
 )
@@ -134,6 +135,18 @@ def test_every_setting(tmp_path, kwargs):
     theirs.save_pretrained(tmp_path / "b")
     assert load(tmp_path / "b").config == model.config
     check_equal(load(tmp_path / "b"), from_pretrained(tmp_path / "b"), sides=("left",))
+
+
+def test_scores_are_those_of_decoding(tmp_path):
+    """Catches an iteration that ends far from what decoding computes, of states that settle slowly:
+    logits to 5e-4."""
+    model, (row,) = ponders(**NEOX, ponder_steps=5, feedback_scale=1.7), prompts(28)
+    cache, decoded = model.new_cache(), []
+    for position, token in enumerate(row):
+        decoded.append(model.ponder_token(token, position, cache, 0.1)[0])
+    with torch.no_grad():
+        out = exported(model, tmp_path)(torch.tensor([row]))
+    torch.testing.assert_close(out.logits[0], torch.stack(decoded), atol=5e-4, rtol=0)
 
 
 def test_tau(tmp_path):
