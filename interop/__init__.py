@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from baselines import build, find
+from baselines import build, check_settings, find
 from model import PonderConfig
 from runtime import UserError, locate, one_line, read_json, write_json, writing
 
@@ -128,7 +128,9 @@ def parse_config(content):
         UserError: unknown or missing fields, an unknown method, or wrong values.
         KeyError: no method.
     """
-    return from_json(find(content["method"]).Config, content)
+    config = from_json(find(content["method"]).Config, content)
+    check_settings(config)
+    return config
 
 
 def from_json(kind, content, later=()):
@@ -167,6 +169,7 @@ ONLY_OF = {
         "architectures": (None, ["GPTNeoXForCausalLM"]),
         "hidden_act": (None, "gelu"),
         "attention_bias": (None, True),
+        "use_parallel_residual": (None, False, True),
     },
 }
 # Our name of a field: theirs, and what it is where config.json lacks it.
@@ -234,11 +237,12 @@ def read_rope(config):
     if not neox and share != 1:
         raise UserError(f"partial_rotary_factor = {share}: only 1 is read")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UserError(f"{place} is of type {kind!r}: only 'default' and 'llama3' are known")
+    known = ("default",) if neox else ("default", "llama3")
+    if kind not in known:
+        raise UserError(f"{place} is of type {kind!r}: it has to be {' or '.join(known)}")
     backbone, options = config["model_type"], {}
     if neox:
-        parallel = config.get("use_parallel_residual", True)
+        parallel = config.get("use_parallel_residual") is not False
         options = {"rotary_pct": share, "parallel_residual": float(parallel)}
     elif kind == "llama3":
         backbone, options = "llama3", {name: rope[name] for name in LLAMA3}

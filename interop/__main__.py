@@ -76,7 +76,9 @@ def main(
         tokenizer.save(to / "tokenizer.json")
     kind = "for transformers" if transformers else "our own form"
     if config.method == "vanilla":
-        kind = "a Hugging Face " + "GPT-NeoX" if config.backbone == "gpt_neox" else "Llama"
+        kind = (
+            "a Hugging Face GPT-NeoX" if config.backbone == "gpt_neox" else "a Hugging Face Llama"
+        )
     print(f"written: {to}, {kind}")
 
 

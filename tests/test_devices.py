@@ -19,14 +19,14 @@ from pretended_cuda import Misplaced, pretended_cuda
 from analysis.convergence import convergence_rows
 from analysis.measuring import measure, open_subject, tau_rows
 from baselines import all_methods
-from bench import kernels, training_step
+from bench import attention as bench_attention
+from bench import training_step
 from bench.decoding import context_rows, exit_rows, other_rows, prompt_rows
 from corpus.preparation import Windows
 from engine.batching import Engine
 from engine.rows import Rows
 from evaluation.perplexity import score_texts
 from interop import load
-from model import rotary_angles
 from runtime import UserError, pick_device, read_json
 from sample import generate
 from train import make_optimizer, objective, train
@@ -176,21 +176,22 @@ def test_methods(method):
         assert close(everything(method, CUDA), expected)
 
 
-@pytest.mark.parametrize("where, count", [("forward", 12), ("recomputed", 24), ("backward", 2)])
+@pytest.mark.parametrize("where, count", [("forward", 6), ("recomputed", 12), ("backward", 1)])
 def test_a_planted_wait(where, count, monkeypatch):
-    """Catches waits of a training step that are not seen, or at another line: 2 micro-batches, and
-    in each of them 6 passes, which run again in the backward pass, or a hook of a gradient."""
+    """Catches waits of a training step that are not seen, or at another line: 6 passes, which run
+    again in the backward pass, or a hook of a gradient."""
     model = small_model().float()
+    angles = model.model.angles
     model.recompute = where == "recomputed"
 
-    def waiting(x, config=None):
+    def waiting(x, dtype=None):
         x.sum().item()
-        return config and rotary_angles(x, config)
+        return dtype and angles(x, dtype)
 
     if where == "backward":
         model.lm_head.weight.register_hook(waiting)
     else:
-        monkeypatch.setattr("model.rotary_angles", waiting)
+        monkeypatch.setattr(model.model, "angles", waiting)
     with pretended_cuda() as gpu:
         steps_of(model, CUDA, count=1)
     place = "tests/test_devices.py", "test_a_planted_wait.<locals>.waiting", "item"
@@ -289,14 +290,14 @@ def test_bench(tmp_path, monkeypatch):
     """Catches a benchmark that crashes on a GPU."""
     shape = replace(PRESETS["tiny"].model, block_size=4, num_hidden_layers=1)
     monkeypatch.setitem(PRESETS, "tiny", replace(PRESETS["tiny"], model=shape))
-    monkeypatch.setitem(kernels.SIZES, "cuda", (2, 8, 1))
+    monkeypatch.setitem(bench_attention.SIZES, "cuda", (2, 8, 1))
     monkeypatch.setattr("bench.training_step.matmul_peak", lambda *where: 1.0)
     monkeypatch.setattr("bench.decoding.limit", lambda *where: 1.0)
     monkeypatch.setattr("bench.decoding.llama", Mock(side_effect=ImportError))  # not ours
     model, val = small_model(block_size=64).float(), torch.from_numpy(windows().tokens)
     common = dict(repeats=1, device="cuda", out=tmp_path)
     with pretended_cuda():
-        kernels.attention((8,), (8,), backends=("sdpa", "eager"), **common)
+        bench_attention.attention((8,), (8,), backends=("sdpa", "eager"), **common)
         training_step.train("tiny", windows=1, **common)
         model.to("cuda")
         others = other_rows(model, val, (1,), (5,), 3, 1)
