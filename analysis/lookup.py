@@ -76,12 +76,11 @@ class Lookup(Comparison):
         frame = self.frame("lookup", lookup_table, rows)
         x = "lookups that the next token takes (0: filler)"
         figure, (left, right) = new_figure(x, "", panels=2)
+        curves, alone = frame.groupby(["method", "K"], sort=False), frame.method.nunique() == 1
         looks = zip(cycle(COLORS), cycle(MARKERS), strict=True)
-        for (curve, rows), (color, marker) in zip(
-            frame.groupby(["method", "K"], sort=False), looks, strict=False
-        ):
+        for ((name, K), rows), (color, marker) in zip(curves, looks, strict=False):
             look = {"color": color, "marker": marker, "capsize": 2, "elinewidth": 0.6}
-            look["label"] = "{}, K = {:.0f}".format(*curve)
+            look["label"] = f"K = {K:.0f}" if alone else f"{name}, K = {K:.0f}"
             left.errorbar(rows.lookups, rows.accuracy, rows.get("accuracy_std"), **look)
             right.errorbar(rows.lookups, rows.steps, rows.get("steps_std"), **look)
         left.axhline(1 / CHAINS, color="#777777", linestyle=":", label="guessing; lookups - 1")
