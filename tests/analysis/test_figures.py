@@ -222,6 +222,8 @@ def test_published_figures(tmp_path):
     for command in (*figures.ALL, *analyze.OF_SEVERAL):
         command(out=tmp_path, redraw=True).draw()
     analyze.Pareto(out=tmp_path / "more", redraw=True).draw()
-    names = {f"{name}.png": f"{name}.png" for name in (*NAMES, "pareto", "depth", "lookup")}
+    names = {
+        f"{name}.png": f"{name}.png" for name in (*NAMES, "pareto", "depth", "frontier", "lookup")
+    }
     for name, drawn in (names | {"remedies.png": "more/pareto.png"}).items():
         assert (tmp_path / drawn).read_bytes() == (shown / name).read_bytes(), name
