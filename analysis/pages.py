@@ -95,17 +95,13 @@ def heatmap_page(file):
     """heatmap.json, what `read_text` returned -> heatmap.html beside it.
 
     Raises:
-        UserError: it was not saved before, or it is damaged.
+        UserError: it was not saved before.
     """
     if not file.is_file():
         raise UserError(f"{file} does not exist: draw it once without --redraw")
-    try:
-        fields = read_json(file)
-        known = [token for token in fields["tokens"] if token["steps"] is not None]
-        means = {key: fmean(token[key] for token in known) for key in ("steps", "loss")}
-    except (ValueError, KeyError, TypeError) as error:
-        message = f"{file} is damaged: {error!r:.200}; draw it without --redraw"
-        raise UserError(message) from None
+    fields = read_json(file)
+    known = [token for token in fields["tokens"] if token["steps"] is not None]
+    means = {key: fmean(token[key] for token in known) for key in ("steps", "loss")}
     page = file.with_suffix(".html")
     write_text(page, PAGES.get_template("heatmap.html").render(fields | means))
     return page
