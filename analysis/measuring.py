@@ -28,7 +28,6 @@ from corpus.tokenizers import Tokenizer
 from engine.prefill import settle
 from interop import load, read_config
 from model import PonderLM
-from router import bottom_mass_penalty
 from runtime import UserError, autocast, progress
 from training.config import TrainConfig, validation_windows
 from training.runs import read_results
@@ -263,26 +262,4 @@ def tau_rows(subject, taus):
         row |= {"perplexity": math.exp(row["loss"]), "steps": mean(steps)}
         row |= {"change": mean(loss - base), "moved": mean((loss - base).abs())}
         rows.append(row | {"chosen": int(tau == chosen)})
-    return rows
-
-
-# -- The penalty's ratio (section 3.4.2) -----------------------------------------------------------
-
-
-def penalty_rows(measured, T, batch_size):
-    """rho and how many w it penalises by both readings, of each batch of a training step -> rows.
-
-    Reading note 2: 'token' is the mean of the sigmoids, 'printed' that of the mean, as printed.
-    """
-    rows, n = [], min(T * batch_size, len(measured.x))
-    for b, (ce, w) in enumerate(zip(measured.raw_ce.split(n), measured.w.split(n), strict=True)):
-        if len(ce) < n:
-            continue  # the rest of the windows makes no whole batch
-        found = {form: bottom_mass_penalty(w.log(), ce, form) for form in ("token", "printed")}
-        for i in range(ce.size(-1)):
-            row = {"batch": b, "depth": i, "tokens": n, "ce": mean(ce[:, i])}
-            for form, (_, rho) in found.items():
-                more = max((rho[i] - rho[i - 1]).item(), 0) if i else 0
-                row |= {f"rho_{form}": rho[i].item(), f"count_{form}": math.floor(more * n)}
-            rows.append(row)
     return rows

@@ -50,7 +50,7 @@ def test_llama(run_script, tmp_path):
     calls = run_script("llama.sh")
     trained, analyzed = calls["train.py"], calls["analyze.py"]
     assert calls["interop"] == [["out/llama/plain-0", "--to", "out/llama/hugging-face"]]
-    assert [args[0] for args in analyzed] == ["losses", "pareto"]
+    assert [args[0] for args in analyzed] == ["pareto"]
     base = tmp_path / "out/llama/hugging-face"
     config = find("vanilla").Config(vocab_size=31, hidden_size=32, method="vanilla", ponder_steps=0)
     interop.save(build(config), base)
@@ -112,7 +112,7 @@ def test_frontier(run_script, tmp_path):
         config = find(method).Config(method=method, ponder_steps=K)
         interop.save(build(config), tmp_path / name)
     calls = run_script("frontier.sh")
-    names = ["choice", *4 * ["frontier"], "cost", "adaptation", "confidence"]
+    names = [*4 * ["frontier"], "pareto"]
     assert [args[0] for args in calls["analyze.py"]] == names
     configs = {}
     for args in calls["train.py"]:
@@ -161,7 +161,7 @@ def test_remedies(run_script, tmp_path):
     calls = run_script("remedies.sh")
     trained, analyzed = calls["train.py"], calls["analyze.py"]
     configs = [parse(args) for args in trained]
-    assert len({config.name for config in configs}) == len(configs) and len(analyzed) == 2
+    assert len({config.name for config in configs}) == len(configs) and len(analyzed) == 1
     assert len({repr(replace(config, name=None)) for config in configs}) == len(configs)
 
 
@@ -172,7 +172,7 @@ def test_tiny(run_script, tmp_path):
     trained, analyzed = calls["train.py"], calls["analyze.py"]
     configs = [parse(args) for args in trained]
     assert len({repr(replace(config, name=None)) for config in configs}) == 12 == len(configs)
-    assert [args[0] for args in analyzed] == ["losses"]
+    assert [args[0] for args in analyzed] == ["pareto"]
     assert len(run_script("tiny.sh", SEEDS="1")["train.py"]) == 4
 
 
@@ -246,7 +246,7 @@ def test_lookup(run_script, tmp_path):
     assert configs["grown-K2-0"].model.penalty == "mean"
     assert configs["vanilla-L4-0"].model.num_hidden_layers == 4
     analyzed = calls["analyze.py"]
-    assert [args[0] for args in analyzed] == [*4 * ["lookup"], "chain"]
+    assert [args[0] for args in analyzed] == 4 * ["lookup"]
     assert all("data/lookup-all" in args for args in analyzed[:4])
     for folder in asked:
         (tmp_path / folder).mkdir(parents=True)
