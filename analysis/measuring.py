@@ -112,7 +112,7 @@ def measure(subject, label="tokens"):
         h, s, log_w = model.fixed_point(x, tolerance=1e-6)
         depths = range(s.size(-1))
         ce, raw_ce = (
-            torch.stack([model.token_losses(truncate(h, s, i, norm), y) for i in depths], dim=-1)
+            torch.stack([model.cross_entropy(truncate(h, s, i, norm), y) for i in depths], dim=-1)
             for norm in (True, False)
         )
         steps = model.executed(log_w, subject.tau)
@@ -140,11 +140,12 @@ def stopped(subject, tau, alpha=0.0, dtype=torch.float32, label="tokens"):
             yield x, y, subject.model.integrate(h, s, steps), steps
 
 
+@torch.no_grad()
 def decoded(subject, *args, **kwargs):
     """Loss and executed steps of each token, by the arguments of `stopped` -> (n,) each."""
     losses, executed = [], []
     for _, y, h_hat, steps in stopped(subject, *args, **kwargs):
-        losses.append(subject.model.token_losses(h_hat, y).flatten().cpu())
+        losses.append(subject.model.cross_entropy(h_hat, y).flatten().cpu())
         executed.append(steps.flatten().cpu())
     return torch.cat(losses), torch.cat(executed)
 
@@ -196,7 +197,7 @@ def reference_losses(subject, path):
     if not (same and np.array_equal(val.tokens[:], mine.tokens[:])):
         raise UserError(f"{path} and {subject.path} differ in corpus, tokenizer or window")
     batches = [
-        other.token_losses(other.integrate(*other.states(x)[:2]), y).flatten().cpu()
+        other.cross_entropy(other.integrate(*other.states(x)[:2]), y).flatten().cpu()
         for x, y in subject.batches("the other model")
     ]
     return torch.cat(batches)

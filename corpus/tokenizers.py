@@ -18,6 +18,7 @@ import base64
 import hashlib
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import rustbpe
@@ -152,9 +153,7 @@ def load_tokenizer(file):
     try:
         fields = read_json(file)
         if "model" in fields or "tokenizer" in fields:
-            from corpus.huggingface import read_fields
-
-            return read_fields(file, fields)
+            return import_module("corpus.huggingface").read_fields(file, fields)
         if fields["name"] == "ids":
             return IdTokenizer(int(fields["vocab_size"]))
         tokens = [base64.b64decode(token) for token in fields["tokens"]]

@@ -31,7 +31,6 @@ SHAPES = {
         ponder_steps=3,
         tie_word_embeddings=True,
         feedback_scale=0.75,
-        rope_scaling=(8.0, 1.0, 4.0, 16.0),
         embed_scale=3.0,
         head_dim=6,
     ),
@@ -57,10 +56,12 @@ def write_run(folder, model, tokenizer=None, **changes):
     (tokenizer or Tokenizer.bytes()).save(folder / "tokenizer.json")
     config = replace(PRESETS["tiny"], model=model.config, tau=TAU, data="/home/<b>/text", **changes)
     corpus = {"name": "text", "train_tokens": 1, "val_tokens": 1, "sha256": ""}
+    corpus |= {"val_sha256": "", "tokenizer": ""}
     (folder / "train.json").write_text(json.dumps({"config": asdict(config), "corpus": corpus}))
-    part = {"loss": 2.25, "steps": 1.5, "truncated": [2.5, 2.25, 2.25], "alone": [], "stopped": []}
+    part = {"loss": 2.25, "steps": 1.5, "truncated": [2.5, 2.25, 2.25]}
+    part |= {"weight": [], "alone": [], "stopped": []}
     results = dict.fromkeys(("trained", "fixed", "hard", "permuted"), part)
-    results |= {"R": 2, "unigram_entropy": 3.0}
+    results |= {"chosen": None, "R": 2, "unigram_entropy": 3.0}
     (folder / "results.json").write_text(json.dumps(results))
     return folder
 
