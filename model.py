@@ -12,7 +12,7 @@ latents     h_t^(0..K-1)       (B, T, K, D)    those that are fed back, as input
 s, log_w    s_{t,k}, log w     (B, T, S)       see router.py
 bias        log w              (B, T, S)       on the keys of the slots
 steps       K-hat_t            (B, T)          pondering steps that are executed
-R           R                  scalar          refinement passes; training draws it (R)
+R           R                  scalar          refinement passes; training draws it (refinements)
 tau         tau                scalar          where decoding stops; None: soft masks, no stopping
 
 First comes the method, PonderLM; then its backbone, LLaMA as Hugging Face's transformers has it
@@ -188,7 +188,7 @@ class PonderLM(nn.Module):
         return h if self.config.feedback_scale is None else h * self.config.feedback_scale
 
     def key_bias(self, log_w, tau=None):
-        """Mask scores (..., S) -> bias on the keys of the slots; None, of other methods: none."""
+        """Mask scores (..., S) -> bias on the keys of the slots. None, of a method without masks: no bias."""
         return slot_bias(log_w, tau)
 
     # From states to predictions (section 3.2.3)

@@ -133,14 +133,14 @@ def parse_config(content):
     return config
 
 
-def from_json(kind, content, later=()):
-    """A settings dataclass from its fields in JSON, of which only those of `later` may be missing.
+def from_json(kind, content):
+    """A settings dataclass from its fields in JSON, all of them.
 
     Raises:
         UserError: unknown or missing fields, or wrong values.
     """
     known = {f.name for f in fields(kind)}
-    if odd := (content.keys() - known) | (known - content.keys() - set(later)):
+    if odd := (content.keys() - known) | (known - content.keys()):
         raise UserError(f"unknown or missing fields {sorted(odd)}")
     try:
         return pydantic.TypeAdapter(kind).validate_json(json.dumps(content))
