@@ -79,6 +79,14 @@ def tokens(T=10, B=1, V=31, seed=0):
     return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
+def decode(model, idx, tau=1e-4, alpha=0.0):
+    """Read idx (T,) token by token -> logits (T, V), the steps of each, and the cache."""
+    cache = model.new_cache()
+    pairs = [model.ponder_token(int(token), t, cache, tau, alpha) for t, token in enumerate(idx)]
+    logits, steps = zip(*pairs, strict=True)
+    return torch.stack(logits), [*steps], cache
+
+
 def attention_inputs(H=4, G=4, N=17, d=8, dtype=torch.float64, log_w=(-80.0, 0.0), seed=0):
     """q, k, v and a key bias in the range log_w, of which gradients can be taken."""
     g = torch.Generator().manual_seed(seed)
