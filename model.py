@@ -12,7 +12,7 @@ latents     h_t^(0..K-1)       (B, T, K, D)    those that are fed back, as input
 s, log_w    s_{t,k}, log w     (B, T, S)       see router.py
 bias        log w              (B, T, S)       on the keys of the slots
 steps       K-hat_t            (B, T)          pondering steps that are executed
-R           R                  scalar          refinement passes; training draws it (refinements)
+R           R                  scalar          refinement passes; training draws it
 tau         tau                scalar          where decoding stops; None: soft masks, no stopping
 
 First comes the method, PonderLM; then its backbone, LLaMA as Hugging Face's transformers has it
@@ -130,14 +130,14 @@ class PonderLM(nn.Module):
         Returns:
             h (B, T, S, D), s (B, T, S), log_w (B, T, S) of the final pass.
         """
-        T, K = idx.size(1), self.config.ponder_steps
+        e, K = self.embed(idx), self.config.ponder_steps
         if R < 0:
             raise ValueError(f"R = {R}: the number of refinements must be >= 0")
-        passes = K + min(R, K * (T - 1)) + 1
+        passes = K + min(R, K * (e.size(1) - 1)) + 1
         constant = 0  # so many passes are constants to the backward pass
         if self.training and self.config.backprop_passes:
             constant = passes - self.config.backprop_passes
-        iteration, grad = self.iterate(self.embed(idx), tau, alpha), torch.is_grad_enabled()
+        iteration, grad = self.iterate(e, tau, alpha), torch.is_grad_enabled()
         for p in range(1, passes + 1):
             with torch.set_grad_enabled(grad and p > constant):
                 _, found = next(iteration)
@@ -149,9 +149,9 @@ class PonderLM(nn.Module):
         It stops when a pass has changed the latents by less than `tolerance` (relative norm), and
         after K T + 1 passes at the latest, where it is exact.
         """
-        K, last = self.config.ponder_steps, self.config.ponder_steps * idx.size(1) + 1
-        before = None
-        for p, (latents, found) in enumerate(self.iterate(self.embed(idx), tau, alpha), start=1):
+        e, K, before = self.embed(idx), self.config.ponder_steps, None
+        last = K * e.size(1) + 1
+        for p, (latents, found) in enumerate(self.iterate(e, tau, alpha), start=1):
             if p == last:
                 return found
             if p > K and (latents - before).float().norm() < tolerance * latents.float().norm():

@@ -8,6 +8,7 @@ import torch
 from placement import DEVICE, EQUIVALENCE, ON_CPU, device_of_test
 from safetensors import safe_open
 
+from attention import eager
 from baselines import build, configure, find, unused_settings
 from engine.products import has_bfloat16
 from model import PonderConfig
@@ -74,6 +75,45 @@ def small_model(seed=0, **kwargs):
     return model.double().eval().to(device_of_test())
 
 
+def tokens(T=10, B=1, V=31, seed=0):
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def decode(model, idx, tau=1e-4, alpha=0.0):
+    """Read idx (T,) token by token -> logits (T, V), the steps of each, and the cache."""
+    cache = model.new_cache()
+    pairs = [model.ponder_token(int(token), t, cache, tau, alpha) for t, token in enumerate(idx)]
+    logits, steps = zip(*pairs, strict=True)
+    return torch.stack(logits), [*steps], cache
+
+
+def attention_inputs(H=4, G=4, N=17, d=8, dtype=torch.float64, log_w=(-80.0, 0.0), seed=0):
+    """q, k, v and a key bias in the range log_w, of which gradients can be taken."""
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, H, N, d, generator=g, dtype=dtype)
+    k, v = (torch.randn(2, G, N, d, generator=g, dtype=dtype) for _ in range(2))
+    low, high = log_w
+    bias = low + (high - low) * torch.rand(2, N, generator=g, dtype=dtype)
+    bias[:, 0] = 0  # the first slot of a sequence is always visible
+    return [x.requires_grad_() for x in (q, k, v, bias)]
+
+
+def outputs_and_gradients(form, leaves):
+    out = form(*leaves)
+    g = torch.Generator().manual_seed(1)
+    weights = torch.randn(out.shape, generator=g, dtype=torch.float64).to(out.dtype)
+    return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+def assert_is_attention(form, leaves, tolerance):
+    """A form of soft-mask attention against the definition: outputs and all gradients."""
+    found, expected = (outputs_and_gradients(function, leaves) for function in (form, eager))
+    for name, a, b in zip(("out", "dq", "dk", "dv", "dlog_w"), found, expected, strict=True):
+        torch.testing.assert_close(
+            a, b, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m
+        )
+
+
 @pytest.fixture
 def golden():
     """Read one golden file: its tensors, and a model with its weights."""
@@ -82,19 +122,12 @@ def golden():
         with safe_open(GOLDEN / name, "pt") as file:
             official = json.loads(file.metadata()["config"])
             tensors = {key: file.get_tensor(key).to(device_of_test()) for key in file.keys()}  # noqa: SIM118
-        config = configure(
-            PonderConfig(),
-            method,
-            vocab_size=official["vocab_size"],
-            hidden_size=official["hidden_size"],
-            intermediate_size=official["intermediate_size"],
-            num_hidden_layers=official["num_hidden_layers"],
-            num_attention_heads=official["num_attention_heads"],
-            rms_norm_eps=official["rms_norm_eps"],
-            rope_theta=official["rope_theta"],
-            ponder_steps=official["num_latent_thoughts"],
-        )
-        model = build(config).eval().to(device_of_test())
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        names += ("num_attention_heads", "rms_norm_eps", "rope_theta")
+        shape = {field: official[field] for field in names}
+        K = official["num_latent_thoughts"]
+        model = build(configure(PonderConfig(), method, ponder_steps=K, **shape))
+        model.eval().to(device_of_test())
         model.load_state_dict({k: tensors.pop(k) for k in list(tensors) if k.endswith(".weight")})
         return model, tensors, official
 

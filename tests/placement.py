@@ -24,7 +24,8 @@ DEVICE = os.environ.get("PONDERLM_TEST_DEVICE", "cpu")
 if DEVICE != "cuda":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of processes that tests start, too
 EQUIVALENCE = {f"method/test_{name}.py" for name in ("attention", "golden", "model", "router")}
-EQUIVALENCE |= {"method/test_sample.py", "engine/test_batching.py", "engine/test_prefill.py"}
+EQUIVALENCE |= {"kernels/test_attention.py", "method/test_sample.py"}
+EQUIVALENCE |= {"engine/test_batching.py", "engine/test_prefill.py"}
 # Tests in these files that make modules of their own, or are about files, other devices or the
 # compiler, which leaves blocks alone while OnDevice watches.
 ON_CPU = {"test_save_and_load", "test_damaged_directories", "test_initialisation", "test_pickers"}

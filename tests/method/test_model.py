@@ -1,20 +1,21 @@
+"""PonderLM: all tokens at once, one after another and from a cache are the same function."""
+
 import math
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import small_model
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from conftest import decode, small_model, tokens
 
+from attention import eager, sdpa
 from engine.batching import Engine
 from interop import load, save
-from model import PonderConfig, PonderLM, for_products
+from model import PonderConfig, PonderLM
 from router import bottom_mass_penalty
 from runtime import UserError, pick_device, pick_precision
 from sample import generate
-from train import compile_blocks, objective
+from train import objective
 
 
 @torch.no_grad()
@@ -32,9 +33,9 @@ def sequential(model, idx, tau=None):
             positions.append(t)
             bias.append(0.0 if k == 0 else float(log_w[k - 1 if printed else k]))
             rows = torch.stack(inputs)[None], torch.tensor(positions)
-            h = model.model(*rows, torch.tensor([bias], dtype=x.dtype), "eager")[0, -1]
+            h = model.model(*rows, torch.tensor([bias], dtype=x.dtype), eager)[0, -1]
             if k == 0:
-                s, log_w = model.router(h)
+                s, log_w = model.route(h[None])
                 w = log_w.exp()
                 stop = max(j for j in range(len(w)) if not tau or w[j] >= tau)
             h_hat = h_hat + s[k] * h
@@ -42,13 +43,6 @@ def sequential(model, idx, tau=None):
         logits.append(model.lm_head(h_hat))
         steps.append(stop)
     return torch.stack(logits), steps
-
-
-PAIRS = [("ponderlm3", 3), ("ponderlm3", 1), ("ponderlm2", 2), ("vanilla", 0)]
-
-
-def tokens(T=10, B=1, V=31, seed=0):
-    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("method", ["ponderlm3", "ponderlm2", "ablation-index"])
@@ -70,8 +64,7 @@ def test_jacobi_equals_sequential(method, K):
 @pytest.mark.parametrize("K", [0, 1, 3])
 def test_number_of_passes(K, monkeypatch):
     """Catches a bound that stops before the last link of the chain is settled, and idle passes."""
-    model, calls = small_model(ponder_steps=K), []
-    idx = torch.randint(31, (2, 5), generator=torch.Generator().manual_seed(0))
+    model, calls, idx = small_model(ponder_steps=K), [], tokens(T=5, B=2)
     transform = model.transform
     monkeypatch.setattr(model, "transform", lambda *args: calls.append(1) or transform(*args))
     for R, passes in ((0, K + 1), (2, K + 3 if K else 1), (10**6, 5 * K + 1)):
@@ -96,7 +89,14 @@ def test_automatic_passes_reach_the_fixed_point():
 
 @pytest.mark.parametrize("tau", [0, 1e-4, 0.3])
 @pytest.mark.parametrize(
-    "method,K,scale", [*((*pair, None) for pair in PAIRS), ("ponderlm3", 3, 2.0)]
+    "method,K,scale",
+    [
+        ("ponderlm3", 3, None),
+        ("ponderlm3", 3, 2.0),
+        ("ponderlm3", 1, None),
+        ("ponderlm2", 2, None),
+        ("vanilla", 0, None),
+    ],
 )
 def test_hard_stopping_parallel_sequential_and_cached_agree(tau, method, K, scale):
     """Catches a key that hard stopping should hide, an integration that runs on, a cache that
@@ -106,11 +106,10 @@ def test_hard_stopping_parallel_sequential_and_cached_agree(tau, method, K, scal
     expected, steps = sequential(model, idx[0], tau)
     with torch.no_grad():
         out = model(idx, tau=tau, R=K * 11)
-    cache = model.new_cache()
-    pairs = [model.ponder_token(int(token), t, cache, tau) for t, token in enumerate(idx[0])]
+    logits, cached_steps, cache = decode(model, idx[0], tau)
     assert (out.logits[0] - expected).abs().max() < 1e-9
-    assert (torch.stack([logits for logits, _ in pairs]) - expected).abs().max() < 1e-9
-    assert out.steps[0].tolist() == [k for _, k in pairs] == steps
+    assert (logits - expected).abs().max() < 1e-9
+    assert out.steps[0].tolist() == cached_steps == steps
     assert cache[0].keys.size(2) == len(steps) + sum(steps)  # executed slots only
     if method == "ponderlm3" and K == 3 and tau == 0.3:
         assert 0 in steps and 3 in steps and len(set(steps)) > 2
@@ -121,16 +120,11 @@ def test_hard_stopping_parallel_sequential_and_cached_agree(tau, method, K, scal
 def test_ablations(ablation, tau):
     """Catches an ablation that leaves in what it should take out, or that decodes (simply, and by
     the engine) otherwise than it scores: logits to 1e-9."""
-    full = small_model(router_scale=12.0)
     scale = 0 if ablation == "router" else 12.0
-    model = small_model(method=f"ablation-{ablation}", router_scale=scale)
-    model.load_state_dict(full.state_dict() if ablation != "router" else model.state_dict())
-    idx = tokens(T=12)
+    model, idx = small_model(method=f"ablation-{ablation}", router_scale=scale), tokens(T=12)
     with torch.no_grad():
         out = model(idx, tau=tau, R=33)
-    cache = model.new_cache()
-    pairs = [model.ponder_token(int(x), t, cache, tau) for t, x in enumerate(idx[0])]
-    assert (torch.stack([logits for logits, _ in pairs]) - out.logits[0]).abs().max() < 1e-9
+    assert (decode(model, idx[0], tau)[0] - out.logits[0]).abs().max() < 1e-9
     expected = generate(model, [idx[0]], 8, tau=tau, temperature=0)
     engine = Engine(model, tau=tau, tolerance=0, max_passes=99)
     assert engine.generate([idx[0]], 8, temperature=0) == expected
@@ -151,11 +145,10 @@ def test_alpha_in_decoding():
     model, idx = small_model(router_scale=12.0), tokens(T=12)
     means = []
     for alpha in (-3.0, 0.0, 3.0):
-        cache = model.new_cache()
-        pairs = [model.ponder_token(int(x), t, cache, 0.1, alpha) for t, x in enumerate(idx[0])]
+        logits, _, _ = decode(model, idx[0], 0.1, alpha)
         with torch.no_grad():
             out = model(idx, tau=0.1, alpha=alpha, R=33)
-        assert (torch.stack([logits for logits, _ in pairs]) - out.logits[0]).abs().max() < 1e-9
+        assert (logits - out.logits[0]).abs().max() < 1e-9
         means.append(out.steps.double().mean().item())
     assert means[0] < means[1] < means[2]
 
@@ -175,7 +168,7 @@ def test_mask_index(printed, low, high):
     assert low <= (soft.logits - hard.logits).abs().max() < high
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", [eager, sdpa])
 @pytest.mark.parametrize("kwargs", [{}, {"tau": 0.3}, {"alpha": 1.0}])
 @pytest.mark.parametrize("method", ["ponderlm3", "ponderlm2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -198,17 +191,11 @@ def test_k0_is_llama():
     transformers = pytest.importorskip("transformers")
     model = small_model(ponder_steps=0, head_dim=10, rms_norm_eps=1e-3, rope_theta=500.0)
     c = model.config
-    config = transformers.LlamaConfig(
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_hidden_layers,
-        num_attention_heads=c.num_attention_heads,
-        num_key_value_heads=c.num_key_value_heads,
-        head_dim=10,
-        rms_norm_eps=c.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-    )
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim")
+    names += ("num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+    shape = {name: getattr(c, name) for name in names}
+    rope = {"rope_type": "default", "rope_theta": c.rope_theta}
+    config = transformers.LlamaConfig(**shape, rope_parameters=rope)
     llama = transformers.LlamaForCausalLM(config).double().eval()
     weights = model.state_dict()
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * c.scale
@@ -255,11 +242,7 @@ def test_parts_of_the_loss():
         for t in range(9):
             for i in range(4):
                 partial = sum(s[b, t, j] * h[b, t, j] for j in range(i + 1))
-                ce[b, t, i] = (
-                    F.cross_entropy(model.lm_head(partial), y[b, t], ignore_index=-1)
-                    if y[b, t] >= 0
-                    else 0
-                )
+                ce[b, t, i] = F.cross_entropy(model.lm_head(partial), y[b, t], reduction="sum")
     valid = y != -100
     torch.testing.assert_close(out.loss, ce[..., 3][valid].mean(), atol=1e-5, rtol=0)
     expected, _ = bottom_mass_penalty(log_w, ce, "token")
@@ -283,18 +266,6 @@ def gradients(model, idx, R):
     loss, _, _ = objective(model, idx[:, :-1], idx[:, 1:], R)
     loss.backward()
     return loss.detach(), [p.grad.clone() for p in model.parameters()]
-
-
-def states_of_passes(model, idx, passes):
-    """(h, log_w) after each of the first Jacobi passes."""
-    e, found = model.embed(idx), []
-    latents, bias = e[:, :, None][:, :, :0], None
-    for _ in range(passes):
-        h, _, log_w = model.jacobi_pass(e, latents, bias)
-        latents = model.feed_back(h[:, :, : model.config.ponder_steps])
-        bias = model.key_bias(log_w)
-        found.append((h, log_w))
-    return found
 
 
 def test_recompute():
@@ -326,7 +297,8 @@ def test_backprop_passes(n):
     assert loss == full_loss
     model.zero_grad()
     with torch.no_grad():
-        h, log_w = states_of_passes(model, x, K + R - n + 1)[-1]
+        before = islice(model.iterate(model.embed(x), tau=None, alpha=0.0), K + R + 1 - n)
+        *_, (_, (h, _, log_w)) = before
     for _ in range(n):
         slots = min(h.size(2) + 1, K + 1)
         inputs = torch.cat([model.embed(x)[:, :, None], h[:, :, : slots - 1]], dim=2)
@@ -344,63 +316,6 @@ def test_backprop_passes(n):
         assert torch.equal(a, b)
     model.eval()
     assert torch.is_grad_enabled() and model(x, R=0).logits.requires_grad
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "kept"])
-@pytest.mark.parametrize(
-    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
-def test_compiled_blocks(compiler, backend, monkeypatch):
-    """Catches a block that compiles to something else (loss and gradients to 1e-5 in float32), a
-    block that is compiled for each layer, and lengths beyond torch's limit (8, here 2), which would
-    run uncompiled without a word."""
-    K, original, made = 3, nn.Module.compile, []
-
-    def count(*graph):
-        made.append(1)
-        return torch._dynamo.lookup_backend(compiler)(*graph)
-
-    monkeypatch.setattr(
-        nn.Module, "compile", lambda block, **how: original(block, backend=count, **how)
-    )
-    torch._dynamo.reset()
-    model, idx = small_model(ponder_steps=K).float().train(), tokens(B=2)
-    model.backend = backend
-    loss, expected = gradients(model, idx, R=2)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        compile_blocks(model)
-        again, found = gradients(model, idx, R=2)
-    assert len(made) == K + 1
-    assert loss == pytest.approx(again.item(), abs=1e-5)
-    for a, b in zip(expected, found, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-
-
-class Casts(TorchDispatchMode):
-    """Counts tensors that are cast to bfloat16, by their shape."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16:
-            self.shapes.append(tuple(out.shape))
-        return out
-
-
-def test_one_cast_for_several_products():
-    """Catches a normed state that is cast anew for each product, and angles for each layer."""
-    model = small_model().float()
-    with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
-        model.transform(torch.randn(2, 6, 32), torch.arange(6))
-    assert casts.shapes.count((2, 6, 32)) == 2 * 2  # before attention and MLP of two layers
-    assert casts.shapes.count((6, 8)) == 2  # cos and sin
-    with torch.autocast("cpu", torch.bfloat16):
-        assert for_products(torch.ones(1)).dtype == torch.bfloat16
-        assert for_products(torch.ones(1).double()).dtype == torch.float64
-    assert for_products(torch.ones(1)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -423,7 +338,8 @@ def test_losses_in_rows(tied, monkeypatch):
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
     rows.clear()
-    assert torch.equal(model.token_losses(out.h_hat, y), out.ce) and sum(rows) == 30
+    with torch.no_grad():
+        assert torch.equal(model.cross_entropy(out.h_hat, y), out.ce) and sum(rows) == 30
 
 
 def test_logits_are_made_late():
@@ -436,47 +352,23 @@ def test_logits_are_made_late():
     assert not heads and not out.logits.requires_grad and out.logits.shape == (1, 10, 31)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_save_and_load(tmp_path, tied):
-    """Catches a field or tensor that is lost between save and load."""
-    model = small_model(tie_word_embeddings=tied, router_offset=(0.0, 1.0, 2.0, 3.0)).float()
-    save(model, tmp_path)
-    loaded = load(tmp_path)
-    assert loaded.config == model.config
-    with torch.no_grad():
-        assert torch.equal(loaded(tokens(), R=2).logits, model(tokens(), R=2).logits)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-
-
 @pytest.mark.parametrize(
-    "damage,message",
+    "old,new,message",
     [
-        (lambda d: (d / "config.json").unlink(), "has no config.json"),
-        (lambda d: (d / "config.json").write_text("{"), "not a JSON object"),
-        (lambda d: (d / "config.json").write_text("[1]"), "not a JSON object"),
-        (lambda d: (d / "config.json").write_text('{"format": "x"}'), "format 'x'"),
-        (lambda d: edit(d, '"hidden_size": 32', '"hidden_size": 64'), "do not fit"),
-        (
-            lambda d: edit(d, '"hidden_size": 32', '"hidden_size": "32"'),
-            "hidden_size = '32': it should",
-        ),
-        (lambda d: edit(d, '"rms_norm_eps"', '"rms_eps"'), "unknown or missing fields.*rms_eps"),
-        (lambda d: (d / "model.safetensors").write_bytes(b"pickle"), "no safetensors file"),
-        (lambda d: (d / "model.safetensors").write_bytes(b""), "no safetensors file"),
+        ('"rms_norm_eps"', '"rms_eps"', "unknown or missing fields.*rms_eps"),
+        ('"hidden_size": 32', '"hidden_size": "32"', "hidden_size = '32': it should"),
+        ('"ponderlm-3"', '"x"', "format 'x'"),
     ],
 )
-def test_damaged_directories(tmp_path, damage, message):
+def test_damaged_directories(tmp_path, old, new, message):
     """Catches a stack trace, or worse a model, from a directory that is not whole."""
     save(small_model(), tmp_path)
-    damage(tmp_path)
+    file = tmp_path / "config.json"
+    text = file.read_text()
+    file.write_text(text.replace(old, new))
+    assert file.read_text() != text
     with pytest.raises(UserError, match=message):
         load(tmp_path)
-
-
-def edit(directory, old, new):
-    file = directory / "config.json"
-    assert old in file.read_text()
-    file.write_text(file.read_text().replace(old, new))
 
 
 @pytest.mark.parametrize(
@@ -490,12 +382,11 @@ def edit(directory, old, new):
         (dict(router_offset=(0.0, 1.0)), "needs K\\+1 = 4"),
         (dict(refinements=(3, 2)), "empty range"),
         (dict(refinements=(-1, 2)), "refinements"),
-        (dict(router="always"), "router"),
     ],
 )
 def test_config_refuses(kwargs, message):
     """Catches a config that would fail later, far from its cause."""
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         PonderConfig(**kwargs)
 
 
@@ -509,13 +400,11 @@ def test_input_refused():
         (tokens()[:0], {}, "token ids"),
         (tokens().float(), {"R": 1}, "token ids"),
         (tokens() + 10**6, {}, "outside the vocabulary"),
-        (tokens(), {"R": -1}, "refinements must be"),
+        (tokens(), {"R": -1}, "number of refinements must be"),
         (tokens(), {"alpha": math.nan}, "alpha = nan"),
     ):
         with pytest.raises(ValueError, match=message):
             model(idx, **kwargs)
-    with pytest.raises(TypeError, match="config = None: PonderLM-3 takes a PonderConfig"):
-        PonderLM(None)
 
 
 def test_initialisation():
@@ -541,5 +430,4 @@ def test_pickers():
     with pytest.raises(UserError, match=r"'tpu' is not here; there is .*cpu"):
         pick_device("tpu")
     assert pick_precision("float32", pick_device("cpu")) == torch.float32
-    assert pick_precision("auto", torch.device("cpu")) in (torch.float32, torch.bfloat16)
     assert pick_precision("auto", torch.device("mps")) == torch.float32

@@ -2,12 +2,12 @@ import math
 
 import pytest
 import torch
+from conftest import small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import MASKED
 from router import (
-    FixedDepth,
     Router,
     bottom_mass_penalty,
     expected_steps,
@@ -16,15 +16,9 @@ from router import (
 )
 from runtime import UserError
 
-extreme_logits = st.lists(
-    st.one_of(
-        st.floats(-(2.0**100), 2.0**100, width=32),
-        st.floats(-90, 90, width=32),
-        st.sampled_from([0.0, 88.5, -88.5, 2.0**-100]),
-    ),
-    min_size=1,
-    max_size=6,
-)
+numbers = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-90, 90, width=32)
+numbers |= st.sampled_from([0.0, 88.5, -88.5, 2.0**-100])
+extreme_logits = st.lists(numbers, min_size=1, max_size=6)
 
 
 @settings(max_examples=300, deadline=None)
@@ -99,7 +93,7 @@ def test_router_start_and_always():
     torch.nn.init.zeros_(router.proj.weight)
     s, log_w = router(h0)
     torch.testing.assert_close(s[0, 0], torch.tensor([0.0, 2.0, 4.0, 6.0]).softmax(-1))
-    s, log_w = FixedDepth(3)(h0)
+    s, log_w = small_model(method="ponderlm2").route(h0[..., None, :])
     assert s[0, 0].tolist() == [0, 0, 0, 1] and not log_w.any()
 
 
@@ -115,23 +109,19 @@ def test_router_keeps_float32_under_autocast():
 
 def literal_penalty(w, ce, form):
     """Section 3.4.2 with loops, without lambda; w and ce are nested lists [token][k]."""
-    T, depths, rho = len(ce), len(ce[0]), []
+    T, depths, rho, total = len(ce), len(ce[0]), [], 0.0
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
     for i in range(depths):
         if form == "token":
             rho.append(sum(1 - sigmoid(10 * (ce[t][i] - 0.5)) for t in range(T)) / T)
         else:
             rho.append(1 - sigmoid(10 * (sum(ce[t][i] for t in range(T)) / T - 0.5)))
-    total = 0.0
     for k in range(1, depths):
         delta = max(rho[k] - rho[k - 1], 0)
         smallest = sorted(w[t][k] for t in range(T))[: math.floor(delta * T)]
         if smallest:
             total += sum(smallest) / len(smallest)
     return total
-
-
-def sigmoid(x):
-    return 1 / (1 + math.exp(-x))
 
 
 @pytest.mark.parametrize("form", ["token", "printed"])

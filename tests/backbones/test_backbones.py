@@ -1,48 +1,47 @@
-"""GPT-NeoX in the place of the Llama: every method, every decoder."""
+"""Another transformer in the place of the Llama: every method, every decoder."""
 
 import pytest
 import torch
-from conftest import needs_bfloat16, small_model
+from conftest import decode, needs_bfloat16, small_model, tokens
+from pydantic import ValidationError
 
 from baselines import all_methods, build, configure
 from engine.batching import Engine
-from model import PonderConfig, PonderLM
+from model import PonderConfig
 from runtime import UserError
 from sample import generate
 
-METHODS = [kind.method for kind in all_methods()]
-NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, rotary_pct=0.5, router_scale=12.0)
+NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, router_scale=12.0)
+LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=8.0)
 
 
-def neox(method="ponderlm3", **kwargs):
-    steps = {"ponder_steps": 0} if method == "vanilla" else {}
-    model = small_model(method=method, **NEOX | steps | kwargs)
+def neox(method="ponderlm3", parallel=True):
+    options = {"rotary_pct": 0.5, "parallel_residual": float(parallel)}
+    model = small_model(method=method, backbone_options=options, **NEOX)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # which a new model has at 0
             torch.nn.init.normal_(parameter, std=0.3)
     return model
 
 
-def tokens(B=3, T=10):
-    return torch.randint(31, (B, T), generator=torch.Generator().manual_seed(0))
-
-
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "sequential"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*(kind.method for kind in all_methods()), "llama3"])
 def test_cached_decoding_equals_scoring(method, parallel):
     """Catches a method that knows its backbone, and a cache without positions or biases: logits
     token by token, and the steps, of what all tokens at once give."""
-    model, idx = neox(method, parallel_residual=parallel), tokens(B=1, T=12)
+    if method == "llama3":
+        model = small_model(backbone="llama3", backbone_options=LLAMA3, router_scale=12.0)
+    else:
+        model = neox(method, parallel)
+    idx = tokens(T=12)
     with torch.no_grad():
         out = model(idx, R=40, tau=0.1)
-    cache, read = model.new_cache(), []
-    for t, token in enumerate(idx[0].tolist()):
-        logits, steps = model.ponder_token(token, t, cache, tau=0.1)
-        torch.testing.assert_close(logits, out.logits[0, t], atol=1e-9, rtol=0)
-        read.append(steps)
-    assert read == out.steps[0].tolist()
+    logits, steps, _ = decode(model, idx[0], tau=0.1)
+    torch.testing.assert_close(logits, out.logits[0], atol=1e-9, rtol=0)
+    assert steps == out.steps[0].tolist()
     if method == "ponderlm3":
-        assert len(set(read)) > 1
+        assert len(set(steps)) > 1
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["host", "static"])
@@ -51,8 +50,8 @@ def test_cached_decoding_equals_scoring(method, parallel):
 def test_engine_equals_simple_decoder(parallel, prefill, graphs):
     """Catches a key in another row's place or without its bias, and rows that get mixed up when one
     ends: ids and steps of sample.generate, beyond the window."""
-    model = neox(parallel_residual=parallel)
-    prompts = [row[:n].tolist() for row, n in zip(tokens(5), (3, 10, 1, 7, 5), strict=True)]
+    model = neox(parallel=parallel)
+    prompts = [row[:n].tolist() for row, n in zip(tokens(B=5), (3, 10, 1, 7, 5), strict=True)]
     kwargs = dict(temperature=1.0, seed=3)
     expected = generate(model, prompts, 30, tau=0.1, **kwargs)
     engine = Engine(model, 3, tau=0.1, prefill=prefill, graphs=graphs)
@@ -62,49 +61,43 @@ def test_engine_equals_simple_decoder(parallel, prefill, graphs):
 
 def test_bfloat16():
     """Catches a step that needs one type throughout: the cache in half the size."""
-    model = neox().float()
-    found = Engine(model, 2, dtype=torch.bfloat16, tau=0).generate(tokens().tolist(), 5, seed=0)
+    engine = Engine(neox().float(), 2, dtype=torch.bfloat16, tau=0)
+    found = engine.generate(tokens(B=3).tolist(), 5, seed=0)
     assert [len(sample.tokens) for sample in found] == [5] * 3
 
 
 @pytest.mark.parametrize(
-    "kwargs,message",
+    "backbone,options,message",
     [
-        (dict(backbone="gpt"), "backbone 'gpt' is not one of llama, gpt_neox"),
-        (dict(backbone="gpt_neox"), "num_key_value_heads = 2: gpt_neox does not follow it"),
-        (dict(rotary_pct=0.5), "rotary_pct = 0.5: llama does not follow it"),
-        (dict(parallel_residual=False), "parallel_residual = False: llama does not follow it"),
+        ("gpt", {}, "backbone 'gpt' is not one of llama, gpt_neox"),
+        ("gpt_neox", {}, "num_key_value_heads = 2: gpt_neox does not follow it"),
+        ("llama", {"rotary_pct": 0.5}, r"backbone_options .*rotary_pct.*: llama has none"),
+        ("llama3", {"rotary_pct": 0.5}, "rotary_pct"),
+        ("llama3", LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor = 4.0 is not below"),
     ],
 )
-def test_settings_of_the_other(kwargs, message):
-    """Catches a setting that is passed over, as the other backbone's."""
-    with pytest.raises(UserError, match=message):
-        small_model(**kwargs)
+def test_settings_of_another(backbone, options, message):
+    """Catches a setting that is passed over, as another backbone's."""
+    with pytest.raises((UserError, ValidationError), match=message):
+        small_model(backbone=backbone, backbone_options=options)
 
 
 def test_rotary_width():
     """Catches half a pair."""
-    with pytest.raises(ValueError, match=r"head_dim = 32 times rotary_pct = 0\.1 is odd"):
-        PonderConfig(rotary_pct=0.1)
-
-
-def test_built_by_build():
-    """Catches a Llama with the name of a GPT-NeoX in its config."""
-    config = configure(PonderConfig(), "ponderlm3", backbone="gpt_neox")
-    assert type(build(config).model).__name__ == "Backbone"
-    with pytest.raises(ValueError, match="build it by baselines"):
-        PonderLM(config)
+    options = {"rotary_pct": 0.2}
+    with pytest.raises(ValueError, match="rotary_pct turns 1 of 8 numbers of a head"):
+        small_model(backbone_options=options, **NEOX)
 
 
 def test_initialisation():
     """Catches layers that write to the residual stream as loudly as the others, biases that are
-    not zero."""
+    not zero, and a Llama with the name of a GPT-NeoX in its config."""
     torch.manual_seed(0)
-    config = PonderConfig(backbone="gpt_neox", hidden_size=256, num_hidden_layers=8)
+    config = configure(PonderConfig(), "ponderlm3", backbone="gpt_neox", hidden_size=256)
     model, std = build(config), (2 / (5 * 256)) ** 0.5
     for block in model.model.layers:
         for linear in block.writers():
-            assert linear.weight.std().item() == pytest.approx(std / 4, rel=0.05)
+            assert linear.weight.std().item() == pytest.approx(std / 8**0.5, rel=0.05)
         assert block.attention.query_key_value.weight.std().item() == pytest.approx(std, rel=0.05)
     assert not any(p.any() for name, p in model.named_parameters() if name.endswith("bias"))
 

@@ -1,0 +1,193 @@
+"""The further forms of attention, each against the definition, and the choice among them."""
+
+import sys
+import types
+
+import pytest
+import torch
+from conftest import assert_is_attention, attention_inputs, outputs_and_gradients
+from torch.backends import cuda as flags
+from torch.nn import attention as torch_kernels
+from torch.nn.attention import flex_attention as flex_module
+
+from attention import BACKENDS, MASKED, eager, fa2, sdpa
+from kernels import attention
+from kernels.attention import dense, fa4, fastest, find, flash, flex
+from runtime import UserError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-11), (torch.float32, 5e-5)])
+@pytest.mark.parametrize("G", [4, 2, 1])
+@pytest.mark.parametrize("N,d", [(1, 8), (17, 7), (33, 8), (40, 56), (19, 64)])
+def test_dense_equals_eager(dtype, tolerance, G, N, d):
+    """Catches a wrong term of the gradient that is written out, a scale, channel or head group."""
+    assert_is_attention(dense, attention_inputs(4, G, N, d, dtype), tolerance)
+
+
+@pytest.mark.parametrize("value", [0.0, -80.0, MASKED])
+def test_extreme_masks(value):
+    """Catches NaN and overflow where a key is hidden."""
+    *qkv, bias = attention_inputs(N=12, dtype=torch.float32, log_w=(0, 0))
+    bias.data[:, 5] = value
+    assert all(x.isfinite().all() for x in outputs_and_gradients(dense, [*qkv, bias]))
+    torch.testing.assert_close(dense(*qkv, bias), eager(*qkv, bias), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("G", [4, 2])
+def test_dense_scores_in_half_precision(G):
+    """Catches scores, or differences of the backward pass, that are rounded to 8 bits, also under
+    autocast: `dense` is about as near to float64 as the flash kernel."""
+    leaves = attention_inputs(4, G, 65, 24, log_w=(-9, 0))
+    leaves = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    leaves[3] = leaves[3].detach().float().requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected, errors = outputs_and_gradients(eager, exact), []
+    for form in (dense, sdpa):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = outputs_and_gradients(form, leaves)
+        pairs = zip(found, expected, strict=True)
+        errors.append(torch.stack([(a - b).norm() / b.norm() for a, b in pairs]))
+    assert (errors[0] < 2 * errors[1]).all(), errors
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch):
+    """torch refuses gradients of FlexAttention on a CPU, but its definition has them."""
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex_module, "_warn_once", lambda *_, **__: None, raising=False)
+
+
+@pytest.mark.parametrize("G", [4, 2])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-11), (torch.float32, 5e-5)])
+def test_flex_equals_eager(flex_on_cpu, G, dtype, tolerance):
+    """Catches a bias on another key or of another row, a scale or a block mask that is wrong, and a
+    bias without gradient. 140 slots are two blocks."""
+    leaves = attention_inputs(4, G, 140, 16, dtype, log_w=(-8, 0))
+    assert_is_attention(flex, leaves, tolerance)
+    plain = eager(*leaves[:3], None)
+    torch.testing.assert_close(flex(*leaves[:3], None), plain, atol=tolerance, rtol=0)
+
+
+def test_flex_is_compiled_once_a_length(flex_on_cpu):
+    """Catches a bias that is part of the compiled code: each step would compile anew."""
+    made = []
+    torch._dynamo.reset()
+    count = lambda graph, _: made.append(graph) or graph  # noqa: E731
+    run = torch.compile(attention.biased_flex, dynamic=False, backend=count)
+    for N, seed in ((12, 0), (12, 1), (20, 2), (12, 3)):
+        leaves = attention_inputs(N=N, dtype=torch.float32, seed=seed)
+        found = run(*leaves, attention.causal_blocks(N, CPU))
+        torch.testing.assert_close(found, eager(*leaves), atol=1e-5, rtol=0)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash", "fa4"])
+def test_kernels_by_name(name, monkeypatch):
+    """Catches a kernel that is not the one named, and a choice that outlives the call."""
+    found = []
+
+    def form(*args):
+        on = flags.cudnn_sdp_enabled(), flags.flash_sdp_enabled()
+        found.append((*on, flags.mem_efficient_sdp_enabled(), flags.math_sdp_enabled()))
+        return args[0]
+
+    monkeypatch.setattr(attention, "sdpa", form)
+    monkeypatch.setattr(attention, "use_flash", lambda version: found.append(version))
+    attention.FORMS[name](*attention_inputs())
+    version = {"cudnn": [], "flash": [None], "fa4": ["FA4"]}[name]
+    assert found == [*version, (name == "cudnn", name != "cudnn", False, False)]
+    assert flags.cudnn_sdp_enabled() and flags.math_sdp_enabled()
+
+
+@pytest.mark.skipif(not attention.has_versions(), reason="needs torch 2.13")
+def test_version_of_flash(monkeypatch):
+    """Catches FA4 that is registered again for every call, or stays where `flash` is asked for."""
+    made, removed = [], []
+    handle = types.SimpleNamespace(remove=lambda: removed.append(1))
+    known = torch_kernels._registry._FLASH_ATTENTION_IMPLS
+    monkeypatch.setitem(known, "FA4", lambda: made.append(1) or handle)
+    leaves = attention_inputs()
+    for form in (fa4, fa4, flash, flash):
+        torch.testing.assert_close(form(*leaves), eager(*leaves), atol=1e-11, rtol=0)
+    assert (len(made), len(removed)) == (1, 1)
+
+
+def test_flash_attn_4_is_not_2(monkeypatch, tmp_path):
+    """Catches fa2 that is taken, and fails, where flash-attn-4 alone is installed: its package
+    makes flash_attn a name without flash_attn_func."""
+    (tmp_path / "flash_attn/cute").mkdir(parents=True)
+    (tmp_path / "flash_attn/cute/__init__.py").touch()
+    (tmp_path / "flash_attn/cute/interface.py").write_text("_flash_attn_fwd = _flash_attn_bwd = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    attention.installed.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "has_versions", lambda: True)
+        assert find("fa4", CUDA) is fa4
+        with pytest.raises(UserError, match=r"'fa2' needs the package flash-attn \(not installed"):
+            find("fa2", CUDA)
+    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+        del sys.modules[name]
+    attention.installed.cache_clear()
+
+
+def test_fastest(monkeypatch, capsys):
+    """Catches a choice that is not the fastest, one kernel that fails and takes all with it, a
+    failure without its reason, and FlexAttention compiled where it cannot win."""
+    times = {"sdpa": [3.0, 9.0, 4.0], "cudnn": [5.0, 2.0, 2.5], "flex": [1.0]}
+
+    def measure(name, *_, **__):
+        if name not in times:
+            raise torch.OutOfMemoryError(f"{name} is out of memory\nsecond line")
+        return times[name]
+
+    def on_cuda(d, **kwargs):
+        return fastest((2, 4, 12, d), 2, CUDA, torch.bfloat16, **kwargs)
+
+    half, full = torch.bfloat16, torch.float32
+    rule = {(512, half): "dense", (513, half): "sdpa", (12, full): "sdpa"}
+    for (N, dtype), backend in rule.items():  # nothing is measured
+        assert fastest((2, 4, N, 8), 2, CPU, dtype) == backend
+        assert fastest((2, 4, N, 8), 2, torch.device("mps"), dtype) == "sdpa"
+    monkeypatch.setattr(attention, "milliseconds", measure)
+    assert on_cuda(56) == "cudnn" and on_cuda(64) == "flex"
+    assert on_cuda(64, biased=False) == on_cuda(64, compiled=True) == "cudnn"
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "(2, 4, 12, 56), ms forward and backward: cudnn 2.50, sdpa 4.00; not flash: " in first
+    assert first.endswith("flash is out of memory") and "fa2" not in first
+    times.clear()
+    with pytest.raises(UserError, match=r"not sdpa: .*use a smaller --micro-batch-size"):
+        on_cuda(56)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or not attention.installed("flash_attn:flash_attn_func"),
+    reason="needs CUDA and flash-attn",
+)
+def test_fa2_on_cuda():
+    """Catches what the stand-in cannot: the real kernel, in bfloat16, against eager in float32."""
+    leaves = attention_inputs(4, 2, 130, 56, torch.float32, log_w=(-8, 0))
+    leaves = [x.detach().cuda() for x in leaves]
+    expected = outputs_and_gradients(eager, [x.clone().requires_grad_() for x in leaves])
+    half = [x.to(torch.bfloat16).requires_grad_() for x in leaves]
+    for a, b in zip(outputs_and_gradients(fa2, half), expected, strict=True):
+        assert (a.float() - b).norm() / b.norm() < 2e-2
+
+
+def test_find():
+    """Catches a silent fallback: what cannot run is refused by name, with the way out."""
+    assert all(
+        find(name, CPU, torch.float64) is attention.FORMS[name] for name in ("dense", "sdpa")
+    )
+    assert BACKENDS.items() <= attention.FORMS.items()
+    assert find("flex", CUDA, torch.float32) is flex
+    for name in attention.ON_CUDA:
+        with pytest.raises(
+            UserError, match=rf"'{name}' needs a CUDA device \(this is cpu\).*'sdpa'"
+        ):
+            find(name, CPU)
+    with pytest.raises(UserError, match=r"'cudnn' needs half precision \(this is torch.float32\);"):
+        find("cudnn", CUDA, torch.float32)
+    with pytest.raises(UserError, match="'fa3' is not one of auto, eager, dense, sdpa, cudnn"):
+        find("fa3", CPU)
