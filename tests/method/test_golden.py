@@ -1,5 +1,6 @@
-"""PonderLM-2 against numbers of the official code (tests/golden)."""
+"""PonderLM-2 and its loop against numbers of the official code (tests/golden)."""
 
+import pytest
 import torch
 from conftest import decode
 
@@ -21,14 +22,16 @@ def test_every_pass(golden):
             assert_close(model.lm_head(h), model.lm_head(official))
 
 
-def test_logits_and_loss(golden):
-    """Catches another slot's logits, or targets shifted by one."""
-    model, expected, config = golden("fwd_K2_J1.safetensors")
+@pytest.mark.parametrize("name,method", [("fwd_K2_J1", "ponderlm2"), ("loop_K2", "looped")])
+def test_logits_and_loss(golden, name, method):
+    """Catches another slot's logits, targets shifted by one, a loop with a norm in between, or one
+    too many."""
+    model, expected, config = golden(f"{name}.safetensors", method)
     idx = expected["input_ids"]
     targets = torch.full_like(idx, -100)
     targets[:, :-1] = idx[:, 1:]
     with torch.no_grad():
-        out = model(idx, targets, R=config["num_jacobi_iterations"])
+        out = model(idx, targets, R=config.get("num_jacobi_iterations"))
     assert_close(out.logits, expected["logits"])
     assert_close(out.loss, expected["loss"][0])
 
