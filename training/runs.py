@@ -68,19 +68,14 @@ def check_free(run):
         raise UserError(f"{run} exists: go on with --resume, or choose another --name")
 
 
-def check_name(name):
-    if Path(name).name != name or name == "..":
-        raise UserError(f"--name {name!r} is not a plain name; --out says where the run goes")
-
-
 def new_run(out, name, prefix):
     """Create out/<name>, or without a name out/<prefix>-<date and time>.
 
     Raises:
         UserError: such a run exists already, with a model; or the name is not one of a folder.
     """
-    if name:
-        check_name(name)
+    if name and (Path(name).name != name or name == ".."):
+        raise UserError(f"--name {name!r} is not a plain name; --out says where the run goes")
     fresh = f"{prefix}-{time.strftime('%m%d-%H%M%S')}"
     same_second = len(list(Path(out).glob(f"{fresh}*")))
     run = Path(out) / (name or (f"{fresh}-{same_second + 1}" if same_second else fresh))
@@ -201,22 +196,19 @@ def draw_losses(run):
     import matplotlib.pyplot as plt
 
     log = read_lines(run / "log.jsonl")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, names, unit in (
-        (left, ("ce", "val"), "cross-entropy, nats per token"),
-        (right, ("K_hat",), "executed steps per token, K-hat"),
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, name, style, label in (
+        (axes[0], "ce", "-", "train"),
+        (axes[0], "val", "o-", "validation"),
+        (axes[1], "K_hat", "-", None),
     ):
-        for name in names:
-            points = [(row["step"], row[name]) for row in log if name in row]
-            marker = "o" if name == "val" else None
-            axis.plot(
-                *zip(*points, strict=True),
-                label={"ce": "train", "val": "validation"}.get(name),
-                marker=marker,
-            )
-        axis.set(xlabel="optimizer step", ylabel=unit)
+        rows = [row for row in log if name in row]
+        axis.plot([row["step"] for row in rows], [row[name] for row in rows], style, label=label)
+        axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
-    left.legend()
+    axes[0].set_ylabel("cross-entropy, nats per token")
+    axes[0].legend()
+    axes[1].set_ylabel("executed steps per token, K-hat")
     with writing(run / "loss.png"):
         figure.savefig(run / "loss.png", dpi=150)
     plt.close(figure)
