@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from corpus.batches import describe, unigram_entropy
+from corpus.preparation import describe, unigram_entropy
 from router import bottom_mass_penalty, expected_steps
 from runtime import autocast, average_gradients, clock, command_line
 from training.config import open_training, parse

@@ -12,8 +12,9 @@ from pathlib import Path
 from analysis.pages import PAGES
 from corpus.tokenizers import load_tokenizer
 from interop import INCLUDED, find_model, load
+from model import Given, strict_dataclass
 from runtime import UserError, write_text
-from training.config import read_run
+from training.config import Share, read_run
 from training.runs import read_results
 
 ROOT = Path(__file__).parent.parent
@@ -110,12 +111,21 @@ def explainer_page(path, file, tau=None):
     write_text(file, page)
 
 
-def draw_explainer(request):
-    """What `python analyze.py explainer` asks for, see there."""
-    path = find_model(request.run, otherwise=INCLUDED)
-    of_run = Path("out") if path == INCLUDED and request.run is None else path / "report"
-    file = request.out or of_run / "explainer.html"
-    if file.is_dir() or file.suffix != ".html":  # never in place of something else
-        raise UserError(f"--out {file} is a folder, or no .html: name a page")
-    explainer_page(path, file, request.tau)
-    print(f"written: {file} ({file.stat().st_size / 1e6:.2f} MB)")
+@strict_dataclass
+class Explainer:
+    """A model of bytes on a page that runs it: a text's thinking time, live as one types."""
+
+    # directory of a trained PonderLM-3; by default the newest in out/, else models/shakespeare
+    run: Given | None = None
+    tau: Share | None = None  # where its slider starts; by default where the run scored it
+    # the page; by default <run>/report/explainer.html, of models/shakespeare out/explainer.html
+    out: Path | None = None
+
+    def draw(self):
+        path = find_model(self.run, otherwise=INCLUDED)
+        of_run = Path("out") if path == INCLUDED and self.run is None else path / "report"
+        file = self.out or of_run / "explainer.html"
+        if file.is_dir() or file.suffix != ".html":  # never in place of something else
+            raise UserError(f"--out {file} is a folder, or no .html: name a page")
+        explainer_page(path, file, self.tau)
+        print(f"written: {file} ({file.stat().st_size / 1e6:.2f} MB)")

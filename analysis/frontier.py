@@ -1,4 +1,4 @@
-"""Is a method better than another one at equal steps? Differences by pair of seeds, for analyze.py.
+"""Is a method better than another one at equal steps? Differences by pair of seeds.
 
 word         meaning
 reference    the method that the others are compared with, at each of its K; K = 0 is vanilla
@@ -13,11 +13,12 @@ import math
 
 import numpy as np
 
-from analysis.comparing import method_of, over_seeds
-from analysis.measuring import decoded, mean, open_subject
+from analysis.comparing import Comparison, method_of, over_seeds, stopped_at
 from analysis.tables import LINES, MARKERS, new_figure, save_figure, tabulate
 from baselines import find
-from runtime import UserError, pick_device, progress
+from model import Given, strict_dataclass
+from runtime import UserError
+from training.config import Share
 
 # Of 2, 3, .. seeds; beyond them the normal distribution's is near enough.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -51,19 +52,6 @@ def reference_curves(runs, name):
     return curves
 
 
-def scores(run, taus, device):
-    """Steps and loss of a run, hard-stopped at each tau: rows."""
-    hard, known = run.results["hard"], run.config.tau
-    rows = [{"tau": known, "steps": hard["steps"], "loss": hard["loss"]}]
-    if not run.method.has_router:
-        return rows
-    subject = open_subject(run.path, None, device=device)
-    for tau in sorted({*taus} - {known}):
-        loss, steps = decoded(subject, tau, label=f"tau {tau:g}")
-        rows.append({"tau": tau, "steps": mean(steps), "loss": mean(loss)})
-    return rows if known in taus else rows[1:]
-
-
 def frontier_rows(runs, reference, taus, device):
     """One row for each method, K and tau: steps, loss, and the difference to the reference."""
     curves = reference_curves(runs, find(reference).method)
@@ -71,21 +59,18 @@ def frontier_rows(runs, reference, taus, device):
     others = [run for run in runs if run.shape.method not in known and run.config.seed in curves]
     if not others:
         raise UserError(f"no run of a method beside {reference} and vanilla has one of their seeds")
-    left = progress(total=len(others), desc="runs")
 
     def measure(run):
         steps, losses = curves[run.config.seed]
-        rows = scores(run, taus, device)
-        for row in rows:
+        own = [run.config.tau]
+        for tau, hard in stopped_at(run, taus if run.method.has_router else own, device):
+            row = {"tau": tau, "steps": hard["steps"], "loss": hard["loss"]}
             row["inside"] = float(steps[0] <= row["steps"] <= steps[-1])
             row["difference"] = row["loss"] - np.interp(row["steps"], steps, losses)
-        left.update()
-        return rows
+            yield row
 
     frame = over_seeds(others, measure, by=["tau"])
-    left.close()
-    pairs = zip(frame.difference_std, frame.seeds, strict=True)
-    frame = frame.assign(interval=[interval(std, seeds) for std, seeds in pairs])
+    frame["interval"] = list(map(interval, frame.difference_std, frame.seeds))
     outside = frame.inside < 1  # of some seed: there is nothing to compare with
     frame.loc[outside, ["difference", "difference_std", "interval"]] = math.nan
     return frame.drop(columns=["inside", "inside_std"])
@@ -98,21 +83,28 @@ def frontier_table(frame):
     return tabulate(shown, columns | {"to the reference, 95 %": "difference:.4f"})
 
 
-def draw_frontier(study):
-    def rows(runs):
-        return frontier_rows(runs, study.reference, study.taus, pick_device(study.device))
+@strict_dataclass
+class Frontier(Comparison):
+    """Losses against a reference method's at equal steps, by pairs of seeds: table and figure."""
 
-    frame = study.frame("frontier", frontier_table, rows)
-    labels = "executed extra steps per token", "loss minus that of the reference, nats"
-    figure, (axes,) = new_figure(*labels)
-    axes.axhline(0, color=find(study.reference).color, label=find(study.reference).title)
-    curves = frame.groupby(["method", "K"], sort=False)
-    for i, ((name, K), curve) in enumerate(curves):
-        curve = curve.sort_values("steps")
-        axes.errorbar(
-            curve.steps, curve.difference, yerr=curve.interval, label=f"{name}, K = {K}",
-            color=method_of(name).color, marker=MARKERS[i % len(MARKERS)],
-            linestyle=LINES[i % len(LINES)], linewidth=1.2, elinewidth=0.6, capsize=2,
-        )  # fmt: skip
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-    save_figure(figure, study.out / "frontier.png")
+    reference: Given = "ponderlm2"  # a method, with runs at several K
+    taus: tuple[Share, ...] = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)  # of those that stop
+
+    def draw(self):
+        def rows(runs, device):
+            return frontier_rows(runs, self.reference, self.taus, device)
+
+        frame = self.frame("frontier", frontier_table, rows)
+        labels = "executed extra steps per token", "loss minus that of the reference, nats"
+        figure, (axes,) = new_figure(*labels)
+        axes.axhline(0, color=find(self.reference).color, label=find(self.reference).title)
+        curves = frame.groupby(["method", "K"], sort=False)
+        for i, ((name, K), curve) in enumerate(curves):
+            curve = curve.sort_values("steps")
+            axes.errorbar(
+                curve.steps, curve.difference, yerr=curve.interval, label=f"{name}, K = {K}",
+                color=method_of(name).color, marker=MARKERS[i % len(MARKERS)],
+                linestyle=LINES[i % len(LINES)], linewidth=1.2, elinewidth=0.6, capsize=2,
+            )  # fmt: skip
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+        save_figure(figure, self.out / "frontier.png")

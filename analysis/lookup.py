@@ -1,27 +1,20 @@
-"""Thinking where its depth is known: the lookup task (corpus/lookup.py), for analyze.py.
-
-code       shape        meaning
-N                       slots of a line that run, in the order of the text
-weights    (H, N, N)    how much each slot attends to each, of all heads of all layers
-chain      (n,)         places of the pairs that a question leads through, one a lookup
-"""
+"""Does depth follow difficulty, where that is known? The lookup task (corpus/lookup.py)."""
 
 from dataclasses import replace
 from itertools import cycle
+from typing import Annotated
 
 import pandas as pd
 import torch
+from pydantic import Field
 
-from analysis.comparing import over_seeds
-from analysis.measuring import BATCH, open_subject, stopped
+from analysis.comparing import Comparison, over_seeds
+from analysis.measuring import open_subject, stopped
 from analysis.tables import COLORS, MARKERS, new_figure, save_figure, tabulate
-from attention import eager
-from corpus.lookup import CHAINS, LETTERS, LOOKUPS, chain_asked, lookups_asked, words
-from engine.prefill import settle
-from runtime import UserError, pick_device
+from corpus.lookup import CHAINS, LOOKUPS, lookups_asked
+from model import Given, strict_dataclass
+from training.config import Share
 from training.warm_start import deeper
-
-# -- Right answers and steps -----------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -52,13 +45,9 @@ def lookup_rows(runs, tau, device, data=None, more_steps=0):
         return found.rename_axis("lookups").reset_index()
 
     frame = over_seeds(runs, numbers, by=["lookups"], one_text=not data)
-    frame = frame.sort_values("K", kind="stable")
     if more_steps:
         frame["method"] += f", {more_steps} more steps"
-    # The offset has as many numbers as K says; where it alone tells two curves apart it stays.
-    short = frame.method.str.replace(r", router_offset [^,]+", "", regex=True)
-    alone = not frame.assign(method=short).duplicated(["method", "K", "lookups"]).any()
-    return frame.assign(method=short) if alone else frame
+    return frame.sort_values("K", kind="stable")
 
 
 def lookup_table(frame):
@@ -71,106 +60,33 @@ def lookup_table(frame):
     return cells.rename_axis(["method", "K", ""]).reset_index()
 
 
-def draw_lookup(study):
-    def rows(runs):
-        device = pick_device(study.device)
-        return lookup_rows(runs, study.tau, device, study.data, study.more_steps)
+@strict_dataclass
+class Lookup(Comparison):
+    """Does depth follow difficulty? Models that were trained on the lookup task."""
 
-    frame = study.frame("lookup", lookup_table, rows)
-    x = "lookups that the next token takes (0: filler)"
-    figure, (left, right) = new_figure(x, "", panels=2)
-    curves, alone = frame.groupby(["method", "K"], sort=False), frame.method.nunique() == 1
-    looks = zip(cycle(COLORS), cycle(MARKERS), strict=True)
-    for ((name, K), curve), (color, marker) in zip(curves, looks, strict=False):
-        label = f"K = {K:.0f}" if alone else f"{name}, K = {K:.0f}"
-        look = {"marker": marker, "color": color, "label": label, "capsize": 2, "elinewidth": 0.6}
-        left.errorbar(curve.lookups, curve.accuracy, curve.get("accuracy_std"), **look)
-        right.errorbar(curve.lookups, curve.steps, curve.get("steps_std"), **look)
-    left.axhline(1 / CHAINS, color="#777777", linestyle=":", label="guessing; lookups - 1")
-    right.plot(LOOKUPS, [n - 1 for n in LOOKUPS], color="#777777", linestyle=":")
-    left.set_ylabel("share of right answers")
-    right.set_ylabel("executed steps")
-    look = {"loc": "outside lower center", "ncols": 3, "fontsize": 8}
-    figure.legend(*left.get_legend_handles_labels(), **look)
-    save_figure(figure, study.out / "lookup.png")
+    tau: Share | None = None  # where pondering stops; by default where each run scored it
+    # the prepared corpus that all are asked about; by default what each was trained on
+    data: Given | None = None
+    more_steps: Annotated[int, Field(ge=0)] = 0  # than each was trained with, its last one again
 
+    def draw(self):
+        def rows(runs, device):
+            return lookup_rows(runs, self.tau, device, self.data, self.more_steps)
 
-# -- Where the slots of an answered question look --------------------------------------------------
-
-
-class Watched:
-    """Attention of one layer that is written down, where a LayerCache stands in decoding."""
-
-    def __init__(self):
-        self.seen = {}  # of each row, in the last pass that it was part of: (H, N, N)
-        self.rows = None  # which these are: prefill.settle says it
-
-    def attend(self, q, k, v, key_bias):
-        v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)  # (R, H, N, d)
-        each = torch.eye(q.size(2), dtype=q.dtype, device=q.device).expand(*v.shape[:3], -1)
-        weights = eager(q, k, each, key_bias)  # (R, H, N, N)
-        self.seen |= dict(zip(self.rows.tolist(), weights.cpu(), strict=True))
-        return weights @ v
-
-
-@torch.no_grad()
-def chain_rows(subject):
-    """One row for each step of the first questions that are answered right, and each pair of the
-    table: how much attention it gets, of the head that gives it most.
-
-    line, lookups   of which line, and how many lookups its question takes
-    step, pair      k, and the place of the pair in the table
-    text            the pair
-    lookup          the lookup of the chain that this pair is, from 1; 0: it is not in it
-    """
-    model, at, found = subject.model, len(LETTERS) + 2, []
-    for first, (x, y) in enumerate(subject.batches("attention")):
-        layers = [Watched() for _ in model.model.layers]
-        now = settle(model, x, subject.tau, cache=layers)
-        h_hat = model.integrate(now.h, now.s, now.steps)[:, at]
-        right = model.lm_head(h_hat).argmax(-1) == y[:, at]
-        asked = lookups_asked(x, subject.tokenizer)[:, at].tolist()
-        for row in right.nonzero()[:, 0].tolist():
-            line, slots = x[row].tolist(), (now.steps[row] + 1).tolist()  # of each token
-            chain = chain_asked(line, subject.tokenizer)
-            pairs = words(line[: len(LETTERS)], subject.tokenizer)
-            weights = torch.cat([layer.seen[row] for layer in layers])  # (H, N, N)
-            for k in range(slots[at]):
-                seen = weights[:, sum(slots[:at]) + k, : sum(slots)].split(slots, dim=-1)
-                for pair in range(len(LETTERS)):
-                    what = {"line": first * BATCH + row, "lookups": asked[row], "step": k}
-                    what |= {"pair": pair, "text": pairs[pair]}
-                    what["lookup"] = chain.index(pair) + 1 if pair in chain else 0
-                    found.append(what | {"attention": seen[pair].sum(-1).max().item()})
-    if not found:
-        raise UserError(f"{subject.path} answers no question right, so that none can be followed")
-    return found
-
-
-def chain_table(frame):
-    """Attention of each step to the pair of each lookup, over all questions of as many lookups."""
-    chain = frame[frame.lookup > 0]
-    mean = chain.pivot_table(index=["lookups", "step"], columns="lookup", values="attention")
-    mean.insert(0, "questions", frame.groupby(["lookups", "step"]).line.nunique())
-    columns = {name: f"{name}:.0f" for name in ("lookups", "step", "questions")}
-    columns |= {f"pair of lookup {n}": f"{n}:.2f" for n in mean.columns[1:]}
-    return tabulate(mean.rename(columns=str).reset_index(), columns)
-
-
-def draw_chain(study):
-    frame = study.frame("chain", chain_table, lambda: chain_rows(study.subject))
-    most = frame[frame.lookups == frame.lookups.max()]
-    line = most[most.line == most.line.min()]
-    grid = line.pivot(index="step", columns="pair", values="attention")
-    pairs = line.drop_duplicates("pair").sort_values("pair")
-    figure, (axes,) = new_figure("pairs of the line; in orange the chain of the question", "step")
-    axes.grid(False)
-    image = axes.imshow(grid, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    figure.colorbar(image, label="attention, of the head that gives most")
-    axes.set_xticks(range(len(pairs)), pairs.text, family="monospace")
-    axes.set_yticks(range(len(grid)))
-    for lookup, pair in zip(pairs.lookup, pairs.pair, strict=True):
-        if lookup:
-            axes.text(pair, lookup - 1, lookup, color=COLORS[0], ha="center", va="center", size=14)
-            axes.get_xticklabels()[pair].set_color(COLORS[0])
-    save_figure(figure, study.out / "chain.png")
+        frame = self.frame("lookup", lookup_table, rows)
+        x = "lookups that the next token takes (0: filler)"
+        figure, (left, right) = new_figure(x, "", panels=2)
+        curves, alone = frame.groupby(["method", "K"], sort=False), frame.method.nunique() == 1
+        looks = zip(cycle(COLORS), cycle(MARKERS), strict=True)
+        for ((name, K), rows), (color, marker) in zip(curves, looks, strict=False):
+            look = {"color": color, "marker": marker, "capsize": 2, "elinewidth": 0.6}
+            look["label"] = f"K = {K:.0f}" if alone else f"{name}, K = {K:.0f}"
+            left.errorbar(rows.lookups, rows.accuracy, rows.get("accuracy_std"), **look)
+            right.errorbar(rows.lookups, rows.steps, rows.get("steps_std"), **look)
+        left.axhline(1 / CHAINS, color="#777777", linestyle=":", label="guessing; lookups - 1")
+        right.plot(LOOKUPS, [n - 1 for n in LOOKUPS], color="#777777", linestyle=":")
+        left.set_ylabel("share of right answers")
+        right.set_ylabel("executed steps")
+        look = {"loc": "outside lower center", "ncols": 3, "fontsize": 8}
+        figure.legend(*left.get_legend_handles_labels(), **look)
+        save_figure(figure, self.out / "lookup.png")

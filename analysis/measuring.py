@@ -23,12 +23,11 @@ import pandas as pd
 import torch
 
 from baselines import find
-from corpus.batches import Windows
+from corpus.preparation import Windows
 from corpus.tokenizers import Tokenizer
 from engine.prefill import settle
 from interop import load, read_config
 from model import PonderLM
-from router import bottom_mass_penalty
 from runtime import UserError, autocast, progress
 from training.config import TrainConfig, validation_windows
 from training.runs import read_results
@@ -113,7 +112,7 @@ def measure(subject, label="tokens"):
         h, s, log_w = model.fixed_point(x, tolerance=1e-6)
         depths = range(s.size(-1))
         ce, raw_ce = (
-            torch.stack([model.token_losses(truncate(h, s, i, norm), y) for i in depths], dim=-1)
+            torch.stack([model.cross_entropy(truncate(h, s, i, norm), y) for i in depths], dim=-1)
             for norm in (True, False)
         )
         steps = model.executed(log_w, subject.tau)
@@ -141,11 +140,12 @@ def stopped(subject, tau, alpha=0.0, dtype=torch.float32, label="tokens"):
             yield x, y, subject.model.integrate(h, s, steps), steps
 
 
+@torch.no_grad()
 def decoded(subject, *args, **kwargs):
     """Loss and executed steps of each token, by the arguments of `stopped` -> (n,) each."""
     losses, executed = [], []
     for _, y, h_hat, steps in stopped(subject, *args, **kwargs):
-        losses.append(subject.model.token_losses(h_hat, y).flatten().cpu())
+        losses.append(subject.model.cross_entropy(h_hat, y).flatten().cpu())
         executed.append(steps.flatten().cpu())
     return torch.cat(losses), torch.cat(executed)
 
@@ -197,7 +197,7 @@ def reference_losses(subject, path):
     if not (same and np.array_equal(val.tokens[:], mine.tokens[:])):
         raise UserError(f"{path} and {subject.path} differ in corpus, tokenizer or window")
     batches = [
-        other.token_losses(other.integrate(*other.states(x)[:2]), y).flatten().cpu()
+        other.cross_entropy(other.integrate(*other.states(x)[:2]), y).flatten().cpu()
         for x, y in subject.batches("the other model")
     ]
     return torch.cat(batches)
@@ -263,26 +263,4 @@ def tau_rows(subject, taus):
         row |= {"perplexity": math.exp(row["loss"]), "steps": mean(steps)}
         row |= {"change": mean(loss - base), "moved": mean((loss - base).abs())}
         rows.append(row | {"chosen": int(tau == chosen)})
-    return rows
-
-
-# -- The penalty's ratio (section 3.4.2) -----------------------------------------------------------
-
-
-def penalty_rows(measured, T, batch_size):
-    """rho and how many w it penalises by both readings, of each batch of a training step -> rows.
-
-    Reading note 2: 'token' is the mean of the sigmoids, 'printed' that of the mean, as printed.
-    """
-    rows, n = [], min(T * batch_size, len(measured.x))
-    for b, (ce, w) in enumerate(zip(measured.raw_ce.split(n), measured.w.split(n), strict=True)):
-        if len(ce) < n:
-            continue  # the rest of the windows makes no whole batch
-        found = {form: bottom_mass_penalty(w.log(), ce, form) for form in ("token", "printed")}
-        for i in range(ce.size(-1)):
-            row = {"batch": b, "depth": i, "tokens": n, "ce": mean(ce[:, i])}
-            for form, (_, rho) in found.items():
-                more = max((rho[i] - rho[i - 1]).item(), 0) if i else 0
-                row |= {f"rho_{form}": rho[i].item(), f"count_{form}": math.floor(more * n)}
-            rows.append(row)
     return rows

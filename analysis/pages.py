@@ -18,6 +18,7 @@ from analysis import figures
 from analysis.measuring import decoded, measure
 from analysis.words import show_token
 from baselines.cost import cost
+from model import strict_dataclass
 from runtime import UserError, read_json, write_text
 from training.config import read_run
 from training.runs import read_lines, read_results
@@ -74,7 +75,7 @@ def read_text(subject, file=None):
         print(f"note: of {len(ids):,} tokens the first {LONGEST:,} are shown")
     ids = torch.tensor(ids[:LONGEST], device=subject.rows.device)
     T = subject.model.config.block_size
-    lines = subject.tokenizer.name in ("lookup", "hops")  # the lookup task: its windows are lines
+    lines = subject.tokenizer.name == "lookup"  # whose windows are lines
     rows, firsts = overlapping(ids, T, T if lines else max(T // 2, 1))
     part = replace(subject, rows=rows)
     measured, (loss, steps) = measure(part, "depths"), decoded(part, subject.tau, label="losses")
@@ -94,28 +95,29 @@ def heatmap_page(file):
     """heatmap.json, what `read_text` returned -> heatmap.html beside it.
 
     Raises:
-        UserError: it was not saved before, or it is damaged.
+        UserError: it was not saved before.
     """
     if not file.is_file():
         raise UserError(f"{file} does not exist: draw it once without --redraw")
-    try:
-        fields = read_json(file)
-        known = [token for token in fields["tokens"] if token["steps"] is not None]
-        means = {key: fmean(token[key] for token in known) for key in ("steps", "loss")}
-        if any(len(token[key]) != fields["K"] + 1 for token in known for key in ("s", "w", "ce")):
-            raise ValueError("a token has not K + 1 values of s, w and ce")
-        page = PAGES.get_template("heatmap.html").render(fields | means)
-    except (ValueError, KeyError, TypeError, UserError, jinja2.UndefinedError) as error:
-        raise UserError(f"{file} is damaged: {error!r:.200}; draw it without --redraw") from None
-    write_text(file.with_suffix(".html"), page)
-    return file.with_suffix(".html")
+    fields = read_json(file)
+    known = [token for token in fields["tokens"] if token["steps"] is not None]
+    means = {key: fmean(token[key] for token in known) for key in ("steps", "loss")}
+    page = file.with_suffix(".html")
+    write_text(page, PAGES.get_template("heatmap.html").render(fields | means))
+    return page
 
 
-def draw_heatmap(study):
-    file = study.out / "heatmap.json"
-    if not study.redraw:
-        write_text(file, json.dumps(read_text(study.subject, study.text)))
-    print(f"written: {heatmap_page(file)}")
+@strict_dataclass
+class Heatmap(figures.Study):
+    """A text with each token shaded by its steps, or by its loss: an HTML page by itself."""
+
+    text: Path | None = None  # a text file; by default the beginning of the validation text
+
+    def draw(self):
+        file = self.out / "heatmap.json"
+        if not self.redraw:
+            write_text(file, json.dumps(read_text(self.subject, self.text)))
+        print(f"written: {heatmap_page(file)}")
 
 
 # -- The report of a run ---------------------------------------------------------------------------
@@ -136,36 +138,38 @@ def loss_rows(path):
     return rows | {name.replace("_", " "): f"{value:,.4g}" for name, value in spent}
 
 
-def settings_of(file):
-    """What figures.py wrote about a figure, in one line."""
-    about = read_json(file).items() if file.is_file() else ()
-    return ", ".join(f"{key} {value}" for key, value in about if value is not None)
-
-
 def report_page(study):
     """The figures of a study, and what the run knows of itself -> <out>/index.html."""
-    path, out = study.path, study.out
-    run, config, corpus = read_run(path)
-    started = [row for row in read_lines(run / "log.jsonl") if "torch" in row]
+
+    def about(name):  # what figures.py wrote about a figure, in one line
+        file = study.out / f"{name}.json"
+        facts = read_json(file).items() if file.is_file() else ()
+        return ", ".join(f"{key} {value}" for key, value in facts if value is not None)
+
+    run, config, corpus = read_run(study.path)
+    commits = [row["commit"] for row in read_lines(run / "log.jsonl") if row.get("commit")]
     page = PAGES.get_template("report.html").render(
-        run=path,
+        run=study.path,
         config=config,
         corpus=corpus,
-        commit=(started[-1].get("commit") if started else None) or "not recorded",
-        losses=loss_rows(path),
+        commit=commits[-1] if commits else "not recorded",
+        losses=loss_rows(study.path),
         tables=study.tables,
-        about={name: settings_of(out / f"{name}.json") for name in study.tables},
+        about={name: about(name) for name in study.tables},
         settings=json.dumps(asdict(config), indent=2, default=str),
     )
-    write_text(out / "index.html", page)
-    return out / "index.html"
+    write_text(study.out / "index.html", page)
+    return study.out / "index.html"
 
 
-def draw_report(study):
-    """Every figure of the run, and the page that shows them."""
-    if study.redraw and not study.run:
-        raise UserError("report --redraw needs --run, the run that the page is about")
-    for draw in (*figures.ALL, draw_heatmap):
-        print(f"\n--- {draw.__name__[5:]}", flush=True)
-        draw(study)
-    print(f"written: {report_page(study)}")
+@strict_dataclass
+class Report(figures.Shift, figures.Tokens, figures.Tau, Heatmap):
+    """All figures and tables of one run, the depth map, config and commit, on one page."""
+
+    def draw(self):
+        if self.redraw and not self.run:
+            raise UserError("report --redraw needs --run, the run that the page is about")
+        for figure in (*figures.ALL, Heatmap):
+            print(f"\n--- {figure.__name__.lower()}", flush=True)
+            figure.draw(self)
+        print(f"written: {report_page(self)}")

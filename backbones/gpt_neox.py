@@ -89,7 +89,7 @@ class NeoXBlock(nn.Module):
 
 class Backbone(Llama):
     name, unused = "gpt_neox", ("num_key_value_heads", "head_dim")
-    Block, Norm = NeoXBlock, nn.LayerNorm
+    Block, Norm, Options = NeoXBlock, nn.LayerNorm, Options
 
     def frequency(self, device):
         d = rotary_width(self.config)

@@ -21,7 +21,7 @@ class Options:
 
 
 class Backbone(Llama):
-    name = "llama3"
+    name, Options = "llama3", Options
 
     def __init__(self, config):
         super().__init__(config)

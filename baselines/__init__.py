@@ -20,11 +20,12 @@ from dataclasses import asdict, fields
 from importlib import import_module
 
 import torch
+from pydantic import ValidationError
 
 import backbones
 from model import Llama, PonderConfig, PonderLM, slots_of_passes
 from router import upcast
-from runtime import UserError
+from runtime import UserError, one_line
 
 
 class PonderLM3(PonderLM):
@@ -143,6 +144,11 @@ def check_settings(config):
     kind, backbone = find(config.method), find_backbone(config.backbone)
     if backbone is Llama and config.backbone_options:
         raise UserError(f"backbone_options {config.backbone_options}: llama has none; leave them")
+    if backbone is not Llama:
+        try:
+            backbone.Options(**config.backbone_options)
+        except ValidationError as error:
+            raise UserError(f"backbone_options: {one_line(error)}") from None
     if not isinstance(config, kind.Config):
         raise ValueError(f"{config.method} has a {kind.Config.__name__}; make it by configure()")
     for field in fields(config):

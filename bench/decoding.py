@@ -1,19 +1,17 @@
 """`python -m bench decode`: does every skipped slot save its time? Ratios of medians of one run.
 
 exit     adaptive against always running K steps: time against slots, of decoding alone
-others   tokens a second: against decoding without a cache, and transformers' Llama at K = 0
+others   tokens a second: against decoding without a cache, without CUDA graphs, and at K = 0
+         against transformers' Llama
 prompt   seconds to read a prompt: in parallel, slot by slot, and without leaving slots out
 context  milliseconds for a token with more and more slots before it
-
-Each is measured in every precision that is asked for, with CUDA graphs and without as asked.
 """
 
 import tempfile
-import time
 from collections import deque
 from dataclasses import fields, replace
 from functools import partial
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -23,8 +21,7 @@ import torch
 from pydantic import Field
 
 from baselines import build, find
-from bench.timing import Some, machine, medians, print_table, seconds_of, write_results
-from bench.training_step import matmul_peak
+from bench.timing import Some, machine, matmul_peak, medians, print_table, seconds_of, write_results
 from engine.batching import Engine, serves
 from engine.prefill import settle
 from engine.products import FEW, WEIGHTS
@@ -35,15 +32,13 @@ from runtime import UserError, autocast, pick_device, progress
 from sample import stream
 from training.config import validation_windows
 
-COLORS = {1: "#0072B2", 8: "#009E73", 32: "#D55E00", 128: "#CC79A7"}
 PARTS = ("context", "prompt", "others", "exit")
 
 
 class How(NamedTuple):
-    """One way to decode."""
+    """In which numbers to decode."""
 
     precision: str = "float32"
-    graphs: str = "off"  # or on, of CUDA
     weights: str = "float32"  # or of fewer bits, on a CPU, see engine/products.py
 
     @property
@@ -51,17 +46,10 @@ class How(NamedTuple):
         return getattr(torch, self.precision)
 
     def engine(self, model, batch_size, kind=Engine, **options):
-        options |= dict(graphs=self.graphs == "on", weights=self.weights)
-        return kind(model, batch_size, dtype=self.dtype, **options)
+        return kind(model, batch_size, dtype=self.dtype, weights=self.weights, **options)
 
 
 HOW = How()
-
-
-def ways(precisions, graphs, weights, device):
-    """All combinations; 'auto' is what an Engine does by itself."""
-    graphs = [("on" if device.type == "cuda" else "off") if x == "auto" else x for x in graphs]
-    return [How(*way) for way in product(precisions, dict.fromkeys(graphs), weights)]
 
 
 def cells(label, *axes):
@@ -138,9 +126,7 @@ def limit(model, B, places, how):
     of_weight = 1 if how.weights == "int8" and B <= FEW else of_weight
     kv = 2 * B * places * config.key_value_heads * config.head_width * config.num_hidden_layers
     size = of_weight * weights + how.dtype.itemsize * kv
-    memory = torch.ones(
-        -(-size // 8), dtype=torch.float64, device=device
-    )  # zeros would share one page
+    memory = torch.ones(-(-size // 4), device=device)  # zeros would share one page
     reading = min(seconds_of(memory.sum, device) for _ in range(10))
     inner = torch.bfloat16 if of_weight < 4 else how.dtype
     return max(reading, 2 * B * weights / matmul_peak(device, inner))
@@ -171,7 +157,7 @@ def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats
             steps = sum(sum(sample.steps[1:]) for sample in samples[alpha]) / tokens
             slot_ratio = (1 + steps) / (1 + model.config.ponder_steps)
             time_ratio = seconds[alpha] / seconds["always"]
-            row = {**how._asdict(), "batch": B, "prompt": length, "tau": tau, "alpha": alpha}
+            row = {"batch": B, "prompt": length, "alpha": alpha}
             row |= {"steps": steps, "tokens_per_second": tokens / seconds[alpha]}
             row |= {"always_tokens_per_second": tokens / seconds["always"]}
             row |= {"slot_ratio": slot_ratio, "time_ratio": time_ratio}
@@ -196,15 +182,15 @@ def llama(config):
 
 
 def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, how=HOW):
-    """Tokens a second and how many times that of the other way: of recomputing all for each token
-    (after the prompt), and of transformers (prompt included)."""
+    """Tokens a second and how many times that of the other way: after the prompt of recomputing all
+    for each token and, on CUDA, of always K without graphs; of transformers prompt included."""
     rows, few = [], min(4, new_tokens)
     device = model.lm_head.weight.device
 
     def compare(against, B, length, tokens, cache, other):
         runs = {"cache": cache, "other": other}
         seconds = medians(runs, repeats, device=device)
-        row = {**how._asdict(), "against": against, "batch": B, "prompt": length, "tokens": tokens}
+        row = {"against": against, "batch": B, "prompt": length}
         row |= {f"{name}_tokens_per_second": B * tokens / seconds[name] for name in seconds}
         rows.append(row | {"ratio": seconds["other"] / seconds["cache"]})
 
@@ -222,6 +208,11 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, how=HOW):
         cached = how.engine(model, 1, SamePrompt)
         cached = partial(timed, cached, prompts, few + 1, temperature=0)
         compare("no cache", 1, length, few, cached, partial(recompute, *prompts))
+    for B, length in cells("no graphs", batch_sizes, lengths) if device.type == "cuda" else ():
+        prompts = B * prompts_of(val, 1, length)
+        engines = [how.engine(model, B, SamePrompt, tau=0, graphs=on) for on in (True, False)]
+        both = [partial(timed, e, prompts, new_tokens, temperature=0) for e in engines]
+        compare("no graphs", B, length, new_tokens - 1, *both)
     try:
         theirs, ours = (m.to(device) for m in llama(model.config))
         theirs.to(how.dtype)
@@ -242,7 +233,6 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, how=HOW):
 
 def prompt_rows(model, val, lengths, alphas, repeats, how=HOW):
     """Seconds to read one prompt: compacted Jacobi iteration against the other ways."""
-
     rows, device = [], model.lm_head.weight.device
 
     @autocast(device, how.dtype)  # an engine has a precision of its own
@@ -265,7 +255,7 @@ def prompt_rows(model, val, lengths, alphas, repeats, how=HOW):
         warm_up = int(device.type == "cuda")  # where the first call loads libraries
         seconds = medians(runs, repeats, warm_up, device)
         slots = engines["sequential"].stats.slots / (repeats + warm_up)
-        row = {**how._asdict(), "prompt": length, "alpha": alpha}
+        row = {"prompt": length, "alpha": alpha}
         row["passes"] = engines["jacobi"].stats.prompt_passes // (repeats + warm_up)
         row["slot_ratio"] = slots / (length * (model.config.ponder_steps + 1))
         row |= {f"{name}_seconds": value for name, value in seconds.items()}
@@ -282,8 +272,7 @@ def context_rows(model, contexts, repeats, how=HOW):
     seconds = medians(runs, repeats)
     first = seconds[contexts[0]]
     return [
-        {**how._asdict(), "slots": n, "milliseconds": 1e3 * seconds[n] / 8}
-        | {"ratio": seconds[n] / first}
+        {"slots": n, "milliseconds": 1e3 * seconds[n] / 8, "ratio": seconds[n] / first}
         for n in contexts
     ]
 
@@ -295,19 +284,18 @@ def decode(
     batch_sizes: Some[Count] | None = None,
     prompts: Some[Count] = (32, 512),
     new_tokens: Annotated[int, Field(ge=2)] = 32,
-    tau: Some[float] = (1e-4,),
+    tau: float = 1e-4,
     alphas: Some[float] = (0.0, -2.0, -4.0),
     contexts: Some[Count] = (64, 512, 1024, 2048, 4096, 8192),
-    precisions: Some[Literal["float32", "bfloat16"]] = ("float32",),
-    graphs: Some[Literal["auto", "on", "off"]] = ("auto",),
-    weights: Some[Literal[WEIGHTS]] = ("float32",),
+    precision: Literal["float32", "bfloat16"] = "float32",
+    weights: Literal[WEIGHTS] = "float32",
     repeats: Count = 3,
     device: str = "auto",
     out: Path = Path("out/bench"),
 ):
     """Early-exit decoding: what skipped slots save, and how fast the rest is.
 
-    The results are written as they come, and all parts together are drawn, too.
+    The results are written as they come; early exit is drawn, too.
 
     Args:
         run: directory of a trained PonderLM-3; by default the newest in out/
@@ -318,8 +306,7 @@ def decode(
         tau: where early exit stops, in the comparison with always K
         alphas: shifts of the router, which sweep the executed steps
         contexts: slots in the cache, for the cost of a context
-        precisions: of the matrix products
-        graphs: replay CUDA graphs, or not; auto is on where there is CUDA
+        precision: of the matrix products
         weights: how an engine on a CPU keeps them
         repeats: rounds
         device: auto, cpu, cuda
@@ -330,38 +317,36 @@ def decode(
     model = load(directory).to(device)
     if not (serves(model) and model.has_router):
         raise UserError(f"{directory} is of method {model.config.method}: give a PonderLM-3")
-    for t, alpha in product(tau, alphas):
-        check_request(model, [], 0, tau=t, alpha=alpha)
+    for alpha in alphas:
+        check_request(model, [], 0, tau=tau, alpha=alpha)
     _, _, windows = validation_windows(directory)
     val = torch.from_numpy(windows.tokens[:2_000_000].astype("int64"))
     # Times do not depend on what is said beyond the window, and RoPE knows no end.
     trained, longest = model.config.block_size, max(contexts) // (model.config.ponder_steps + 1)
     window = max(trained, max(prompts) + new_tokens, longest + 9)
     model.config = replace(model.config, block_size=window)
-    start, hows = time.perf_counter(), ways(precisions, graphs, weights, device)
-    results = {"machine": machine(device), "run": directory.name, "window": trained, "tau": tau}
-    results["parameters"] = sum(p.numel() for p in model.parameters())
+    how, sizes = How(precision, weights), (batch_sizes, prompts, new_tokens)
     measurements = {
         "context": partial(context_rows, model, contexts),
         "prompt": partial(prompt_rows, model, val, prompts, alphas),
-        "others": partial(other_rows, model, val, batch_sizes, prompts, new_tokens),
-        "exit": lambda *rest: [
-            row
-            for t in tau
-            for row in exit_rows(model, val, batch_sizes, prompts, new_tokens, t, alphas, *rest)
-        ],
+        "others": partial(other_rows, model, val, *sizes),
+        "exit": partial(exit_rows, model, val, *sizes, tau, alphas),
     }
-    whole = set(parts) == set(PARTS)
-    name = f"decode-{directory.name}-{device.type}" + ("" if whole else "-" + "-".join(parts))
-    results |= {part: [] for part in parts}
-    for part, how in product(parts, hows):
-        results[part] += measurements[part](repeats, how)
-        results["minutes"] = (time.perf_counter() - start) / 60
-        file = write_results(out / f"{name}.json", results)
-    print_tables(results)
+    results = {"machine": machine(device), "run": directory.name, "tau": tau, **how._asdict()}
+    results["parameters"] = sum(p.numel() for p in model.parameters())
+    file = out / f"decode-{directory.name}-{device.type}.json"
+    for part in parts:
+        results[part] = measurements[part](repeats, how)
+        write_results(file, results)
+    print(results["machine"], results["run"], f"{results['parameters']:,} parameters, tau {tau:g}")
+    print(f"{precision}, weights {weights}, median of {repeats}")
+    for part in parts:
+        title, columns = TABLES[part]
+        print(f"\n{title}")
+        print_table(results[part], columns)
     print(f"written: {file}")
-    if whole:
-        draw(results, file.with_suffix(".png"))
+    if "exit" in results:
+        draw(results["exit"], file.with_suffix(".png"))
         print(f"drawn: {file.with_suffix('.png')}")
 
 
@@ -370,12 +355,12 @@ TABLES = {
         "early exit against always K, after the prompt: ratios to always K\n"
         "saved: saved time / saved slots, where a tenth is saved\n"
         "limit: share of what always K could not take less than, by this machine's speeds",
-        {"batch": "batch", "prompt": "prompt", "tau": "tau:g", "alpha": "alpha:g"}
+        {"batch": "batch", "prompt": "prompt", "alpha": "alpha:g"}
         | {"steps": "steps:.2f", "tok/s": "tokens_per_second:.0f", "slots": "slot_ratio:.2f"}
         | {"time": "time_ratio:.2f", "saved": "saved:.2f", "limit": "limit_share:.2f"},
     ),
     "others": (
-        "no cache: after the prompt; transformers: K = 0, untrained weights, prompt included",
+        "no cache, no graphs: after the prompt; transformers: K = 0, untrained, prompt included",
         {"against": "against", "batch": "batch", "prompt": "prompt"}
         | {"tok/s": "cache_tokens_per_second:.1f", "theirs": "other_tokens_per_second:.1f"}
         | {"ratio": "ratio:.2f"},
@@ -393,63 +378,16 @@ TABLES = {
 }
 
 
-def print_tables(results):
-    print(f"{results['machine']} {results['run']}, {results['parameters']:,} parameters")
-    for part, (title, columns) in TABLES.items():
-        if part in results:
-            print(f"\n{title}")
-            print_table(results[part], {name: name for name in How._fields} | columns)
-
-
-def first_way(rows):
-    """The rows of one precision, with graphs or without: more would lie on top of each other."""
-    frame = pd.DataFrame(rows)
-    how = frame.columns.intersection(How._fields)  # files of before have one way only
-    return frame[(frame[how] == frame[how].iloc[0]).all(axis=1)]
-
-
-def draw(results, file):
+def draw(rows, file):
+    """Early exit: what is left of the time against what is left of the slots."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 8.5), layout="constrained")
-    axes = figure.subplots(2, 2)
-    exits, others, reading, after = axes.flat
-    names = ("exit", "others", "prompt", "context")
-    exit, other, prompt, context = (first_way(results[name]) for name in names)
-    markers = dict(zip(prompt.prompt.unique(), cycle("o^svD"), strict=False))
-    exits.plot([0, 1], [0, 1], color="#999999", lw=1, label="all skipped slots are saved time")
-    for (B, length), mine in exit.groupby(["batch", "prompt"], sort=False):
-        look = {"linestyle": "none", "marker": markers[length], "color": COLORS.get(B, "#555555")}
-        label = f"batch {B}, prompt {length}"
-        exits.plot(mine.slot_ratio, mine.time_ratio, label=label, **look)
-    exits.set(xlabel="slots / always K", ylabel="time / always K", title="early exit")
-    exits.legend(fontsize="small")
-    rows = zip(other.against, other.batch, other.prompt, strict=True)
-    names = [f"{against}\nbatch {B}, prompt {length}" for against, B, length in rows]
-    others.plot(other.ratio[::-1], names[::-1], "o", color="#0072B2")
-    place = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
-    for name, ratio in zip(names, other.ratio, strict=True):
-        others.annotate(f"{ratio:.1f}", (ratio, name), **place)
-    others.tick_params(axis="y", labelsize="small")
-    others.axvline(1, color="#999999", lw=1)
-    others.set(xlabel="times as many tokens a second", title="against other ways", xscale="log")
-    others.set_xlim(min(0.8, *other.ratio), 2 * other.ratio.max())
-    pairs = zip(prompt.prompt, prompt.alpha, strict=True)
-    names = [f"{length} tokens\nalpha {alpha:g}" for length, alpha in pairs]
-    kinds = {
-        "jacobi": ("parallel, executed slots", "o", "#0072B2"),
-        "full": ("parallel, all slots", "s", "#56B4E9"),
-        "sequential": ("slot by slot", "^", "#E69F00"),
-        "simple": ("the simple decoder", "D", "#777777"),
-    }
-    for kind, (label, marker, color) in kinds.items():
-        reading.plot(names, prompt[f"{kind}_seconds"], marker, color=color, label=label)
-    reading.set(ylabel="seconds", title="reading one prompt", yscale="log")
-    reading.legend(fontsize="small")
-    after.plot(context.slots, context.milliseconds, "o-", color="#0072B2")
-    after.set(xlabel="slots before it", ylabel="milliseconds a token", title="always K, batch 1")
-    after.set_ylim(bottom=0)
-    after.set_xlim(left=0)
-    for panel in axes.flat:
-        panel.grid(alpha=0.3)
+    figure = Figure(figsize=(6, 4.5), layout="constrained")
+    axis = figure.subplots()
+    axis.axline((0, 0), slope=1, color="#999999", lw=1, label="all skipped slots are saved time")
+    for (batch, prompt), mine in pd.DataFrame(rows).groupby(["batch", "prompt"]):
+        axis.plot(mine.slot_ratio, mine.time_ratio, "o", label=f"batch {batch}, prompt {prompt}")
+    axis.set(xlabel="slots / always K", ylabel="time / always K", xlim=(0, None), ylim=(0, None))
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize="small")
     figure.savefig(file, dpi=150)

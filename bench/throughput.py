@@ -16,10 +16,9 @@ from engine.products import WEIGHTS
 from engine.request import scored_tau
 from interop import INCLUDED, find_model, load
 from model import Count
-from runtime import UserError, pick_device
+from runtime import pick_device
 
 TEXT = Path(__file__).parents[1] / "README.md"
-Length = Annotated[int, Field(ge=2)]
 
 
 def serve(engine, prompts, lengths):
@@ -50,8 +49,7 @@ def serve_in_batches(theirs, prompts, lengths, size):
 def throughput(
     run: str | None = None,
     requests: Count = 64,
-    shortest: Length = 8,
-    longest: Length = 64,
+    longest: Annotated[int, Field(ge=2)] = 64,
     batch_size: Count = 8,
     tau: float | None = None,
     precision: Literal["float32", "bfloat16"] = "float32",
@@ -65,8 +63,7 @@ def throughput(
     Args:
         run: directory of a model; by default the newest in out/, else the included one
         requests: pieces of README.md, to be continued, both of random lengths
-        shortest: prompt and output, in tokens
-        longest: prompt and output, in tokens
+        longest: prompt and output, in tokens; the shortest have an eighth of it
         batch_size: sequences that run at once
         tau: where early exit stops; by default where the run was scored
         precision: of the matrix products
@@ -75,20 +72,16 @@ def throughput(
         repeats: rounds, of which the median counts
         device: auto, cpu, cuda
     """
-    if shortest > longest:
-        raise UserError(f"shortest = {shortest}: it is more than longest = {longest}")
     device, directory = pick_device(device), find_model(run, otherwise=INCLUDED)
-    model, how = load(directory).to(device), How(precision, weights=weights)
+    model, how = load(directory).to(device), How(precision, weights)
     tau = scored_tau(directory) if tau is None else tau
     window = max(model.config.block_size, 2 * longest)  # for times it does not matter
     model.config = replace(model.config, block_size=window)
     text = load_tokenizer(directory / "tokenizer.json").encode(TEXT.read_text())
-    if longest >= len(text):
-        raise UserError(f"longest = {longest}: README.md has only {len(text)} tokens")
-    draw = torch.Generator().manual_seed(0)
-    sizes = torch.randint(shortest, longest + 1, (2, requests), generator=draw).tolist()
+    torch.manual_seed(0)
+    sizes, lengths = torch.randint(max(longest // 8, 1), longest + 1, (2, requests)).tolist()
     whole = prompts_of(torch.tensor(text), requests, longest)
-    prompts, lengths = [p[:n] for p, n in zip(whole, sizes[0], strict=True)], sizes[1]
+    prompts = [p[:n] for p, n in zip(whole, sizes, strict=True)]
     runs = {"this model": partial(serve, how.engine(model, batch_size, tau=tau), prompts, lengths)}
     if transformers:
         theirs, ours = (m.to(device) for m in llama(model.config))

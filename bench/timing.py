@@ -1,9 +1,10 @@
-"""How things are timed against each other, how much memory they take, where the results go."""
+"""How things are timed against each other, how much memory they take, how the results are told."""
 
 import platform
 import statistics
 import sys
 import time
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -11,8 +12,6 @@ from typing import Annotated, TypeVar
 import pandas as pd
 import torch
 from pydantic import AfterValidator
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 from runtime import write_json
 
@@ -67,26 +66,15 @@ def medians(runs, repeats, warm_up=1, device=CPU, calls=1):
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def largest(run, device, count):
-    """The `count` kernels (on a CPU operators) that take the most time of one run.
-
-    -> [{name, calls, milliseconds, share}], share of the time of all of them.
-    """
-    on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
-    with profile(activities=activities) as found:
-        run()
-        if on_gpu:
-            torch.cuda.synchronize()
-    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    rows = []
-    for event in found.key_averages():
-        own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if event.device_type == kind:
-            rows.append({"name": event.key, "calls": event.count, "milliseconds": own / 1e3})
-    total = sum(row["milliseconds"] for row in rows)
-    rows = sorted(rows, key=lambda row: -row["milliseconds"])[:count]
-    return [row | {"share": row["milliseconds"] / total} for row in rows]
+@cache
+def matmul_peak(device, dtype):
+    """Operations a second of square matrix products, the best of some."""
+    best = 0
+    for n in (4096, 8192) if device.type == "cuda" else (1024, 2048):
+        a = torch.randn(n, n, device=device, dtype=dtype)
+        product = partial(torch.matmul, a, a)
+        best = max(best, *(2 * n**3 / seconds_of(product, device) for _ in range(6)))
+    return best
 
 
 # -- Memory ----------------------------------------------------------------------------------------
@@ -103,30 +91,21 @@ def measure(make, cases, repeats, warm_up, calls=1):
     device = next(iter(cases.values()))[-2]
     for name, case in cases.items():
         try:
-            runs[name] = warmed_up(make, case)
+            run = make(*case)
+            run()
+            runs[name] = run
         except Exception as error:  # too little memory; a kernel of others fails in any way
-            refused[name] = reason(error)
+            refused[name] = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     seconds = medians(runs, repeats, 0, device, calls)
     memory = dict.fromkeys(runs, float("nan"))
     if device.type == "cuda":
         memory = {name: peak_on_gpu(run) for name, run in runs.items()}
     elif sys.platform == "linux":
-        del runs  # and their memory
+        del run, runs  # and their memory
         tasks = [(make, warm_up, cases[name]) for name in seconds]
         with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
             memory = dict(zip(seconds, pool.map(peak_memory, tasks, 1), strict=True))
     return seconds, memory, refused
-
-
-def reason(error):
-    """An error in one line."""
-    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-
-
-def warmed_up(make, case):
-    run = make(*case)
-    run()
-    return run
 
 
 def peak_on_gpu(run):

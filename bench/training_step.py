@@ -1,8 +1,6 @@
 """A training step against plain forward and backward over as many slots: time and memory."""
 
-import time
 from dataclasses import asdict, replace
-from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,37 +8,29 @@ import pydantic
 import torch
 import torch.nn.functional as F
 
-from attention import fastest_backend
-from bench.timing import (
-    largest,
-    machine,
-    measure,
-    print_table,
-    seconds_of,
-    warmed_up,
-    write_results,
-)
+from bench.timing import machine, matmul_peak, measure, print_table, write_results
+from kernels import blocks
+from kernels.attention import fastest, find
 from model import Count, PonderLM, slots_of_passes
 from runtime import UserError, autocast, pick_device, pick_precision
-from train import compile_blocks, make_optimizer, objective
+from train import objective
 from training.config import PRESETS
 
 WINDOWS = {"tiny": 256, "small": 64, "70m": 8, "410m": 1}  # a step, in 140 GB
 
 
-def train_case(shape, B, R, plain, recompute, compiled, backend, recipe, device, dtype):
+def train_case(shape, B, R, plain, recompute, compiled, backend, device, dtype):
     """A function that runs forward and backward on B windows once.
 
     `plain` is what the passes would cost as ordinary sequences of a Llama of the same shape, each
-    with its own backward pass: same slots, no bias, no router, no penalty, one head. With a
-    `recipe`, a TrainConfig, it clips the gradient and takes the optimizer's step, too.
+    with its own backward pass: same slots, no bias, no router, no penalty, one head.
     """
     torch.manual_seed(0)
     model = PonderLM(shape).to(device).train()
-    model.backend, model.recompute = backend, recompute
+    model.backend, model.recompute = find(backend, device, dtype), recompute
+    blocks.use_fast_blocks(model, norms=device.type == "cpu" and not compiled)
     if compiled:
-        compile_blocks(model)
-    optimizer = recipe and make_optimizer(model, recipe, device)
+        blocks.compile_blocks(model)
     T, D = shape.block_size, shape.hidden_size
     rows = torch.randint(shape.vocab_size, (B, T + 1), device=device)
     x, y = rows[:, :-1], rows[:, 1:]
@@ -48,23 +38,19 @@ def train_case(shape, B, R, plain, recompute, compiled, backend, recipe, device,
     inputs = [torch.randn(B, T * n, D, device=device) for n in slots] if plain else []
 
     def run():
-        if plain:
-            for i, e in enumerate(inputs):
-                positions = torch.arange(T, device=device).repeat_interleave(e.size(1) // T)
-                e.grad = None
-                with autocast(device, dtype):
-                    h = model.model(e.requires_grad_(), positions, None, model.backend)
-                    if i == 0:
-                        logits = model.lm_head(h).float().flatten(0, 1)
-                        loss = F.cross_entropy(logits, y.flatten())
-                loss.backward() if i == 0 else h.backward(e)  # any gradient takes as long
-        else:
+        for i, e in enumerate(inputs):
+            positions = torch.arange(T, device=device).repeat_interleave(e.size(1) // T)
+            e.grad = None
+            with autocast(device, dtype):
+                h = model.model(e.requires_grad_(), positions, None, model.backend)
+                if i == 0:
+                    logits = model.lm_head(h).float().flatten(0, 1)
+                    loss = F.cross_entropy(logits, y.flatten())
+            loss.backward() if i == 0 else h.backward(e)  # any gradient takes as long
+        if not plain:
             with autocast(device, dtype):
                 loss, _, _ = objective(model, x, y, R)
             loss.backward()
-        if optimizer:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-            optimizer.step()
         model.zero_grad()
 
     return run
@@ -86,19 +72,6 @@ def step_flops(shape, B, R):
     return B * total
 
 
-@cache
-def matmul_peak(device, dtype):
-    """Operations a second of square matrix products, the best of some sizes, in some seconds."""
-    best, begun = 0, time.perf_counter()
-    for n in (4096, 8192, 16384) if device.type == "cuda" else (1024, 2048):
-        a = torch.randn(n, n, device=device, dtype=dtype)
-        for _ in range(6):
-            best = max(best, 2 * n**3 / seconds_of(partial(torch.matmul, a, a), device))
-            if time.perf_counter() - begun > 2:
-                return best
-    return best
-
-
 @pydantic.validate_call
 def train(
     preset: Literal["tiny", "small", "70m", "410m"] = "small",
@@ -107,16 +80,13 @@ def train(
     repeats: Count = 5,
     precision: Literal["auto", "float32", "bfloat16"] = "auto",
     compile: bool = False,
-    optimizer: bool = False,
-    profile: Annotated[int, pydantic.Field(ge=0)] = 0,
     device: str = "auto",
     out: Path = Path("out/bench"),
 ):
     """A training step against plain forward and backward over as many slots: time and memory.
 
     The model FLOPs utilisation (MFU) is the share of the speed of large square matrix products of
-    the same precision, measured here. Each ratio is one of medians. Compiled steps are measured
-    after the others, again in turns with the plain one; the results are written after each.
+    the same precision, measured here. Each ratio is one of medians.
 
     Args:
         preset: the shape
@@ -125,73 +95,55 @@ def train(
         repeats: rounds
         precision: auto is bfloat16 where it is fast
         compile: also with compiled blocks
-        optimizer: with the optimizer's step
-        profile: list so many kernels (on a CPU operators) that take most of the step's time
         device: auto, cpu, cuda
         out: folder for the results
     """
     device = pick_device(device)
     dtype = pick_precision(precision, device)
     B = windows or (WINDOWS[preset] if device.type == "cuda" else 2)
-    shape, recipe = PRESETS[preset].model, PRESETS[preset] if optimizer else None
+    shape = PRESETS[preset].model
     two, one = (replace(shape, backprop_passes=n) for n in (2, 1))
+    variants = {  # shape, plain, recompute, compiled
+        "plain": (shape, True, False, False),
+        "PonderLM-3": (shape, False, False, False),
+        "--recompute": (shape, False, True, False),
+        "--backprop-passes 2": (two, False, False, False),
+        "--backprop-passes 1": (one, False, False, False),
+    }
+    if compile:
+        variants["plain, --compile"] = (shape, True, False, True)
+        variants["--compile"] = (shape, False, False, True)
     size = (B, shape.num_attention_heads, shape.block_size * (shape.ponder_steps + 1))
     size = (*size, shape.head_width), shape.key_value_heads, device, dtype
-    backends = {True: fastest_backend(*size, biased=False), False: fastest_backend(*size)}
-    groups = [  # of variants: shape, plain, recompute, compiled
-        {
-            "plain": (shape, True, False, False),
-            "PonderLM-3": (shape, False, False, False),
-            "--recompute": (shape, False, True, False),
-            "--backprop-passes 2": (two, False, False, False),
-            "--backprop-passes 1": (one, False, False, False),
-        },
-        {
-            "plain": (shape, True, False, False),
-            "plain, --compile": (shape, True, False, True),
-            "--compile": (shape, False, False, True),
-        },
-    ]
-    warm_up = replace(PRESETS["tiny"].model, block_size=16)
-    warm_up = (warm_up, 1, 0, *3 * (False,), "sdpa", recipe, device, dtype)
+    backends = {plain: fastest(*size, biased=not plain) for plain in (True, False)}
+    cases = {
+        name: (of, B, R, plain, *flags, backends[plain], device, dtype)
+        for name, (of, plain, *flags) in variants.items()
+    }
+    warm_up = replace(PRESETS["tiny"].model, block_size=16), 1, 0, *3 * (False,)
+    warm_up = *warm_up, "sdpa", device, dtype
+    calls = 3 if device.type == "cuda" else 1
+    time_of, memory, refused = measure(train_case, cases, repeats, warm_up, calls)
+    if "plain" in refused:
+        raise UserError(f"the plain step: {refused['plain']}; try fewer --windows than {B}")
     peak, flops = matmul_peak(device, dtype), step_flops(shape, B, R)
+    rows = [
+        {"case": name, "seconds": seconds, "MiB": memory[name]}
+        | {"tokens_per_second": B * shape.block_size / seconds}
+        | {"time_ratio": seconds / time_of["plain"]}
+        | {"mfu": None if "backprop" in name else flops / seconds / peak}
+        for name, seconds in time_of.items()
+    ]
     results = {"machine": machine(device), "dtype": str(dtype), "preset": preset, "windows": B}
-    results |= {"R": R, "optimizer": optimizer, "flops": flops, "matmul_peak": peak}
-    results |= {"shape": asdict(shape), "rows": [], "refused": {}}
+    results |= {"R": R, "flops": flops, "matmul_peak": peak, "shape": asdict(shape), "rows": rows}
     results |= {"backends": {"plain": backends[True], "soft mask": backends[False]}}
-    file = out / f"train-{preset}-{device.type}.json"
-    for variants in groups if compile else groups[:1]:
-        cases = {
-            name: (of, B, R, plain, *flags, backends[plain], recipe, device, dtype)
-            for name, (of, plain, *flags) in variants.items()
-        }
-        calls = 3 if device.type == "cuda" else 1
-        time_of, memory, refused = measure(train_case, cases, repeats, warm_up, calls)
-        results["refused"] |= refused
-        if "plain" in refused:
-            raise UserError(f"the plain step: {refused['plain']}; try fewer --windows than {B}")
-        for name, seconds in time_of.items():
-            row = {"case": name, "seconds": seconds, "MiB": memory[name]}
-            row |= {"tokens_per_second": B * shape.block_size / seconds}
-            row |= {"time_ratio": seconds / time_of["plain"]}
-            row |= {"mfu": None if "backprop" in name else flops / seconds / peak}
-            if not any(before["case"] == name for before in results["rows"]):
-                results["rows"].append(row)
-        write_results(file, results)
-    if profile:
-        flags = False, False, compile, backends[False]
-        run = warmed_up(train_case, (shape, B, R, *flags, recipe, device, dtype))
-        results["largest"] = largest(run, device, profile)
-        write_results(file, results)
+    file = write_results(out / f"train-{preset}-{device.type}.json", results)
     print(results["machine"], results["dtype"], f"matrix products {peak / 1e12:.2f} TFLOP/s")
     print(f"{preset}, {B} windows of {shape.block_size} tokens, R = {R}, median of {repeats}")
     print("attention:", results["backends"])
     columns = {"": "case", "seconds": "seconds:.3f", "tokens/s": "tokens_per_second:,.0f"}
     columns |= {"MiB": "MiB:.0f", "time/plain": "time_ratio:.2f", "MFU": "mfu:.0%"}
-    print_table(results["rows"], columns)
-    for name, why in results["refused"].items():
+    print_table(rows, columns)
+    for name, why in refused.items():
         print(f"not run: {name}, {why}")
-    if profile:
-        columns = {"largest": "name:.80", "calls": "calls", "ms": "milliseconds:.1f"}
-        print_table(results["largest"], columns | {"share": "share:.0%"})
     print(f"written: {file}")

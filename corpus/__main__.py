@@ -10,12 +10,12 @@
 
 import sys
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
-from corpus.batches import describe, load_tokens, unigram_entropy
 from corpus.lookup import prepare_lookup
-from corpus.preparation import CACHE, prepare
+from corpus.preparation import CACHE, describe, load_tokens, prepare, unigram_entropy
 from corpus.streaming import stream
 from runtime import command_line
 
@@ -45,7 +45,7 @@ def lookup(
     folder: Path = CACHE / "lookup",
     lines: int = 100_000,
     seed: int = 0,
-    lookups: tuple[int, ...] = (),
+    lookups: tuple[Literal[1, 2, 3, 4, 5, 6], ...] = (),
 ):
     """Prepare the lookup task: chains of 1 to 6 lookups, to train on and to measure with.
 

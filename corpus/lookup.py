@@ -21,8 +21,7 @@ from itertools import pairwise
 
 import torch
 
-from corpus.batches import read_meta
-from corpus.preparation import CACHE, write_corpus
+from corpus.preparation import CACHE, read_meta, write_corpus
 from corpus.tokenizers import Tokenizer
 from runtime import UserError
 
@@ -69,16 +68,9 @@ def prepare_lookup(folder=CACHE / "lookup", lines=100_000, seed=0, lookups=()):
     """Write the prepared corpus of the task, unless it is there. One line in 20 is for validation.
 
     Raises:
-        UserError: too few lines to hold some out whole, a number of lookups that no chain has, or
-            one given twice, or a folder that holds something else.
+        UserError: a folder that holds something else.
     """
-    if lines < 100:
-        raise UserError(f"--lines {lines} is too few: some are held out, so give at least 100")
-    if unknown := [n for n in lookups if n not in LOOKUPS]:
-        raise UserError(f"--lookups {unknown[0]}: chains have {LOOKUPS[0]} to {LOOKUPS[-1]}")
-    if len(set(lookups)) < len(lookups):
-        raise UserError(f"--lookups {' '.join(map(str, lookups))}: give each number once")
-    lookups = sorted(lookups)
+    lookups = sorted(set(lookups))
     source = f"lookup, {lines} lines, seed {seed}"
     if lookups:
         source += f", lookups {' '.join(map(str, lookups))}"
@@ -97,11 +89,6 @@ def lookups_asked(x, tokenizer):
     Raises:
         UserError: x is not made of lines of this task.
     """
-    if x.size(1) % LINE:
-        raise UserError(
-            f"windows of {x.size(1)} tokens are not lines of the lookup task, of {LINE}: train "
-            "with --data data/lookup, in the window of the tiny preset"
-        )
     lookups = torch.zeros(tokenizer.vocab_size, dtype=torch.long)
     for n in LOOKUPS:
         lookups[tokenizer.encode(f" {n}")[-1]] = n
@@ -111,10 +98,10 @@ def lookups_asked(x, tokenizer):
     part = (place - start) % 4
     question = (place >= start) & (place < stop) & (part == 2)
     filler = (place >= start - 1) & (part == 3) | (place == stop) | (place == stop + 1)
-    if (lookups[:, question] == 0).any():
+    if x.size(1) % LINE or (lookups[:, question] == 0).any():
         raise UserError(
-            "this text is not of the lookup task: prepare that with python -m corpus lookup and "
-            f"train with --data {CACHE / 'lookup'}"
+            f"windows of {x.size(1)} tokens are not lines of the lookup task: prepare it with "
+            f"python -m corpus lookup, train with --data {CACHE / 'lookup'} --block-size {LINE}"
         )
     question &= place == start + 2
     return torch.where(question, lookups, torch.where(filler, 0, -1))

@@ -1,13 +1,22 @@
-"""Text -> a prepared corpus in data/, once: sources of text, the validation split, files of ids.
+"""Text -> token ids -> batches.
 
-documents   [(name, bytes)], where text comes from: docstrings, source files, a download, files
-divide      documents -> texts of train and val
-prepare     the name of a corpus, a file or a folder -> a folder as batches.py describes it, from
-            the cache where the same text was prepared with the same tokenizer before
+documents     [(name, bytes)]: docstrings, source files, a download, or files of yours
+divide        documents -> texts of train and of validation
+prepare       the name of a corpus, a file or a folder -> a prepared corpus, which is made once
+load_tokens   a split of a prepared corpus -> one long array of token ids
+Windows       token ids -> batches of windows of T tokens
+
+A prepared corpus is a folder:
+
+train.bin, val.bin   token ids in nanoGPT's format: uint16; uint32 for more than 65,536 tokens. The
+                     training ids of a streamed corpus are in shards: train-00000.bin, ..
+tokenizer.json       the vocabulary
+meta.json            see Meta
 """
 
 import ast
 import hashlib
+import json
 import os
 import sys
 import sysconfig
@@ -20,18 +29,14 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any, Literal, NotRequired
 
 import numpy as np
+import torch
+from typing_extensions import TypedDict
 
-from corpus.batches import check_streamed, id_type, is_prepared
-from corpus.tokenizers import (
-    IdTokenizer,
-    Tokenizer,
-    check_bpe_size,
-    load_tokenizer,
-    open_tokenizer,
-)
-from runtime import UserError, progress, write_json, writing
+from corpus.tokenizers import IdTokenizer, Tokenizer, load_tokenizer, open_tokenizer
+from runtime import UserError, progress, read_json, write_json, writing
 
 CACHE = Path("data")
 PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # torch brings the last two
@@ -87,10 +92,8 @@ def pydocs():
 
 def pysource():
     """The same packages' Python files whole."""
-    files = list(package_files())
-    return [
-        (name, file.read_bytes()) for name, file in progress(files, "reading source", leave=False)
-    ]
+    files = progress([*package_files()], "reading source", leave=False)
+    return [(name, file.read_bytes()) for name, file in files]
 
 
 def shakespeare():
@@ -99,12 +102,12 @@ def shakespeare():
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             text = response.read()
+        if hashlib.sha256(text).hexdigest() != sha256:
+            raise OSError("its sha256 is not the known one")
     except OSError as error:
         raise UserError(
             f"cannot download {url} ({error}); without a network use --data pydocs or --data FILE"
         ) from None
-    if hashlib.sha256(text).hexdigest() != sha256:
-        raise UserError(f"the sha256 of {url} differs from the known one; use --data FILE instead")
     return [("shakespeare", text)]
 
 
@@ -112,27 +115,39 @@ CORPORA = {"pydocs": pydocs, "pysource": pysource, "shakespeare": shakespeare}
 
 
 def read_texts(path):
-    """A file, or the files of a folder that are not hidden or binary: (name, bytes), by name.
+    """The texts of a file, or of the files of a folder that are not hidden: (name, bytes), by name.
 
-    Raises:
-        OSError: a file or folder that may not be read.
+    A .jsonl file has a text a line, in the field "text". Files with zero bytes are no UTF-8 text:
+    they are left out, and named.
     """
-
-    def fail(error):
-        raise error
-
     files = [path]
     if not path.is_file():
-        found = (
-            Path(place, name) for place, _, names in os.walk(path, onerror=fail) for name in names
-        )
-        files = [file for file in sorted(found) if file.is_file()]
-    files = [f for f in files if not any(x[0] == "." for x in f.relative_to(path).parts)]
-    texts = [(str(f.relative_to(path.parent)), f.read_bytes()) for f in files]
-    if odd := [name for name, text in texts if b"\0" in text]:
-        what = "taken as it is" if path.is_file() else f"{len(odd)} of {len(files)} files left out"
-        print(f"note: {what}, which has zero bytes and is no UTF-8 text: {', '.join(odd[:3])}")
-    return [(name, text) for name, text in texts if path.is_file() or b"\0" not in text]
+        found = (file for file in sorted(path.rglob("*")) if file.is_file())
+        files = [f for f in found if not any(x[0] == "." for x in f.relative_to(path).parts)]
+    texts, odd = [], []
+    for file in files:
+        name, text = str(file.relative_to(path.parent)), file.read_bytes()
+        if b"\0" in text:
+            odd.append(name)
+        elif file.suffix == ".jsonl":
+            texts += json_lines(file, name, text)
+        else:
+            texts.append((name, text))
+    if odd:
+        left_out = f"{len(odd)} of {len(files)} files left out, with zero bytes"
+        print(f"note: {left_out}, which no UTF-8 text has: {', '.join(odd[:3])}")
+    return texts
+
+
+def json_lines(file, name, content):
+    """The texts of a .jsonl file, each with a name of its own: (name, bytes)."""
+    for i, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            try:
+                text = (json.loads(line)["text"] or "").encode("utf-8", "replace")
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                raise UserError(f"{file}, line {i}: no JSON object with a text in 'text'") from None
+            yield f"{name} line {i}", text
 
 
 # -- Documents -> files of ids ---------------------------------------------------------------------
@@ -149,8 +164,8 @@ def boundary(text, at):
 def divide(documents):
     """Documents -> texts of train and of validation.
 
-    Validation takes one file in 20, by the hash of its name: no docstring has its neighbours on the
-    other side. Of fewer than 100 documents, or where no name has such a hash, it takes the last
+    Validation takes one document in 20, by the hash of its name: no docstring has its neighbours on
+    the other side. Of fewer than 100 documents, or where no name has such a hash, it takes the last
     tenth of each.
     """
     train, val = [], []
@@ -175,16 +190,22 @@ def pieces_of(text):
         start = end
 
 
+def id_type(vocab_size):
+    """The type of the ids in a .bin file."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
 def check_end(tokenizer):
     """Refuse a tokenizer that cannot divide one text from the next."""
     if tokenizer.end_of_text is None:
         raise UserError("the tokenizer has no end of text: set eos_token in tokenizer_config.json")
 
 
-def write_tokens(texts, tokenizer, file, label):
-    """Encode documents, each followed by the end of text, into a file of ids."""
+def write_tokens(texts, tokenizer, file):
+    """Encode texts, each followed by the end of text, into a file of ids."""
     kind = id_type(tokenizer.vocab_size)
-    bar = progress(total=sum(map(len, texts)), desc=label, unit="B", unit_scale=True, leave=False)
+    size, label = sum(map(len, texts)), f"encoding {file.stem}"
+    bar = progress(total=size, desc=label, unit="B", unit_scale=True, leave=False)
     with writing(file), open(file, "wb") as out, bar:
         for text in texts:
             out.write(np.array(tokenizer.begin, dtype=kind).tobytes())
@@ -200,20 +221,17 @@ def write_corpus(folder, source, documents, tokenizer):
     train, val = divide(documents)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        half = Path(temporary) / "corpus"  # renamed when complete: no half corpus in the cache
+        half = Path(temporary) / "corpus"
         half.mkdir()
-        write_tokens(train, tokenizer, half / "train.bin", "encoding train")
-        write_tokens(val, tokenizer, half / "val.bin", "encoding val")
+        write_tokens(train, tokenizer, half / "train.bin")
+        write_tokens(val, tokenizer, half / "val.bin")
         tokenizer.save(half / "tokenizer.json")
         text = b"".join(text for _, text in documents)
-        meta = {"source": source, "documents": len(documents), "bytes": len(text)}
+        meta = {"source": source, "bytes": len(text)}
         meta |= {"sha256": hashlib.sha256(text).hexdigest(), "val_bytes": sum(map(len, val))}
         write_json(half / "meta.json", meta | {"dtype": id_type(tokenizer.vocab_size).name})
-        try:
+        if not folder.exists():  # another program may have prepared the same meanwhile
             half.rename(folder)
-        except OSError:  # another program prepared the same meanwhile
-            if not folder.exists():
-                raise
 
 
 # -- Preparing, once -------------------------------------------------------------------------------
@@ -233,24 +251,18 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         The folder with train.bin and val.bin, and its tokenizer.
 
     Raises:
-        UserError: text that is missing, empty, or ids that do not fit.
+        UserError: text that is missing or empty, or a tokenizer that is missing or does not fit.
         OSError: text that cannot be read.
     """
     if not data:
         raise UserError("--data is empty; name a corpus, a file or a folder")
-    if {data, tokenizer} & {"lookup", "hops"}:
-        raise UserError(
-            "the lookup task is an ordinary corpus: prepare it with python -m corpus lookup, and "
-            f"give its folder alone, --data {CACHE / 'lookup'}"
-        )
-    path = Path(data)
+    path, documents = Path(data), None
     if is_prepared(path):
-        check_streamed(path)
         return path, bin_tokenizer(path, tokenizer)
-    documents = None
     if data in CORPORA:
-        versions = [f"{name} {version(name)}" for name in PACKAGES] if data[:2] == "py" else []
-        source = ", ".join([data, f"Python {sys.version.split()[0]}", *versions])
+        versions = (f"{name} {version(name)}" for name in PACKAGES)
+        python = ", ".join([data, f"Python {sys.version.split()[0]}", *versions])
+        source = data if data == "shakespeare" else python
     elif path.exists():
         documents = [(name, text) for name, text in read_texts(path) if text.strip()]
         if not documents:
@@ -258,11 +270,9 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         texts = [(name, hashlib.sha256(text).hexdigest()) for name, text in documents]
         source = f"{path.name} {hashlib.sha256(repr(texts).encode()).hexdigest()}"
     else:
-        lookup = "; the lookup task is made by python -m corpus lookup" * (path.name == "lookup")
-        raise UserError(f"{data}: no such file or folder, nor one of {', '.join(CORPORA)}{lookup}")
+        raise UserError(f"{data}: no such file or folder, nor one of {', '.join(CORPORA)}")
     kind = tokenizer = tokenizer or "bytes"
     if tokenizer == "bpe":
-        check_bpe_size(vocab_size)
         kind = f"bpe{vocab_size}"
     elif tokenizer not in ("bytes", "gpt2"):
         tokenizer = open_tokenizer(tokenizer)
@@ -301,3 +311,144 @@ def bin_tokenizer(folder, name):
         print(f"note: {folder} is taken for GPT-2 tokens; text is shown as token ids, because")
         print(f"      {str(error).split(':')[0]}")
         return IdTokenizer(50_257)
+
+
+# -- A prepared corpus -> one long array -----------------------------------------------------------
+
+
+def bin_files(folder, split):
+    """train.bin, or the shards train-00000.bin, train-00001.bin, .. of a split."""
+    found = (*folder.glob(f"{split}.bin"), *folder.glob(f"{split}-[0-9]*.bin"))
+    return sorted(file for file in found if file.is_file())
+
+
+def is_prepared(folder):
+    """Whether a folder holds token ids already."""
+    return any(bin_files(Path(folder), split) for split in ("train", "val"))
+
+
+class Meta(TypedDict):
+    """What meta.json holds, which a corpus of others may lack; the last four if it is streamed."""
+
+    source: str
+    bytes: int  # of the text
+    sha256: str  # of the text; of a streamed corpus that of its shards
+    val_bytes: NotRequired[int]
+    dtype: NotRequired[Literal["uint16", "uint32"]]  # no other: bytes would become what they say
+    tokens: NotRequired[int]  # of training
+    shards: NotRequired[int]
+    complete: NotRequired[bool]
+    state: NotRequired[Any]  # where in the dataset it stopped
+
+
+def read_meta(folder):
+    """A corpus's meta.json; {} without one, or with somebody else's."""
+    file, way_out = folder / "meta.json", f"; move {folder} away and prepare it again"
+    if not file.exists() or "source" not in read_json(file, way_out=way_out):
+        return {}
+    return read_json(file, Meta, way_out)
+
+
+def describe(folder):
+    """One line on where a corpus came from. Losses compare only on the same text."""
+    meta = read_meta(folder)
+    if not meta:
+        return str(folder)
+    return f"{folder}: {meta['bytes']:,} bytes, sha256 {meta['sha256'][:16]}, {meta['source']}"
+
+
+class Tokens:
+    """The .bin files of a split as one long array of token ids, memory-mapped."""
+
+    def __init__(self, files, kind=np.uint16, bytes=None):
+        self.bytes = bytes  # of the text, if they are known
+        self.parts = [np.memmap(file, dtype=kind, mode="r") for file in files]
+        self.starts = np.cumsum([0, *map(len, self.parts)])
+
+    def __len__(self):
+        return int(self.starts[-1])
+
+    def __getitem__(self, piece):
+        start, stop, _ = piece.indices(len(self))
+        first, last = np.searchsorted(self.starts, (start, stop - 1), side="right") - 1
+        pairs = zip(self.parts[first : last + 1], self.starts[first:], strict=False)
+        pieces = [part[max(start - at, 0) : stop - at] for part, at in pairs]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def load_tokens(folder, split, vocab_size, block_size):
+    """The tokens of a split of a prepared corpus: 'train' or 'val' -> Tokens.
+
+    Raises:
+        UserError: a file that is missing or damaged, a stream that was interrupted, ids beyond the
+            vocabulary (of the first 10^9 tokens), or less than one window.
+    """
+    meta, files = read_meta(folder), bin_files(folder, split)
+    if meta.get("complete") is False:
+        raise UserError(f"{folder} is not complete; run the command that began it again")
+    if not files:
+        raise UserError(f"{folder / split}.bin is missing; a corpus has train.bin and val.bin")
+    kind = np.dtype(meta.get("dtype", id_type(vocab_size)))
+    try:
+        tokens = Tokens(files, kind, meta.get(f"{split}_bytes"))
+    except ValueError as error:  # an odd number of bytes, or none
+        raise UserError(f"{folder / split}.bin does not hold {kind} token ids: {error}") from None
+    if split == "train" and len(tokens) != meta.get("tokens", len(tokens)):
+        raise UserError(
+            f"{folder} has {len(tokens):,} training tokens, not the {meta['tokens']:,} of its "
+            "meta.json; delete it and stream it again"
+        )
+    if len(tokens) <= block_size:
+        raise UserError(
+            f"{files[0]} has {len(tokens)} tokens, less than one window of {block_size} and the "
+            "token after it: give more text, or a smaller --block-size"
+        )
+    starts = range(0, min(len(tokens), 10**9), 10**7)
+    largest = max(int(tokens[i : i + 10**7].max()) for i in starts)
+    if largest >= vocab_size:
+        raise UserError(
+            f"{folder} has token id {largest} in its {split} tokens, beyond the vocabulary of "
+            f"{vocab_size}; name the tokenizer it was made with, for instance --tokenizer gpt2"
+        )
+    return tokens
+
+
+def unigram_entropy(tokens, vocab_size):
+    """Entropy of the token frequencies in nats: the loss of knowing them and nothing else."""
+    pieces = (tokens[i : i + 10**7] for i in range(0, len(tokens), 10**7))
+    p = sum(np.bincount(piece, minlength=vocab_size) for piece in pieces) / len(tokens)
+    return float(-(p[p > 0] * np.log(p[p > 0])).sum())
+
+
+# -- Batches ---------------------------------------------------------------------------------------
+
+
+class Windows:
+    """Batches as a function of (seed, step, rank). Each epoch visits each window once, reshuffled.
+
+    Windows do not overlap: window w is tokens w*T .. w*T + T, the last one only as a target.
+    """
+
+    def __init__(self, tokens, block_size, seed):
+        self.tokens, self.block_size, self.seed = tokens, block_size, seed
+        self.count = (len(tokens) - 1) // block_size
+        self.epoch = None
+
+    def window(self, i):
+        """The i-th window of training, counted through all epochs: (T+1,) int64."""
+        epoch, i = divmod(i, self.count)
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+        start = self.order[i] * self.block_size
+        return self.tokens[start : start + self.block_size + 1].astype(np.int64)
+
+    def rows(self, step, size, rank=0, processes=1):
+        """The tokens of a step, (size, T+1): this process's share of the whole batch."""
+        first = (step * processes + rank) * size
+        return torch.from_numpy(np.stack([self.window(i) for i in range(first, first + size)]))
+
+    def batch(self, *step):
+        """Inputs and targets of a step, (size, T) each: two views of its `rows`."""
+        rows = self.rows(*step)
+        return rows[:, :-1], rows[:, 1:]

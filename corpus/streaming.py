@@ -4,7 +4,7 @@
     python -m corpus stream fineweb-edu --tokens 1e9
     python train.py --preset 70m --data data/fineweb-edu-gpt2
 
-val.bin, train-00000.bin, ..   token ids (see batches.py); the first documents are the validation
+val.bin, train-00000.bin, ..   token ids; the first documents are the validation
 tokenizer.json
 meta.json                      what has been read so far, and where in the dataset that was
 
@@ -22,9 +22,8 @@ import numpy as np
 import tyro
 from pydantic import Field
 
-from corpus.batches import check_streamed, describe, id_type, read_meta
-from corpus.preparation import CACHE, check_end
-from corpus.tokenizers import Tokenizer, load_tokenizer, open_tokenizer
+from corpus.preparation import CACHE, check_end, describe, id_type, read_meta
+from corpus.tokenizers import load_tokenizer, open_tokenizer
 from runtime import UserError, progress, strict_dataclass, write_bytes, write_json
 
 NAMES = {  # of Hugging Face's hub: repository, configuration
@@ -33,7 +32,6 @@ NAMES = {  # of Hugging Face's hub: repository, configuration
     "pile": ("monology/pile-uncopyrighted", None),
 }
 BATCH = 2**22  # bytes encoded at a time
-BPE_TEXT = 20_000_000  # bytes that a BPE is trained on
 Tokens = Annotated[float, Field(ge=1)]
 
 
@@ -45,8 +43,7 @@ class Options:
     # files, or of .txt files, one document each
     name: tyro.conf.Positional[str]
     tokens: Tokens  # number of training tokens, for instance 1e9; inf for all
-    tokenizer: str = "gpt2"  # bytes, gpt2, bpe (trained on the first 20 MB), or a model with one
-    vocab_size: int = 4096  # number of tokens of a bpe tokenizer
+    tokenizer: str = "gpt2"  # bytes, gpt2, or the folder of a model or a prepared corpus
     config: str | None = None  # configuration of the dataset, where it has several
     split: str = "train"  # split of the dataset
     field: str = "text"  # the column with the text
@@ -64,11 +61,11 @@ def open_dataset(options):
     name, config = NAMES.get(options.name, (options.name, None))
     kwargs = dict(path=name, name=options.config or config)
     files = [file for file in sorted(Path(name).rglob("*")) if file.is_file()]
-    others = [file.name for file in files if file.suffix != ".txt"]
-    if len(others) < len(files):  # a file is a document; datasets would take each line for one
-        if others:
-            raise UserError(f"{name} has .txt files and {others[0]}: give each kind its own folder")
-        texts = {options.split: [str(file) for file in files]}
+    kinds = sorted({file.suffix for file in files})
+    if ".txt" in kinds:  # a file is a document; datasets would take each line for one
+        if len(kinds) > 1:
+            raise UserError(f"{name} has files of {', '.join(kinds)}: give each its own folder")
+        texts = {options.split: [*map(str, files)]}
         kwargs = dict(path="text", data_files=texts, sample_by="document")
     try:
         dataset = load_dataset(**kwargs, split=options.split, streaming=True)
@@ -111,25 +108,11 @@ def take(texts, size):
 
 def describe_source(options):
     """What a corpus is made from. Local files by size and time: changed ones are another corpus."""
-    name, kind = options.name, options.tokenizer
-    files = [f for f in sorted(Path(name).rglob("*")) if f.is_file()]
+    o, files = options, [f for f in sorted(Path(options.name).rglob("*")) if f.is_file()]
     states = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     digest = [hashlib.sha256(repr(states).encode()).hexdigest()[:8]] if files else []
-    if kind == "bpe":
-        kind = f"bpe{options.vocab_size}"
-    elif kind not in ("bytes", "gpt2"):
-        kind = open_tokenizer(kind).digest
-    dataset = (name, *digest, options.config or "", options.split, options.field)
-    return " ".join([*dataset, kind, f"{options.val_tokens:g} {options.shard_tokens:g}"])
-
-
-def make_tokenizer(options, documents):
-    """As `prepare` has it, but a BPE is trained on the beginning of the corpus."""
-    if options.tokenizer != "bpe":
-        return open_tokenizer(options.tokenizer)
-    bar = progress(documents, "reading text for a BPE", unit=" documents", leave=False)
-    texts = [text.decode() for text in take(bar, BPE_TEXT)]
-    return Tokenizer.train(texts, options.vocab_size)
+    names = [o.name, *digest, o.config or "", o.split, o.field, o.tokenizer]
+    return " ".join([*names, f"{o.val_tokens:g} {o.shard_tokens:g}"])
 
 
 def read_shard(texts, wanted, encode, bar):
@@ -173,7 +156,6 @@ def add_shards(folder, meta, dataset, options):
             shard = np.concatenate(pieces)
             write_bytes(folder / name, shard.tobytes())
             meta["sha256"] = hashlib.sha256(meta["sha256"].encode() + shard.tobytes()).hexdigest()
-            meta["documents"] += len(pieces)
             meta["bytes"] += size
             if name == "val.bin":
                 meta["val_bytes"] = size
@@ -196,17 +178,19 @@ def stream(options: Annotated[Options, tyro.conf.arg(name="")]):
     if "shards" not in meta and any(file.suffix != ".tmp" for file in folder.glob("*")):
         raise UserError(f"{folder} holds something else: use another --folder")
     if not meta.get("shards"):
+        if options.tokenizer == "bpe":
+            raise UserError(
+                "a stream takes a BPE that is there: prepare a part of the text with one (python "
+                "-m corpus FILE --tokenizer bpe), and name its folder with --tokenizer"
+            )
+        tokenizer = open_tokenizer(options.tokenizer)
         folder.mkdir(parents=True, exist_ok=True)
-        meta = dict(source=source, complete=False, tokens=0, shards=0, documents=0, bytes=0)
-        meta |= dict(sha256="", state=None)
-        write_json(folder / "meta.json", meta)  # first: what is in the folder is ours
-        tokenizer = make_tokenizer(options, texts_of(dataset, options.field))
+        meta = dict(source=source, complete=False, tokens=0, shards=0, bytes=0, sha256="")
+        write_json(folder / "meta.json", meta)  # first: the folder is ours
         tokenizer.save(folder / "tokenizer.json")
     elif meta["source"] != source:
         raise UserError(f"{folder} was made from {meta['source']!r}, not {source!r}: use --folder")
-    if meta["complete"]:
-        check_streamed(folder)
-    if meta["state"]:
+    if meta.get("state"):
         dataset.load_state_dict(meta["state"])
     add_shards(folder, meta, dataset, options)
     if not meta["tokens"]:

@@ -21,8 +21,8 @@ from runtime import command_line, progress, strict_dataclass
 @strict_dataclass
 class ManyOptions(Options):
     batch_size: Count = 8  # how many sequences run at once
-    # jacobi: prompts in parallel; sequential: slot by slot; auto: what takes less time, measured,
-    # where a CPU has float32 weights, else jacobi
+    # jacobi: prompts in parallel; sequential: slot by slot, which auto takes for many short ones on
+    # a CPU
     prefill: Literal["jacobi", "sequential", "auto"] = "auto"
     graphs: bool = True  # on CUDA, replay each pass as one graph
     # on a CPU: float32 is exact, bfloat16 and int8 are faster where reading the weights is what

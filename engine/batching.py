@@ -20,14 +20,13 @@ What `sample.stream` does for one sequence, with the same results. Four things m
 import time
 from collections import deque
 from dataclasses import dataclass
-from timeit import repeat
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 
 from attention import HALF, decoding_kernels
-from engine.cache import PromptLayer, SlotCache
+from engine.cache import PromptLayer
 from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import settle
 from engine.products import WEIGHTS, has_bfloat16
@@ -38,8 +37,7 @@ from model import Count, Llama
 from runtime import UserError, autocast, strict_dataclass
 
 PLACES = 16  # a CPU's passes see multiples of so many places
-AGAIN = 0.97  # what a way of reading prompts seems to cost falls so when it is not taken
-PASSES = 16  # that reading a prompt in parallel takes, about, before one has been read
+MANY, SHORT = 8, 64  # from so many rows on, up to so many tokens, prompts are read slot by slot
 
 
 def serves(model):
@@ -76,7 +74,7 @@ class EngineOptions:
     batch_size: Count = 8  # sequences that run at once
     tau: float = 1e-4  # as PonderLM.ponder_token
     alpha: float = 0.0
-    # prompts in parallel, or slot by slot; auto: what takes less time, measured, on a CPU
+    # prompts in parallel, or slot by slot; auto: in parallel, but many short ones on a CPU
     prefill: Literal["jacobi", "sequential", "auto"] = "auto"
     # of the former, see prefill.settle. None: 1e-5; in half precision, whose rounding keeps the
     # latents moving by 3e-3, it is 1e-2
@@ -137,8 +135,6 @@ class Engine:
         self.passes = Graphs(self.rows) if o.graphs or (o.graphs is None and on_gpu) else self.rows
         self.running = []  # Sequence number i runs in row i
         self.stats = Stats()
-        self.seconds_of_a_slot = {}  # by rows; of prompts in parallel by rows and tokens
-        self.trials = {}  # the same, of what was not measured yet
 
     def pick_weights(self, weights):
         fitting = self.device.type == "cpu" and self.dtype == torch.float32
@@ -203,8 +199,6 @@ class Engine:
                 if not found:
                     under_way.append(self.launch(how))
                     found = self.collect(under_way.popleft()) if len(under_way) > self.ahead else []
-                    rows = len(running)
-                    self.measured(rounded(rows), (time.perf_counter() - start) / rows)
                 events = [self.append(q, token, end, until) for q, token in found]
                 for row in reversed(range(len(running))):
                     if running[row].state == "ended":
@@ -235,52 +229,14 @@ class Engine:
 
     # -- Prompts -----------------------------------------------------------------------------------
 
-    def measured(self, what, seconds):
-        """Reading a slot has taken so long, and before it other times."""
-        before = self.seconds_of_a_slot.get(what, seconds)
-        self.seconds_of_a_slot[what] = 0.8 * before + 0.2 * seconds
-
     def reads_in_parallel(self, sequences):
-        """Whether that is the way to read the contexts of sequences."""
-        measured = self.device.type == "cpu" and self.weights == "float32"
-        if (
-            self.options.prefill != "auto" or not measured
-        ):  # with fewer bits it would be another text
-            return self.options.prefill != "sequential"
-        A, longest = len(self.running), max(len(q.context) for q in sequences)
-        one_by_one = self.expected(rounded(A), self.try_slot, A)
-        size = parallel_size(sequences)
-        in_parallel = self.expected(size, self.try_pass, len(sequences), longest)
-        if in_parallel > one_by_one:  # for now: what was slow once may be tried again
-            known = self.seconds_of_a_slot if size in self.seconds_of_a_slot else self.trials
-            known[size] = AGAIN * in_parallel
-        return in_parallel <= one_by_one
-
-    def expected(self, what, trial, *args):
-        """Seconds that a slot takes: as measured, or if it never was by a trial."""
-        if what in self.seconds_of_a_slot:
-            return self.seconds_of_a_slot[what]
-        if what not in self.trials:
-            self.trials[what] = trial(*args)
-        return self.trials[what]
-
-    def try_slot(self, A):
-        """Seconds of one of A slots that run at once."""
-        cache = SlotCache(self.model.config, A, self.dtype, self.device)
-        cache.reserve(PLACES)
-        first, bias = torch.zeros(A, dtype=torch.long), torch.zeros(A, 1, 2, dtype=self.dtype)
-        x = torch.zeros_like(self.rows.x[:A])
-        run = lambda: self.rows.step(x, cache, PLACES, first, first, bias)  # noqa: E731
-        return min(repeat(run, number=1, repeat=3)) / A
-
-    def try_pass(self, R, N):
-        """Seconds that each slot of R prompts of N tokens takes in parallel, about."""
-        K, D = self.model.config.ponder_steps, self.model.config.hidden_size
-        slots = N * (K + 2) // 2  # tokens may take 0 to K steps
-        x, positions = self.rows.x.new_zeros(R, slots, D), torch.zeros(slots, dtype=torch.long)
-        run = lambda: self.model.transform(x, positions)  # noqa: E731
-        with self.precision:
-            return min(PASSES, K * N + 1) * min(repeat(run, number=1, repeat=2)) / (R * slots)
+        """Whether that is the way to read the contexts of sequences. Many short ones read together
+        slot by slot are faster on a CPU."""
+        if self.options.prefill != "auto":
+            return self.options.prefill == "jacobi"
+        longest = max(len(q.context) for q in sequences)
+        many = len(self.running) >= MANY and longest <= SHORT
+        return not (many and self.device.type == "cpu" and self.weights == "float32")
 
     def begin(self, choice):
         """Begin with the contexts of which nothing is in the cache.
@@ -338,7 +294,7 @@ class Engine:
 
     def read_prompts(self, rows, contexts):
         """Read the contexts (R, T) of rows in parallel -> logits (R, V) after their last tokens."""
-        sequences, start = [self.running[row] for row in rows], time.perf_counter()
+        sequences = [self.running[row] for row in rows]
         lengths = torch.tensor([len(q.context) for q in sequences])
         idx = contexts[:, : lengths.max()]
         at, lengths, idx = (x.to(self.device) for x in (torch.tensor(rows), lengths, idx))
@@ -354,8 +310,6 @@ class Engine:
             q.read += steps[: q.position]
             q.length = q.position + sum(steps)
         self.stats.prompt_passes += found.passes
-        slots = sum(q.length for q in sequences)
-        self.measured(parallel_size(sequences), (time.perf_counter() - start) / slots)
         h_hat = self.model.integrate(found.h, found.s, found.steps)
         rows = torch.arange(len(rows), device=self.device)
         return self.rows.logits(h_hat[rows, lengths - 1])
@@ -398,8 +352,3 @@ class Engine:
                         raise not_finite()
                     found.append((q, token))
         return found
-
-
-def parallel_size(sequences):
-    """Prompts that take about the same time for each slot: rows, and tokens of the longest."""
-    return rounded(len(sequences)), rounded(max(len(q.context) for q in sequences))

@@ -50,19 +50,16 @@ class Options:
     def __post_init__(self):
         """Refuse what would be ignored, or fail when all the work is done."""
         ignored, which = (OF_TASKS, "without") if self.tasks is None else (OF_TEXTS, "with")
-        names = [name for name in ignored if getattr(self, name) is not None]
-        if names:
+        if names := [name for name in ignored if getattr(self, name) is not None]:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
             raise UserError(f"{flags} {which} --tasks: it would change nothing; leave it out")
-        out, folder = self.out, self.include_path
-        if folder is not None and not folder.is_dir():
-            raise UserError(f"--include-path {folder}: no such folder")
-        if folder is not None and not self.trust:
+        if self.include_path and not self.trust:
             raise UserError(
-                f"--include-path {folder}: the harness runs what Python its YAML files and their "
-                "templates name; read them, then say --trust"
+                f"--include-path {self.include_path}: the harness runs what Python its YAML files "
+                "and their templates name; read them, then say --trust"
             )
-        if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        out = self.out
+        if out and (out.is_dir() or not out.parent.is_dir()):
             raise UserError(f"--out {out} is a folder, or in none: name a file in one that exists")
         if out and out.exists() and self.tasks is None and "stride" not in read_json(out):
             raise UserError(f"--out {out} has no losses of texts: give another file")

@@ -86,14 +86,10 @@ class Answers:
     def window(self, context, continuation):
         """Two lists of ids -> the Window that predicts the second, with what fits of the first."""
         room = self.model.config.block_size
-        if not continuation:
-            text = self.text(context[-40:])
-            raise UserError(f"a request asks for nothing after its context, ..{text!r}")
         if len(continuation) > room:
             raise UserError(
-                f"a request asks for {len(continuation)} tokens after its context, "
-                f"{self.text(continuation[:40])!r}..: the model scores {room} at once; leave this "
-                "task out, or take a model with a longer window"
+                f"a task asks for {len(continuation)} tokens at once, and the model scores {room}: "
+                "leave this task out, or take a model with a longer window"
             )
         context = context or [self.prefix_token_id]  # spaces have gone to the continuation
         ids = (context + continuation)[-room - 1 :]

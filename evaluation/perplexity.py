@@ -1,6 +1,6 @@
 """What a model scores on texts: perplexity and bits per byte, soft and as it decodes, by depth.
 
-Bits per byte count the bytes of the files, not of what a tokenizer would write. The validation
+Bits per byte count the bytes of the texts, not of what a tokenizer would write. The validation
 tokens of a run are one long text, in which ends of documents are predicted like other tokens.
 
 name            per token                  meaning
@@ -26,11 +26,9 @@ from training.config import validation_windows
 def texts_of(data, tokenizer):
     """The texts of a file or folder as ids, each behind what texts begin with, and their bytes."""
     path = Path(data)
-    if not path.exists():
-        raise UserError(f"--data {data}: no such file or folder")
-    texts = [text for _, text in read_texts(path) if text.strip()]
+    texts = [text for _, text in read_texts(path) if text.strip()] if path.exists() else []
     if not texts:
-        raise UserError(f"{data} holds no text; give a file or folder with some")
+        raise UserError(f"--data {data}: no such file or folder, or one without text")
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     before = tokenizer.begin or end  # without any, the first token is not predicted
     return [before + tokenizer.encode(text) for text in texts], b"".join(texts)

@@ -38,7 +38,7 @@ def cut(ids, T, stride):
         windows.append(Window(ids[start:end], done - start))
         done = end
         if end == len(ids):
-            return windows
+            break
     return windows
 
 
@@ -87,16 +87,16 @@ def score(model, windows, tau=1e-4, batch_tokens=4096):
     rows = [None] * len(windows)
     for batch, x, y, lengths in batches(windows, batch_tokens, model.lm_head.weight.device):
         h, s, steps = states(model, x, 0, lengths)
-        soft = hard = model.token_losses(model.integrate(h, s), y)
+        soft = hard = model.cross_entropy(model.integrate(h, s), y)
         depths = [
-            model.token_losses(
+            model.cross_entropy(
                 truncate(h, s, i) if model.has_router and model.mixes else h[:, :, i], y
             )
             for i in range(s.size(-1))
         ]
         if model.has_router:  # otherwise tau changes nothing
             h, s, steps = states(model, x, tau, lengths)
-            hard = model.token_losses(model.integrate(h, s, steps), y)
+            hard = model.cross_entropy(model.integrate(h, s, steps), y)
         found = (soft, hard, steps, torch.stack(depths, dim=-1))
         for row, i in enumerate(batch):
             rows[i] = [values[row, windows[i].predictions].cpu() for values in found]

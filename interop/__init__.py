@@ -19,7 +19,6 @@ command, __main__.py, this room imports baselines and below.
 """
 
 import json
-import math
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -29,10 +28,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-import runtime
-from baselines import build, find, unused_settings
+from baselines import build, check_settings, find
 from model import PonderConfig
-from runtime import UserError, one_line, read_json, write_json, writing
+from runtime import UserError, locate, one_line, read_json, write_json, writing
 
 FORMAT = "ponderlm-3"
 FOR_TRANSFORMERS = "ponderlm"  # model_type where export.py has put our form into config.json
@@ -75,23 +73,7 @@ def newest_run(out, file):
     return runs[-1].parent
 
 
-def locate(name):
-    """The directory of a model: a path, or the name of a model on the Hugging Face Hub, fetched.
-
-    Raises:
-        UserError: neither; or a name of the Hub that cannot be fetched.
-    """
-    files = ["config.json", "*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json"]
-    return runtime.locate(name, files)
-
-
 # -- config.json -----------------------------------------------------------------------------------
-
-# Fields that older files lack.
-LATER = {"rope_scaling", "feedback_scale", "backbone", "rotary_pct", "parallel_residual"}
-# Fields that PonderConfig once had. Now they are methods, or settings of one method.
-OLD = {"router", "ablation", "printed_mask_index"}
-OF_OTHERS = {"accumulate", "pause_token", "capacities"}
 
 
 def read_config(directory, method=None):
@@ -106,7 +88,6 @@ def read_config(directory, method=None):
             model that cannot be represented here.
     """
     directory = Path(directory)
-    file = directory / "config.json"
     if not is_model(directory):
         if any(directory.glob("pytorch_model*.bin")):
             raise UserError(
@@ -114,21 +95,21 @@ def read_config(directory, method=None):
                 f"read: save them as {SINGLE} (transformers' save_pretrained does)"
             )
         raise UserError(f"{directory} holds no trained model: it has no {SINGLE}")
-    if not file.is_file():
-        raise UserError(f"{directory} holds no trained model: it has no config.json")
-    of_run, way_out = any(directory.glob("step-*")), "; copy it anew from where it came"
-    if of_run:
+    way_out = "; copy it anew from where it came"
+    if of_run := any(directory.glob("step-*")):
         way_out = "; train.py --resume takes it from the last checkpoint"
+    file = directory / "config.json"
     content = read_json(file, way_out=way_out)
-    if content.get("model_type") == FOR_TRANSFORMERS and isinstance(content.get("ponder"), dict):
-        content = content["ponder"]
+    if content.get("model_type") == FOR_TRANSFORMERS:
+        content = content.get("ponder", {})
     form = content.pop("format", None)
-    if form not in (FORMAT, None):
-        raise UserError(f"{file} has format {form!r}; only {FORMAT!r} is known")
     try:
-        if form is None:
-            content = asdict(PonderConfig()) | from_others(content, method)
-        config = parse_config(content)
+        if form == FORMAT:
+            config = parse_config(content)
+        elif form is None:
+            config = parse_config(asdict(PonderConfig()) | from_others(content, method))
+        else:
+            raise UserError(f"format {form!r}: only {FORMAT!r} is known")
         if method not in (None, config.method):
             raise UserError(f"it is a {config.method}, not a {method}")
         return config
@@ -145,18 +126,11 @@ def parse_config(content):
 
     Raises:
         UserError: unknown or missing fields, an unknown method, or wrong values.
+        KeyError: no method.
     """
-    if not isinstance(content, dict):
-        raise UserError(f"{content!r} is not a JSON object")
-    if content.get("method") == "ablation-penalty":
-        content = content | {"method": "ponderlm3", "penalty": "printed"}
-    if OLD & content.keys():
-        content = rename(content)
-    content = {"penalty": "token"} | content  # which could not be chosen once
-    kind = find(content.get("method"))
-    if not kind.has_router:  # what it did not follow may have been another default
-        content["penalty"] = PonderConfig.penalty
-    return from_json(kind.Config, content, LATER)
+    config = from_json(find(content["method"]).Config, content)
+    check_settings(config)
+    return config
 
 
 def from_json(kind, content, later=()):
@@ -174,36 +148,13 @@ def from_json(kind, content, later=()):
         raise UserError(one_line(error)) from None
 
 
-def rename(content):
-    """Fields of an old file, which spread the method over several of them -> as they are now."""
-    variants = {
-        f"ablation-{content.get('ablation')}": content.get("ablation") is not None,
-        "ablation-index": bool(content.get("printed_mask_index")),
-    }
-    chosen = [name for name, is_so in variants.items() if is_so]
-    if len(chosen) > 1:
-        raise UserError(f"it is {' and '.join(chosen)} at once: only one can be represented")
-    method = content.get("method")
-    if method in ("ponderlm3", "ponderlm2"):
-        method = "ponderlm2" if content.get("router") == "always" else method
-        method = "vanilla" if content.get("ponder_steps") == 0 else (chosen or [method])[0]
-    kind, default = find(method), PonderConfig()
-    dropped = OLD | (OF_OTHERS - {f.name for f in fields(kind.Config)})
-    new = {name: value for name, value in content.items() if name not in dropped}
-    return (
-        new | {"method": method} | {name: getattr(default, name) for name in unused_settings(kind)}
-    )
-
-
 # -- Other people's config.json --------------------------------------------------------------------
 
-# Of config.json: what a model may have here.
+# What a field of config.json has to be, where it is there.
 ONLY = {
-    "model_type": ("llama", "gpt_neox"),
     "sliding_window": (None,),
     "quantization_config": (None,),
     "interpolation": (None, False),  # of PonderLM-2: weights the states by their predictions
-    "tie_word_embeddings": (None, False, True),
     "scale_embeds": (None, False, True),
     "recurrent_model": (None, False, True),
 }
@@ -213,7 +164,6 @@ ONLY_OF = {
         "hidden_act": (None, "swish", "silu"),  # two names of one function
         "attention_bias": (None, False),
         "mlp_bias": (None, False),
-        "partial_rotary_factor": (None, 1),
     },
     "gpt_neox": {
         "architectures": (None, ["GPTNeoXForCausalLM"]),
@@ -222,8 +172,28 @@ ONLY_OF = {
         "use_parallel_residual": (None, False, True),
     },
 }
+# Our name of a field: theirs, and what it is where config.json lacks it.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-SIZES += ("num_attention_heads",)
+SIZES += ("num_attention_heads",)  # of the same name, and never lacking
+NAMES = {
+    "block_size": ("max_position_embeddings", 2048),
+    "tie_word_embeddings": ("tie_word_embeddings", False),
+}
+NAMES_OF = {
+    "llama": {
+        "num_key_value_heads": ("num_key_value_heads", None),
+        "head_dim": ("head_dim", None),
+        "rms_norm_eps": ("rms_norm_eps", 1e-6),
+    },
+    "gpt_neox": {
+        "rms_norm_eps": ("layer_norm_eps", 1e-5),
+    },
+}
+# Of RoPE: its base, and the share of a head that is turned, with what it is where it lacks.
+ROPE_OF = {
+    "llama": ("rope_theta", "partial_rotary_factor", 1.0),
+    "gpt_neox": ("rotary_emb_base", "rotary_pct", 0.25),
+}
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -235,33 +205,14 @@ def from_others(config, method=None):
         UserError: something that PonderConfig cannot represent, by the name of its field.
         KeyError, TypeError, AttributeError: a field that is missing or of a wrong type.
     """
-    check_only(config, ONLY)
-    check_only(config, ONLY_OF[config["model_type"]])
-    neox = config["model_type"] == "gpt_neox"
-    theta, scaling, share = rope_of(config, neox)
-    given = dict(
-        backbone=config["model_type"],
-        block_size=config.get("max_position_embeddings", 2048),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        embed_scale=math.sqrt(2.5 * config["hidden_size"]) if config.get("scale_embeds") else 1.0,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        method="vanilla",
-        ponder_steps=0,
-    )
+    check_only(config, {"model_type": tuple(ONLY_OF)})
+    kind = config["model_type"]
+    check_only(config, ONLY | ONLY_OF[kind])
+    names = NAMES | NAMES_OF[kind]
+    given = dict(method="vanilla", ponder_steps=0, **read_rope(config))
     given |= {name: config[name] for name in SIZES}
-    if neox:
-        given |= dict(
-            rms_norm_eps=config.get("layer_norm_eps", 1e-5),
-            rotary_pct=share,
-            parallel_residual=config.get("use_parallel_residual") is not False,
-        )
-    else:
-        given |= dict(
-            num_key_value_heads=config.get("num_key_value_heads"),
-            head_dim=config.get("head_dim"),
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        )
+    given |= {ours: config.get(theirs, default) for ours, (theirs, default) in names.items()}
+    given["embed_scale"] = None if config.get("scale_embeds") else 1.0
     ponders = config.get("recurrent_model", bool(config.get("num_latent_thoughts")))
     return given | (from_ponderlm2(config, method) if ponders else {})
 
@@ -272,26 +223,47 @@ def check_only(config, only):
             raise UserError(f"{name} = {value!r}: it has to be {' or '.join(map(repr, known))}")
 
 
-def rope_of(config, neox):
-    """theta, llama3's scaling (or None) and the share of a head that is turned, from either of the
-    two ways to write them down.
+def read_rope(config):
+    """config.json of a Llama or GPT-NeoX, in either of the two ways to write RoPE down -> fields.
 
     Where the two differ, the choice is that of transformers 5.
     """
-    names = ("rotary_emb_base", "rotary_pct") if neox else ("rope_theta", "partial_rotary_factor")
+    base, turned, default = ROPE_OF[config["model_type"]]
     place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(place) or {}
-    theta = rope.get("rope_theta", config.get(names[0], 10_000.0))
-    share = rope.get("partial_rotary_factor", config.get(names[1]))
-    share = (0.25 if neox else 1) if share is None else share
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", config.get(base, 10_000.0))
+    share = rope.get("partial_rotary_factor", config.get(turned, default))
+    neox = config["model_type"] == "gpt_neox"
     if not neox and share != 1:
         raise UserError(f"partial_rotary_factor = {share}: only 1 is read")
-    if kind == "default":
-        return theta, None, share
-    if kind != "llama3":
-        raise UserError(f"{place} is of type {kind!r}: only 'default' and 'llama3' are known")
-    return theta, [rope[name] for name in LLAMA3], share
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    known = ("default",) if neox else ("default", "llama3")
+    if kind not in known:
+        raise UserError(f"{place} is of type {kind!r}: it has to be {' or '.join(known)}")
+    backbone, options = config["model_type"], {}
+    if neox:
+        parallel = config.get("use_parallel_residual") is not False
+        options = {"rotary_pct": share, "parallel_residual": float(parallel)}
+    elif kind == "llama3":
+        backbone, options = "llama3", {name: rope[name] for name in LLAMA3}
+    return dict(rope_theta=theta, backbone=backbone, backbone_options=options)
+
+
+def write_rope(config):
+    """Fields of a model -> RoPE as config.json has it, in both ways."""
+    backbone, options = config["backbone"], config["backbone_options"]
+    rope, written = {"rope_type": "default"}, {"rope_scaling": None}
+    if backbone == "llama3":
+        rope = written["rope_scaling"] = {"rope_type": "llama3"} | options
+        rope[LLAMA3[-1]] = int(rope[LLAMA3[-1]])
+    rope = {"rope_theta": config["rope_theta"], **rope}
+    if backbone == "gpt_neox":
+        written["rotary_emb_base"] = config["rope_theta"]
+        written["use_parallel_residual"] = bool(options.get("parallel_residual", 1))
+        written["rotary_pct"] = rope["partial_rotary_factor"] = options.get("rotary_pct", 1.0)
+    else:
+        written["rope_theta"] = config["rope_theta"]
+    return written | {"rope_parameters": rope}
 
 
 def from_ponderlm2(config, method=None):
@@ -315,50 +287,27 @@ def from_ponderlm2(config, method=None):
     return dict(method="ponderlm2", ponder_steps=K, refinements=refinements)
 
 
-def to_others(config, tensors):
+def to_others(config, tensors, ids):
     """Fields and tensors of a model with K = 0 -> config.json and tensors of a Llama or GPT-NeoX.
 
     They have no embedding scale: it goes into the table. A head that shared the table then keeps
-    the unscaled one.
+    the unscaled one. `ids`: bos_token_id and eos_token_id, of the tokenizer.
     """
     scale, table = config["embed_scale"], "model.embed_tokens.weight"
     tensors = tensors | {table: tensors[table] * scale}
     tied = config["tie_word_embeddings"] and scale == 1
     if tied:
         tensors.pop("lm_head.weight", None)
-    neox = config["backbone"] == "gpt_neox"
-    rope = {"rope_type": "default"}
-    if config["rope_scaling"]:
-        rope = {"rope_type": "llama3", **dict(zip(LLAMA3, config["rope_scaling"], strict=True))}
-        rope[LLAMA3[-1]] = int(rope[LLAMA3[-1]])
-    fields = {name: config[name] for name in SIZES} | dict(
-        model_type=config["backbone"],
-        max_position_embeddings=config["block_size"],
-        tie_word_embeddings=tied,
-        rope_scaling=rope if config["rope_scaling"] else None,  # transformers 4, with rope_theta
-        rope_parameters={"rope_theta": config["rope_theta"], **rope},  # transformers 5
-        attention_bias=neox,
-        torch_dtype="float32",
-        bos_token_id=None,  # the tokenizer's: interop/__main__.py sets both
-        eos_token_id=None,
-    )
-    if neox:
-        fields["rope_parameters"]["partial_rotary_factor"] = config["rotary_pct"]
-        fields |= dict(
-            architectures=["GPTNeoXForCausalLM"],
-            hidden_act="gelu",
-            layer_norm_eps=config["rms_norm_eps"],
-            rotary_emb_base=config["rope_theta"],
-            rotary_pct=config["rotary_pct"],
-            use_parallel_residual=config["parallel_residual"],
-        )
+    config = config | {"tie_word_embeddings": tied}
+    kind = "gpt_neox" if config["backbone"] == "gpt_neox" else "llama"
+    names = NAMES | NAMES_OF[kind]
+    fields = {"model_type": kind, "torch_dtype": str(tensors[table].dtype)[6:]} | ids
+    fields |= {name: known[-1] for name, known in ONLY_OF[kind].items()}
+    fields |= {name: config[name] for name in SIZES}
+    fields |= {theirs: config[ours] for ours, (theirs, _) in names.items()}
+    if kind == "gpt_neox":
         tensors = {neox_name(name): tensor for name, tensor in tensors.items()}
-    else:
-        same = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
-        fields |= {name: config[name] for name in same} | dict(
-            architectures=["LlamaForCausalLM"], hidden_act="silu", mlp_bias=False
-        )
-    return fields, tensors
+    return fields | write_rope(config), tensors
 
 
 # A GPT-NeoX has other names outside of its blocks.
@@ -480,14 +429,9 @@ def load(directory, method=None):
         method: see read_config.
 
     Raises:
-        UserError: as read_config and read_tensors; or tensors that do not fit the config, or two of
-            one name.
+        UserError: as read_config and read_tensors; or tensors that do not fit the config.
     """
-    config, tensors = read_config(directory, method), {}
-    for name, tensor in read_tensors(directory):
-        if name in tensors:
-            raise UserError(f"{directory} has two tensors for {name}: which one is meant?")
-        tensors[name] = tensor
+    config, tensors = read_config(directory, method), dict(read_tensors(directory))
     table = tensors.get("model.embed_tokens.weight")
     if config.tie_word_embeddings and table is not None:
         head = tensors.setdefault("lm_head.weight", table)
@@ -502,15 +446,18 @@ def load(directory, method=None):
     return model.eval()
 
 
-def save(model, directory, exact=False):
+def save(model, directory, exact=False, begin=None, end=None):
     """Write config.json and model.safetensors.
 
     With K = 0 that is a Llama or a GPT-NeoX, which transformers loads, too. It has the embedding
-    scale in its table. `exact` keeps the two apart, for training to go on.
+    scale in its table, and the tokenizer's ids of the `begin` and `end` of a text. `exact` keeps
+    the two apart, for training to go on.
     """
     config, tensors = asdict(model.config), model.state_dict()
     if model.config.method == "vanilla" and not exact:
-        config, tensors = to_others(config | {"embed_scale": model.config.scale}, tensors)
+        ids = {"bos_token_id": begin, "eos_token_id": end}
+        config["embed_scale"] = model.config.scale
+        config, tensors = to_others(config, tensors, ids)
     else:
         config = {"format": FORMAT, **config}
         if model.config.tie_word_embeddings:

@@ -13,11 +13,12 @@ from typing import Literal
 
 import tyro
 
-from corpus.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from corpus.huggingface import HuggingFaceTokenizer, save_pretrained
+from corpus.tokenizers import IdTokenizer, load_tokenizer
 from engine.request import scored_tau
 from interop import load, locate, save
 from interop.export import export
-from runtime import UserError, command_line, read_json, write_json
+from runtime import UserError, command_line
 
 
 def main(
@@ -60,24 +61,24 @@ def main(
     if to is None:
         return
     model = model.half() if half else model
-    begin, end = None, None
+    begin = end = None
     if tokenizer:
         begin, end = tokenizer.begin[0] if tokenizer.begin else None, tokenizer.end_of_text
     if transformers:
         export(model, to, scored_tau(place) if tau is None else tau, begin, end)
     else:
-        save(model, to)
-    if tokenizer and config.method == "vanilla":
-        ids = {"eos_token_id": end, "bos_token_id": begin}
-        write_json(to / "config.json", read_json(to / "config.json") | ids)
-    others_form = isinstance(tokenizer, HuggingFaceTokenizer)
-    if others_form or (transformers and isinstance(tokenizer, Tokenizer)):
-        tokenizer.save_pretrained(to)
+        save(model, to, begin=begin, end=end)
+    if transformers and isinstance(tokenizer, IdTokenizer):
+        print("note: no tokenizer is written: its ids have no texts; give model.generate the ids")
+    elif isinstance(tokenizer, HuggingFaceTokenizer) or (transformers and tokenizer):
+        save_pretrained(tokenizer, to)
     elif tokenizer:
         tokenizer.save(to / "tokenizer.json")
     kind = "for transformers" if transformers else "our own form"
     if config.method == "vanilla":
-        kind = "a Hugging Face " + {"llama": "Llama", "gpt_neox": "GPT-NeoX"}[config.backbone]
+        kind = (
+            "a Hugging Face GPT-NeoX" if config.backbone == "gpt_neox" else "a Hugging Face Llama"
+        )
     print(f"written: {to}, {kind}")
 
 

@@ -11,8 +11,9 @@ needs torch and transformers alone.
 """
 
 import ast
-import inspect
+from copy import copy
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 from baselines import find, find_backbone
@@ -21,8 +22,6 @@ from runtime import UserError, write_json, write_text
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = ROOT / "interop" / "templates" / "modeling_ponderlm.py.txt"
-BEFORE = ("runtime/__init__.py", "attention.py", "router.py", "model.py")
-BEHIND = ("engine/prefill.py", "evaluation/scoring.py")
 
 
 def export(model, directory, tau=1e-4, begin=None, end=None):
@@ -41,7 +40,7 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
     directory = Path(directory)
     ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
     if model.config.method == "vanilla":
-        save(model, directory)
+        save(model, directory, begin=begin, end=end)
     else:
         tensors = model.state_dict()
         if tied := model.config.tie_word_embeddings:
@@ -64,47 +63,58 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
 # -- The modelling file ----------------------------------------------------------------------------
 
 
-def files_of(module):
-    """The file of a method, behind those of the methods whose classes it takes."""
-    classes = [kind for kind in vars(module).values() if isinstance(kind, type)]
-    taken = {kind.__module__: inspect.getmodule(kind) for kind in classes}
-    others = [m for name, m in taken.items() if name.startswith("baselines.") and m != module]
-    return [*(file for other in others for file in files_of(other)), inspect.getsourcefile(module)]
-
-
 def modelling_file(config):
     """The text of modeling_ponderlm.py for models of a config's method and backbone."""
-    method, backbone = find(config.method), find_backbone(config.backbone)
-    own = [inspect.getsourcefile(backbone), *files_of(inspect.getmodule(method))]
-    files = dict.fromkeys([*(ROOT / name for name in BEFORE), *map(Path, own)])
-    files |= dict.fromkeys(ROOT / name for name in BEHIND)
-    template = TEMPLATE.read_text("utf-8")
-    chosen = f"METHOD, BACKBONE = {method.__name__}, {backbone.__name__}\n"
-    imports, code = needed(template + chosen, files)
-    template = template.replace("# IMPORTS\n", "".join(imports))
-    return template.replace("# CODE\n", "\n\n".join(code) + "\n\n" + chosen)
+    kinds = find(config.method), find_backbone(config.backbone)
+    chosen = [f"from {kind.__module__} import {kind.__name__}\n" for kind in kinds]
+    chosen += "METHOD, BACKBONE = {}, {}\n".format(*(kind.__name__ for kind in kinds))
+    template = TEMPLATE.read_text("utf-8").replace("# METHOD, BACKBONE\n", "".join(chosen))
+    return inlined(template)
 
 
-def needed(text, files):
-    """What a text needs of some files, directly or not: import lines, and statements."""
-    found = [statement for file in files for statement in statements(file)]
-    own = {name for node in ast.parse(text).body for name in names_of(node)}
-    left, chosen, done = used(ast.parse(text)), set(), set()
-    while left - done:
-        new = left - done
-        done |= new
-        for i, (names, _, node) in enumerate(found):
-            if new & names - own and i not in chosen:
-                chosen.add(i)
-                left = left | used(node)
-    kept = [found[i] for i in sorted(chosen)]
-    is_import = ast.Import | ast.ImportFrom
-    imports = {line: None for _, line, node in kept if isinstance(node, is_import)}
-    return list(imports), [code for _, code, node in kept if not isinstance(node, is_import)]
+def inlined(text):
+    """A Python text in which the code itself stands where it was imported from the project.
+
+    What that code imports of others' packages goes to the line `# IMPORTS`.
+    """
+    body, lines = ast.parse(text).body, text.splitlines(keepends=True)
+    ours = [node for node in body if isinstance(node, ast.ImportFrom) and file_of(node.module)]
+    code = Code({name for node in body if node not in ours for name in names_of(node)})
+    for node in ours:
+        lines[node.lineno - 1] = ""
+        for alias in node.names:
+            code.take(file_of(node.module), alias.name)
+    lines[ours[0].lineno - 1] = "\n\n".join(code.statements) + "\n\n"
+    return "".join(lines).replace("# IMPORTS\n", "".join(code.imports))
 
 
-def used(node):
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+class Code:
+    """Statements of the project's files, each behind those that it needs; imports of others'."""
+
+    def __init__(self, own):
+        self.own, self.seen = own, set()  # names that are defined elsewhere; what was taken
+        self.imports, self.statements = {}, []
+
+    def take(self, file, name):
+        """Take what a name in a file stands for, and all that this needs, directly or not."""
+        for node, text in () if name in self.own else names_in(file).get(name, ()):
+            if isinstance(node, ast.ImportFrom) and (other := file_of(node.module)):
+                self.take(other, node.names[0].name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                self.imports[text] = None
+            elif node not in self.seen:
+                self.seen.add(node)
+                for part in ast.walk(node):
+                    if isinstance(part, ast.Name):
+                        self.take(file, part.id)
+                self.statements.append(text)
+
+
+def file_of(module):
+    """The file of a module of the project; None of another package's."""
+    place = ROOT / module.replace(".", "/")
+    found = place.with_suffix(".py"), place / "__init__.py"
+    return next((file for file in found if file.is_file()), None)
 
 
 def names_of(node):
@@ -117,23 +127,23 @@ def names_of(node):
     return {part.id for part in names if isinstance(part.ctx, ast.Store)}
 
 
-def statements(file):
-    """Yield (names, text, node) for each statement of a file: with the comments right above it, an
-    import of others' packages as one for each name, and no imports of the project's."""
-    source = file.read_text("utf-8")
+@cache
+def names_in(file):
+    """The names of a file: {name: [(statement, its text with the comments right above it)]}. An
+    import of several names is one statement for each."""
+    source, found = file.read_text("utf-8"), {}
     lines = source.splitlines()
     for node in ast.parse(source).body:
-        if isinstance(node, ast.If | ast.Expr):  # what runs as a script, docstrings
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            ours = ROOT / (getattr(node, "module", None) or node.names[0].name).replace(".", "/")
-            for alias in node.names:
-                if not (ours.is_dir() or ours.with_suffix(".py").exists()):
-                    node.names = [alias]
-                    copied = ast.parse(ast.unparse(node)).body[0]
-                    yield names_of(copied), ast.unparse(node) + "\n", copied
-            continue
         first = min(part.lineno for part in [node, *getattr(node, "decorator_list", [])]) - 1
         while lines[first - 1].startswith("#") and not lines[first - 1].startswith("# --"):
             first -= 1
-        yield names_of(node), "\n".join(lines[first : node.end_lineno]) + "\n", node
+        pairs = [(node, "\n".join(lines[first : node.end_lineno]) + "\n")]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            nodes = [copy(node) for _ in node.names]
+            for one, alias in zip(nodes, node.names, strict=True):
+                one.names = [alias]
+            pairs = [(one, ast.unparse(one) + "\n") for one in nodes]
+        for one, text in pairs:
+            for name in names_of(one):
+                found.setdefault(name, []).append((one, text))
+    return found

@@ -23,5 +23,5 @@ for seed in ${SEEDS:-0 1 2}; do
 done
 
 if [ -z "${SEEDS:-}" ]; then
-  "${PYTHON:-python}" analyze.py losses --runs "$RUNS"/*-[0-9] --out out/ablations
+  "${PYTHON:-python}" analyze.py pareto --runs "$RUNS"/*-[0-9] --out out/ablations
 fi

@@ -78,13 +78,10 @@ done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   analyze() { "${PYTHON:-python}" analyze.py "$@"; }
-  analyze choice --runs out/frontier/ponderlm{2-[123],3-3}-[0-4] out/choice/*
   analyze frontier --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-?}-? \
     --taus 1e-4 0.01 0.03 0.1 0.2 0.3 0.5
   analyze frontier --runs out/frontier/*-0 --out out/analyze/others
   analyze frontier --runs out/long/* --taus 1e-4 0.01 0.03 0.1 0.3 --out out/analyze/long
   analyze frontier --runs out/size/*-0 --out out/analyze/size
-  analyze cost --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-3,looped-?}-0 out/cost/*-0
-  analyze adaptation --runs out/frontier/{vanilla,ponderlm3-3}-?
-  analyze confidence --runs out/frontier/{ponderlm2,ponderlm3}-3-0 --windows 128
+  analyze pareto --runs out/frontier/{vanilla,ponderlm2-?,ponderlm3-3,looped-?}-0 out/cost/*-0
 fi

@@ -28,6 +28,5 @@ for seed in ${SEEDS:-1 2 3}; do
 done
 
 if [ -z "${SEEDS:-}" ]; then
-  "${PYTHON:-python}" analyze.py losses --runs $out/*-[0-9] --out $out/report
   "${PYTHON:-python}" analyze.py pareto --runs $out/*-[0-9] --taus 0.1 --out $out/report
 fi

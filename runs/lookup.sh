@@ -66,5 +66,4 @@ if [ -z "${RUNS:-}${SEEDS:-}" ]; then
   asked --runs $OUT/{grown,once,ponderlm2,looped}-K3-? $OUT/vanilla-L4-? --out out/analyze/rivals
   asked --runs $OUT/grown-learns-K3-? --more-steps 2 --out out/analyze/beyond
   asked --runs $OUT/grown-K3-? --more-steps 2 --out out/analyze/beyond-priced
-  "${PYTHON:-python}" analyze.py chain --run $OUT/grown-K5-0 --tau 0.1
 fi

@@ -24,7 +24,6 @@ for seed in ${SEEDS:-0 1 2}; do
 done
 
 if [ -z "${SEEDS:-}" ]; then
-  "${PYTHON:-python}" analyze.py losses --out out/remedies --runs "$RUNS"/*-[0-9]
   OTHERS=out/pareto/$SCALE # from runs/pareto.sh
   "${PYTHON:-python}" analyze.py pareto --out out/remedies --taus 0.01 0.1 --runs "$RUNS"/no-penalty-3-[0-9] \
     "$OTHERS"/vanilla-0-[0-9] "$OTHERS"/looped-[1-3]-[0-9] "$OTHERS"/ponderlm2-[1-3]-[0-9] "$OTHERS"/ponderlm3-[13]-[0-9]

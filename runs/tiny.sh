@@ -17,5 +17,5 @@ for seed in ${SEEDS:-0 1 2}; do
 done
 
 if [ -z "${SEEDS:-}" ]; then
-  "${PYTHON:-python}" analyze.py losses --runs out/tiny/*-[0-9] --out out/tiny
+  "${PYTHON:-python}" analyze.py pareto --runs out/tiny/*-[0-9] --out out/tiny
 fi

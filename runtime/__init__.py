@@ -181,8 +181,9 @@ def read_json(file, kind=dict, way_out=""):
 # -- Models of others ------------------------------------------------------------------------------
 
 
-def locate(name, files):
-    """The directory of a model: a path, or a name on the Hugging Face Hub; `files` are fetched.
+def locate(name, files=("*.json", "*.safetensors")):
+    """The directory of a model: a path, or a name on the Hugging Face Hub, whose `files` are
+    fetched: by default all that is read here, which has no code and no pickles.
 
     Raises:
         UserError: neither; or a name of the Hub that cannot be fetched.

@@ -4,6 +4,9 @@ import json
 
 import torch
 import transformers
+from conftest import GOLDEN
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -16,23 +19,20 @@ LLAMA3 = dict(
 )  # fmt: skip
 
 
+SHAPE = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=128, initializer_range=0.1,
+    bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
+
 def make_llama(directory, tied=False, G=2, rope=None, old=False, shard="5GB", **kwargs):
-    """A random transformers Llama, whose errors show, and its directory."""
+    """A random transformers Llama, whose errors show, in a directory."""
     torch.manual_seed(0)
     rope = {"rope_type": "default", **(rope or {}), "rope_theta": 500.0}
-    config = transformers.LlamaConfig(
-        **dict(
-            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=G, max_position_embeddings=128,
-            tie_word_embeddings=tied, rope_parameters=rope, initializer_range=0.1,
-            bos_token_id=None, eos_token_id=None, rms_norm_eps=1e-4,
-        ) | kwargs
-    )  # fmt: skip
-    llama = transformers.LlamaForCausalLM(config).eval()
-    for name, parameter in llama.named_parameters():
-        if "norm" in name:  # which transformers starts at 1
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    llama.save_pretrained(directory, max_shard_size=shard)
+    kwargs = dict(rope_parameters=rope, num_key_value_heads=G, rms_norm_eps=1e-4) | kwargs
+    config = transformers.LlamaConfig(**SHAPE | {"tie_word_embeddings": tied} | kwargs)
+    llama = write_random(transformers.LlamaForCausalLM(config), directory, shard)
     if old:
         fields = read_json(directory)
         rope = fields.pop("rope_parameters")
@@ -46,26 +46,38 @@ def make_neox(directory, tied=False, rotary_pct=0.25, old=False, shard="5GB", **
     """A random transformers GPT-NeoX, as make_llama."""
     torch.manual_seed(0)
     rope = {"rope_type": "default", "partial_rotary_factor": rotary_pct, "rope_theta": 500.0}
-    config = transformers.GPTNeoXConfig(
-        **dict(
-            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-            num_attention_heads=4, max_position_embeddings=128, tie_word_embeddings=tied,
-            rope_parameters=rope, initializer_range=0.1, bos_token_id=None, eos_token_id=None,
-            layer_norm_eps=1e-4,
-        ) | kwargs
-    )  # fmt: skip
-    neox = transformers.GPTNeoXForCausalLM(config).eval()
-    for name, parameter in neox.named_parameters():
-        if "bias" in name:  # which transformers starts at 0
-            torch.nn.init.normal_(parameter, std=0.1)
-        elif "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    neox.save_pretrained(directory, max_shard_size=shard)
+    kwargs = dict(rope_parameters=rope, layer_norm_eps=1e-4) | kwargs
+    config = transformers.GPTNeoXConfig(**SHAPE | {"tie_word_embeddings": tied} | kwargs)
+    neox = write_random(transformers.GPTNeoXForCausalLM(config), directory, shard)
     if old:
         fields = read_json(directory)
         del fields["rope_parameters"]
         write_json(directory, fields | {"rotary_pct": rotary_pct, "rotary_emb_base": 500.0})
     return neox
+
+
+def write_random(model, directory, shard):
+    for name, parameter in model.named_parameters():
+        if "bias" in name:  # which transformers starts at 0
+            torch.nn.init.normal_(parameter, std=0.1)
+        elif "norm" in name:  # at 1
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.eval().save_pretrained(directory, max_shard_size=shard)
+    return model
+
+
+def official(directory, name, **fields):
+    """A golden file as a directory of weights that PonderLM-2's code would have written -> its
+    other tensors, and its metadata."""
+    with safe_open(GOLDEN / name, "pt") as file:
+        metadata = file.metadata()
+        tensors = {key: file.get_tensor(key).contiguous() for key in file.keys()}  # noqa: SIM118
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    directory.mkdir(exist_ok=True)
+    write_json(directory, llama | json.loads(metadata["config"]) | fields)
+    kept = {key: tensors.pop(key) for key in [*tensors] if key.endswith((".weight", ".bias"))}
+    save_file(kept, directory / "model.safetensors")
+    return tensors, metadata
 
 
 def read_json(directory):

@@ -4,12 +4,10 @@
         train(replace(config, device="cuda"))
     print(gpu.waits(), gpu.moves("h2d"))
 
-A tensor is on the device if its storage is marked so. Views, parameters, gradients and what is
-saved for them share storages, so that the mark goes with them. A storage gets its mark where it is
-made: by a factory function with device=cuda, by a copy to the device, or as the result of an
-operation on marked tensors. Two modes of torch do that. Above is where Python calls torch: it takes
-the devices out of the arguments and answers `x.device`. Below is where torch calls its kernels,
-those of the backward pass and of the optimizer, too: it looks at the tensors of each.
+A tensor is on the device if its storage is marked so; views, parameters and gradients share it. A
+storage gets its mark from a factory function with device=cuda, from a copy to the device, or as the
+result of an operation on marked tensors. Two modes of torch do that: Above is where Python calls
+torch and asks for `x.device`, Gpu is where torch calls its kernels, in the backward pass, too.
 
 What it catches, with the project's line that did it:
 
@@ -31,13 +29,15 @@ import weakref
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).parent.parent
 CUDA = torch.device("cuda", 0)
@@ -54,24 +54,6 @@ BOTH_DEVICES = {aten.copy_, aten._has_compatible_shallow_copy_type}
 
 class Misplaced(BaseException):
     """What a GPU would have refused, or done wrong. No `except Exception` hides it."""
-
-
-class Note(NamedTuple):
-    what: str
-    way: str | None  # h2d or d2h, of a copy
-    waits: bool  # the host, for the device
-    file: str
-    line: int
-    function: str
-
-
-class Copy(NamedTuple):
-    """A copy that does not block, from pinned memory or, when it arrives, to it."""
-
-    number: int  # of all of them
-    host: torch.Tensor
-    content: torch.Tensor
-    arrives: bool
 
 
 def here():
@@ -110,13 +92,7 @@ def names_cuda(device):
 
 def tensors_of(*found):
     """The tensors in nested lists, tuples and dicts."""
-    tensors = []
-    for x in found:
-        if isinstance(x, T):
-            tensors.append(x)
-        elif isinstance(x, list | tuple | dict):
-            tensors += tensors_of(*(x.values() if isinstance(x, dict) else x))
-    return tensors
+    return [x for x in tree_leaves(found) if isinstance(x, T)]
 
 
 @torch.inference_mode()
@@ -125,30 +101,32 @@ def spoil(x):
     x.fill_(torch.nan if x.is_floating_point() else 1 if x.dtype == torch.bool else 10**9)
 
 
-class Gpu:
-    """The pretended device: what happened there, where, and what is under way."""
+class Gpu(TorchDispatchMode):
+    """The pretended device, where torch calls its kernels: what happened, and what is under way."""
 
     def __init__(self):
-        self.events, self.graph, self.quiet = [], None, False
+        super().__init__()
+        self.counts = Counter()  # of (wait, h2d or d2h; file, function, what)
+        self.graph = None  # the one that is being captured
         self.default = "cpu"  # where a kernel without tensors makes one: in what torch calls now
         self.pools = {}  # the graphs of each pool of memory
         self.under_way, self.copies = [], 0  # copies that do not block; how many there were
 
     def waits(self):
         """{(file, function, what): how often the host waited there}."""
-        return Counter((e.file, e.function, e.what) for e in self.events if e.waits)
+        return Counter({key[1:]: n for key, n in self.counts.items() if key[0] == "wait"})
 
     def moves(self, way):
         """The same of copies from host to device, 'h2d', or back, 'd2h'."""
-        return Counter((e.file, e.function, e.what) for e in self.events if e.way == way)
+        return Counter({key[1:]: n for key, n in self.counts.items() if key[0] == way})
 
     def note(self, what, way=None, waits=True, until=math.inf):
         """Something happens: a copy, or a wait for the copies up to number `until`."""
-        if self.quiet:
-            return
         if self.graph:
             return waits and refuse(f"{what} waits for the device while a graph is captured")
-        self.events.append(Note(what, way, waits, *here()))
+        file, _, function = here()
+        for kind in [way] * (way is not None) + ["wait"] * waits:
+            self.counts[kind, file, function, what] += 1
         if waits:
             self.finish(until)
 
@@ -157,16 +135,17 @@ class Gpu:
         """The copies up to number `until` are done."""
         done = [copy for copy in self.under_way if copy.number <= until]
         self.under_way = self.under_way[len(done) :]
-        for _, x, content, arrives in done:
-            if arrives:
-                x.copy_(content)
-            elif not torch.equal(x, content):
-                refuse(f"pinned memory {tuple(x.shape)} has changed before its copy was awaited")
+        for copy in done:
+            if copy.arrives:
+                copy.host.copy_(copy.content)
+            elif not torch.equal(copy.host, copy.content):
+                refuse(f"pinned {tuple(copy.host.shape)} has changed before its copy was awaited")
 
     @contextmanager
-    def making(self, cuda):
-        """What torch makes within it without any tensor is on the device, or is not."""
-        before, self.default = self.default, "cuda" if cuda else "cpu"
+    def making(self, tensors, cuda=False):
+        """What torch makes within it without any tensor is where these are."""
+        before = self.default
+        self.default = "cuda" if cuda or any(map(on_cuda, tensors)) else "cpu"
         try:
             yield
         finally:
@@ -182,9 +161,17 @@ class Gpu:
         self.note("copy", "d2h" if arrives else "h2d", blocks)
         if not (blocks or self.graph):
             self.copies += 1
-            self.under_way.append(Copy(self.copies, host, host.clone(), arrives))
+            copy = dict(number=self.copies, host=host, content=host.clone(), arrives=arrives)
+            self.under_way.append(SimpleNamespace(**copy))
             if arrives:
                 spoil(host)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            with self:  # in inference mode an operation made of others comes as a whole
+                found = func.decompose(*args, **kwargs)
+            return self.run(func, args, kwargs) if found is NotImplemented else found
 
     def run(self, func, args, kwargs):
         """One operation of torch."""
@@ -204,11 +191,10 @@ class Gpu:
         """Refuse tensors of both devices, and note a wait."""
         kernel = func.overloadpacket
         if kernel in INDEXING:
-            indices = [x for x in args[1] if x is not None]
-            value = tensors_of(args[2:])
+            indices, value = tensors_of(args[1]), tensors_of(args[2:])
             if not all(map(on_cuda, indices)):
                 self.note("index from the CPU", "h2d")
-            masked = any(x.dtype in (torch.bool, torch.uint8) for x in indices)
+            masked = any(x.dtype == torch.bool for x in indices)
             if masked and not (value and value[0].numel() == 1):  # which is a masked_fill
                 self.note("index by a mask")
             tensors = [args[0], *(x for x in value if x.dim())]
@@ -224,51 +210,30 @@ class Gpu:
             self.note("repeat_interleave by a tensor")
 
 
-class Below(TorchDispatchMode):
-    """Where torch calls its kernels."""
-
-    def __init__(self, gpu):
-        super().__init__()
-        self.gpu = gpu
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunction():
-            with self:  # in inference mode an operation made of others comes as a whole
-                found = func.decompose(*args, **(kwargs or {}))
-            if found is NotImplemented:
-                found = self.gpu.run(func, args, kwargs or {})
-            return found
-
-
 class Above(TorchFunctionMode):
     """Where Python calls torch."""
 
     def __init__(self, gpu):
         super().__init__()
-        self.gpu = gpu
+        self.gpu, show = gpu, self.reading(T.__repr__)
         self.own = {
             T.device.__get__: lambda x: CUDA if on_cuda(x) else T.device.__get__(x),
             T.is_cuda.__get__: on_cuda,
-            T.is_cpu.__get__: lambda x: T.is_cpu.__get__(x) and not on_cuda(x),
-            T.is_pinned: lambda x: place(x) == "pinned",
             T.pin_memory: lambda x: put(x.clone(), "pinned"),
             T.to: self.to,
             T.cpu: lambda x: self.move(x, "cpu"),
-            T.cuda: lambda x: self.move(x, "cuda"),
             T.tolist: self.reading(T.tolist),
-            T.__repr__: self.reading(T.__repr__),
-            T.__format__: self.format,
+            T.__repr__: show,
+            T.__format__: lambda x, form: show(x) if x.dim() else T.__format__(x, form),
             T.numpy: self.numpy,
             T.__array__: self.numpy,
             T.__setitem__: self.set_item,
-            T.__deepcopy__: lambda x, memo: put(T.__deepcopy__(x, memo), place(x)),
-            T.record_stream: lambda x, stream: None,
             T.new_tensor: lambda x, data, **kw: self.tensor(
                 data, **{"dtype": x.dtype, "device": CUDA if on_cuda(x) else None} | kw
             ),
             torch.tensor: self.tensor,
-            torch.as_tensor: self.as_tensor,
-            torch.nn.functional.one_hot: self.one_hot,
+            # With a number of classes CUDA does not look at the values; the CPU does.
+            F.one_hot: lambda x, n: put(torch.eye(n, dtype=torch.long), place(x))[x],
         }
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -279,7 +244,7 @@ class Above(TorchFunctionMode):
         cuda = names_cuda(device)
         if cuda:
             kwargs["device"] = "cpu"
-        with self.gpu.making(cuda or any(map(on_cuda, tensors_of(args, kwargs)))):
+        with self.gpu.making(tensors_of(args, kwargs), cuda):
             x = func(*args, **kwargs)
         if pinned or device is not None:  # also zeros_like(x, device="cpu")
             put(x, "pinned" if pinned else "cuda" if cuda else "cpu")
@@ -288,8 +253,6 @@ class Above(TorchFunctionMode):
     def move(self, x, device, dtype=None, blocks=True, copy=False):
         """Tensor.to, for each pair of devices."""
         dtype = dtype or x.dtype
-        if device is not None and torch.device(device).type not in ("cpu", "cuda"):
-            return T.to(x, device, dtype, copy=copy)
         if device is None or names_cuda(device) == on_cuda(x):
             return T.to(x, dtype, copy=copy)
         y = T.to(x, dtype, copy=True)
@@ -299,24 +262,15 @@ class Above(TorchFunctionMode):
 
     def to(self, x, *args, copy=False, **kwargs):
         if args and isinstance(args[0], T):
-            like, *args = args
-            args = CUDA if on_cuda(like) else like.device, like.dtype, *args
+            args = CUDA if on_cuda(args[0]) else "cpu", args[0].dtype, *args[1:]
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         return self.move(x, device, dtype, not non_blocking, copy)
 
-    def tensor(self, data, *, dtype=None, device=None, pin_memory=False, **kwargs):
+    def tensor(self, data, *, device=None, **kwargs):
         for x in tensors_of(data):
             if on_cuda(x):
                 self.gpu.note("item", "d2h")
-        x = torch.tensor(data, dtype=dtype, device=None if names_cuda(device) else device, **kwargs)
-        if pin_memory:
-            put(x, "pinned")
-        return self.move(x, device) if names_cuda(device) else x
-
-    def as_tensor(self, data, dtype=None, device=None):
-        if isinstance(data, T):
-            return self.move(data, device, dtype)
-        return self.move(torch.as_tensor(data, dtype=dtype), device)
+        return self.move(torch.tensor(data, **kwargs), device)
 
     def reading(self, func):
         def read(x, **kwargs):
@@ -326,27 +280,15 @@ class Above(TorchFunctionMode):
 
         return read
 
-    def format(self, x, form):
-        return T.__format__(x, form) if x.dim() == 0 else self.own[T.__repr__](x)
-
     def numpy(self, x, *args, **kwargs):
         if on_cuda(x):
             refuse("a tensor on cuda:0 is no numpy array: use .cpu()")
-        return T.__array__(x, *args) if args else T.numpy(x, **kwargs)
+        return T.numpy(x)
 
     def set_item(self, x, index, value):
         if on_cuda(x) and not isinstance(value, T):  # for CUDA the number is made on the device
             value = put(torch.tensor(value, dtype=x.dtype), "cuda")
         T.__setitem__(x, index, value)
-
-    def one_hot(self, x, num_classes=-1):
-        """With a number of classes CUDA does not look at the values; the CPU does."""
-        self.gpu.quiet = num_classes >= 0
-        try:
-            with self.gpu.making(on_cuda(x)):
-                return torch.nn.functional.one_hot(x, num_classes)
-        finally:
-            self.gpu.quiet = False
 
 
 class Graph:
@@ -360,22 +302,19 @@ class Graph:
 
     def record(self, func, args, kwargs):
         """One operation of the capture."""
-        inside, before = self.made, [x.untyped_storage() for x in tensors_of(args, kwargs)]
-        if func._schema.is_mutable:
-            for storage in before:
-                if id(storage) not in inside:
-                    self.saved.setdefault(id(storage), (storage, storage.clone()))
+        before = [x.untyped_storage() for x in tensors_of(args, kwargs)]
+        for storage in before if func._schema.is_mutable else ():
+            if id(storage) not in self.made:
+                self.saved.setdefault(id(storage), (storage, storage.clone()))
         found = func(*args, **kwargs)
         self.operations.append((func, args, kwargs, found))
         for x in tensors_of(found):
             if not any(x.untyped_storage() is storage for storage in before):
-                inside[id(x.untyped_storage())] = x
+                self.made[id(x.untyped_storage())] = x
         return found
 
     @contextmanager
     def capture(self, pool=None):
-        if self.gpu.graph or self.operations:
-            refuse("a graph is captured once, and not within another")
         if pool is not None and not self.gpu.pools[pool]:
             refuse("a pool of memory whose graphs are all gone")
         self.id = pool or (0, len(self.gpu.pools) + 1)
@@ -395,7 +334,7 @@ class Graph:
     def replay(self):
         with torch._C.DisableTorchFunction():
             for func, args, kwargs, found in self.operations:
-                with self.gpu.making(any(map(on_cuda, tensors_of(found)))):
+                with self.gpu.making(tensors_of(found)):
                     again = func(*args, **kwargs)
                 for x, new in zip(tensors_of(found), tensors_of(again), strict=True):
                     if x.untyped_storage() is not new.untyped_storage():
@@ -405,35 +344,19 @@ class Graph:
         return self.id
 
 
-class Stream:
-    """torch.cuda.Stream: everything here happens in one order."""
+class Event:
+    """torch.cuda.Event: the copies before it was recorded, none if it never was."""
 
     gpu = None
 
-    def __init__(self, *args, **kwargs):
-        self.until = math.inf
+    def __init__(self, enable_timing=False):
+        self.until = 0
 
-    def wait(self, other=None):  # the device for itself, not the host
-        pass
-
-    wait_stream = wait_event = wait
+    def record(self):
+        self.until, self.time = self.gpu.copies, time.perf_counter()
 
     def synchronize(self):
         self.gpu.note("synchronize", until=self.until)
-
-    def query(self):
-        self.gpu.finish(self.until)
-        return True
-
-
-class Event(Stream):
-    """torch.cuda.Event: the copies before it was recorded, none if it never was."""
-
-    def __init__(self, *args, **kwargs):
-        self.until = 0
-
-    def record(self, stream=None):
-        self.until, self.time = self.gpu.copies, time.perf_counter()
 
     def elapsed_time(self, end):
         return 1e3 * (end.time - self.time)
@@ -441,26 +364,19 @@ class Event(Stream):
 
 def stand_ins(gpu):
     """What takes the place of functions and classes of torch.cuda."""
-
-    def bound(kind):
-        return type(kind.__name__, (kind,), {"gpu": gpu})
-
-    def always(value):
-        return lambda *args, **kwargs: value
-
-    nothing = ("empty_cache", "reset_peak_memory_stats", "set_device", "set_rng_state")
-    answers = dict(current_device=0, device_count=1, get_device_name="pretended")
-    answers |= dict(is_available=True, is_bf16_supported=True, get_device_capability=(9, 0))
+    stream = SimpleNamespace(wait_stream=lambda other: None)  # all happens in one order
+    answers = dict(is_available=True, device_count=1, get_device_name="pretended")
+    answers |= dict(is_bf16_supported=True, get_device_capability=(9, 0), current_device=0)
     answers |= dict(memory_allocated=0, max_memory_allocated=2**20, stream=nullcontext())
-    answers |= dict(get_rng_state=torch.zeros(16, dtype=torch.uint8)) | dict.fromkeys(nothing)
+    answers |= dict(Stream=stream, current_stream=stream, get_rng_state=torch.zeros(16).byte())
+    answers |= dict(is_current_stream_capturing=False)
+    nothing = ("empty_cache", "reset_peak_memory_stats", "set_device", "set_rng_state")
+    answers |= dict.fromkeys(nothing)
     return dict(
-        {name: always(value) for name, value in answers.items()},
-        CUDAGraph=bound(Graph),
-        Event=bound(Event),
-        Stream=bound(Stream),
-        current_stream=bound(Stream),
+        {name: lambda *_, value=value, **__: value for name, value in answers.items()},
+        CUDAGraph=type("CUDAGraph", (Graph,), {"gpu": gpu}),
+        Event=type("Event", (Event,), {"gpu": gpu}),
         graph=lambda graph, pool=None, stream=None: graph.capture(pool),
-        is_current_stream_capturing=lambda: gpu.graph is not None,
         synchronize=lambda device=None: gpu.note("synchronize"),
     )
 
@@ -487,7 +403,7 @@ def pretended_cuda():
         return found
 
     def backward(outputs, *args, **kwargs):  # torch has left Above, but may run a pass again
-        with gpu.making(any(map(on_cuda, outputs))), Above(gpu):
+        with gpu.making(outputs), Above(gpu):
             return run(outputs, *args, **kwargs)
 
     def described(x):  # for the check of what was computed again
@@ -501,7 +417,7 @@ def pretended_cuda():
         patch.object(torch.autograd, "_engine_run_backward", backward),
         patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped),
         patch.dict(checkpoint._allowed_determinism_checks_to_fns, default=described),
-        Below(gpu),
+        gpu,
         Above(gpu),
     ):
         yield gpu

@@ -21,8 +21,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from baselines import build, check_settings, configure, find, unused_settings
-from corpus.batches import Windows, is_prepared, load_tokens
-from corpus.preparation import prepare
+from corpus.preparation import Windows, is_prepared, load_tokens, prepare
 from interop import from_json, load, newest_run, parse_config
 from model import Count, Given, PonderConfig, PonderLM, Size
 from runtime import (

@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 
 from baselines import build, configure, find, unused_settings
-from corpus.batches import is_prepared
-from corpus.preparation import open_tokenizer
+from corpus.preparation import is_prepared, open_tokenizer
 from corpus.tokenizers import load_tokenizer
 from interop import differences, load, locate, read_config
 from model import LlamaConfig

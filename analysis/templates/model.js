@@ -81,13 +81,6 @@ function softmax(scores) {
   return p.map(value => value / total);
 }
 
-/** Llama 3's RoPE for longer texts: slow rotations get `factor` times slower, fast ones do not. */
-function llama3_scaling(frequency, [factor, low, high, window]) {
-  const turns = window * frequency / (2 * Math.PI);
-  const fast = Math.min(Math.max((turns - low) / (high - low), 0), 1);
-  return frequency * (fast + (1 - fast) / factor);
-}
-
 /** RoPE in its half-split form: number i of each head turns with number i + d/2.
  * x (heads * d), changed in place. */
 function apply_rotary(x, position, frequencies) {
@@ -140,9 +133,8 @@ class PonderLM {
   constructor(config, weights) {
     this.config = config;
     this.weights = weights;
-    const {head_width: d, rope_theta, rope_scaling} = config;
-    this.frequencies = Array.from({length: d / 2}, (_, i) => rope_theta ** (-2 * i / d))
-      .map(frequency => rope_scaling ? llama3_scaling(frequency, rope_scaling) : frequency);
+    const {head_width: d, rope_theta} = config;
+    this.frequencies = Array.from({length: d / 2}, (_, i) => rope_theta ** (-2 * i / d));
     this.head = weights["lm_head.weight"] ?? weights["model.embed_tokens.weight"];  // tied
   }
 

@@ -115,16 +115,17 @@ def make_run(tmp_path):
         run = tmp_path / name
         run.mkdir()
         corpus = {"name": "text", "train_tokens": 1, "val_tokens": 1, "sha256": ""}
+        corpus |= {"val_sha256": "", "tokenizer": ""}
         (run / "train.json").write_text(json.dumps({"config": asdict(config), "corpus": corpus}))
         (run / "config.json").write_text(json.dumps({"format": "ponderlm-3", **asdict(model)}))
         (run / "model.safetensors").touch()
         broken = isinstance(loss, str)
-        depths = {key: [] for key in ("truncated", "alone", "stopped")}
+        depths = {key: [] for key in ("truncated", "weight", "alone", "stopped")}
         results = {
             key: {"loss": loss if broken else loss + i / 8, "steps": steps} | depths
             for i, key in enumerate(SCORES)
         }
-        results |= {"R": 2, "unigram_entropy": 3.0}
+        results |= {"chosen": None, "R": 2, "unigram_entropy": 3.0}
         (run / "results.json").write_text(json.dumps(results))
         log = [{"step": s, "ce": float(s)} for s in range(5, 101, 5)] + [{"step": 100, "val": 1}]
         (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))

@@ -12,16 +12,16 @@ from conftest import flags, records
 from analysis.comparing import (
     at_other_taus,
     check_comparable,
-    depth_rows,
     draw_curves,
     group_runs,
     method_of,
     on_frontier,
     pareto_rows,
     read_runs,
+    stopped_at,
 )
 from analysis.tables import MARKERS, new_figure, read
-from analyze import Choice, Depth, Losses, Pareto
+from analyze import Depth, Pareto
 from baselines import all_methods
 from baselines.cost import cost
 from interop import load
@@ -46,75 +46,21 @@ def test_pareto_rows(make_run):
     assert (adaptive["frontier"], looped["frontier"]) == (1, 1)
 
 
-def test_scored_alike(make_run):
-    """Catches losses on other windows in one table."""
-    runs = read_runs([make_run("a", 1.0, 2.0), make_run("b", 1.0, 2.0, block_size=32)])
-    with pytest.raises(UserError, match="scored on different windows"):
-        check_comparable(runs)
-    other = replace(runs[0], config=replace(runs[0].config, eval_windows=5))
-    with pytest.raises(UserError, match="scored on different numbers of windows"):
-        check_comparable([runs[0], other])
-
-
-def test_damaged_rows(make_run, tmp_path):
-    """Catches saved numbers that end in a stack trace when they are drawn again."""
-    Pareto((make_run("a", 1.0, 2.0),), out=tmp_path).draw()
-    saved = (tmp_path / "pareto.csv").read_text()
-    for damage in (saved.replace("PonderLM-3", "Ponder"), saved.removesuffix(",1\n") + ",0\n"):
-        (tmp_path / "pareto.csv").write_text(damage)
-        with pytest.raises(UserError, match="is damaged"):
-            Pareto(out=tmp_path, redraw=True).draw()
-
-
-def test_losses(make_run, tmp_path, capsys):
-    """Catches a loss in the column of another, a difference with the wrong sign, and seeds or
-    methods that are mixed."""
-    runs = [make_run("a", 1.0, 2.0), make_run("b", 2.0, 3.0, seed=1)]
-    runs += [make_run("c", 0.5, 3.0, method="ponderlm2", refinements=(2, 2))]
-    Losses(flags(runs), out=tmp_path).draw()
-    ours, other = records(read(tmp_path / "losses.csv"))
-    assert (ours["method"], ours["K"], ours["seeds"], other["seeds"]) == ("PonderLM-3", 3, 2, 1)
-    assert (ours["loss"], ours["hard"], ours["steps"]) == (1.625, 1.5, 2.5)
-    assert (ours["gap"], ours["permuted"], ours["permuted_std"]) == (-0.125, 0.375, 0)
-    assert ours["hard_std"] == pytest.approx(math.sqrt(0.5)) and other["hard_std"] is None
-    assert (other["method"], other["hard"], other["R"]) == ("PonderLM-2", 0.5, 2)
-    assert (ours["training_forwards"], other["training_forwards"]) == (14, 18)
-    printed = capsys.readouterr().out
-    assert "| PonderLM-2 | 3 | 2 | 1 | 0.6250 | 0.5000 | 3.00 | -0.1250 | 0.375 | 18.0 |" in printed
-    Losses(out=tmp_path, redraw=True).draw()
-    assert capsys.readouterr().out == printed
-
-
-def test_choice(trained, tmp_path, monkeypatch):
-    """Catches a choice by the windows that are reported, by another number of them, or by none."""
-    names, out = [str(trained / name) for name in ("ponder", "plain")], tmp_path / "out"
-    Choice(flags(names), out=out, windows=5).draw()
-    rows = {row["method"]: row for row in records(read(out / "choice.csv"))}
-    for name, title in (("ponder", "PonderLM-3"), ("plain", "vanilla")):
-        _, _, val = validation_windows(trained / name)
-        expected = evaluate(load(trained / name), val, 5, "cpu", first=8)["loss"]
-        assert rows[title]["loss"] == pytest.approx(expected, abs=1e-6)
-        assert (rows[title]["windows"], rows[title]["seeds"]) == (5, 1)
-    monkeypatch.setattr("analysis.comparing.reported", lambda config, windows: windows.count)
-    with pytest.raises(UserError, match="windows are reported; give more text"):
-        Choice(flags(names), out=out).draw()
-
-
 def test_at_other_taus(trained, tmp_path):
     """Catches an evaluation at the old tau, on other windows, or one that is taken for a seed."""
     (run,) = read_runs([trained / "tau"])
-    other = replace(run, config=replace(run.config, tau=0.5))  # as if it had been another
-    (same,) = at_other_taus([other], (0.97, 0.5, 0.97), "cpu")
+    _, _, val = validation_windows(run.path)
+    for tau, hard in stopped_at(run, (0.5, 0.97, 0.5), "cpu"):
+        expected = evaluate(load(run.path), val, 8, "cpu", tau=tau)
+        assert hard["loss"] == pytest.approx(expected["loss"], abs=1e-9)
+        assert hard["steps"] == expected["steps"]
     (later,) = at_other_taus([run], (0.97, 1e-4), "cpu")
-    assert same.results["hard"] == run.results["hard"]
     assert run.results["hard"]["steps"] < 1.5 < later.results["hard"]["steps"]
-    assert run.results["hard"]["loss"] != later.results["hard"]["loss"]
-    rows = pareto_rows([run, later])
-    assert set(rows.method) == {"PonderLM-3", "PonderLM-3, tau 0.97"}
+    assert set(pareto_rows([run, later]).method) == {"PonderLM-3", "PonderLM-3, tau 0.97"}
     copy = shutil.copytree(trained / "tau", tmp_path / "copy")
-    settings = json.loads((copy / "train.json").read_text())
-    settings["corpus"]["val_tokens"] += 1
-    (copy / "train.json").write_text(json.dumps(settings))
+    content = json.loads((copy / "train.json").read_text())
+    content["corpus"]["val_tokens"] += 1
+    (copy / "train.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="another corpus"):
         at_other_taus([replace(run, path=copy)], (0.5,), "cpu")
 
@@ -131,23 +77,20 @@ def test_other_settings_are_other_curves(make_run):
     runs += [make_run("c", 1, 2, ponder_steps=4), make_run("d", 1, 0, method="vanilla")]
     runs += [make_run("e", 1, 2, method="ponderlm1", accumulate=False)]
     runs += [make_run("f", 1, 2, ponder_steps=2, router_offset=(0.0, 6.0, 12.0))]
-    assert list(group_runs(read_runs(runs))) == [
-        ("PonderLM-3, router_offset 0 6 12", 2),
-        ("PonderLM-3", 3),
-        ("PonderLM-3, penalty_weight 0", 3),
-        ("PonderLM-3", 4),
-        ("PonderLM-1, accumulate False", 3),  # named although it is alone: not the paper's
-        ("vanilla", 0),
-    ]
-
-
-@pytest.mark.parametrize(
-    "name,values", [("embed_scale", (22.63, 22.627417)), ("batch_size", (8, 4))]
-)
-def test_settings_that_look_alike(name, values, make_run):
-    """Catches settings that are one curve because they print alike, or are not looked at."""
-    runs = [make_run(str(v), 1, 2, seed=i, **{name: v}) for i, v in enumerate(values)]
-    assert len(group_runs(read_runs(runs))) == 2
+    runs += [make_run("g", 1, 2, method="looped", batch_size=4), make_run("h", 1, 2, seed=1)]
+    runs += [make_run(f"i{x}", 1, 2, method="looped", embed_scale=x) for x in (22.63, 22.627417)]
+    groups = group_runs(read_runs(runs))
+    assert {key: len(group) for key, group in groups.items()} == {
+        ("PonderLM-3, router_offset 0 6 12", 2): 1,
+        ("PonderLM-3", 3): 2,
+        ("PonderLM-3, penalty_weight 0", 3): 1,
+        ("PonderLM-3", 4): 1,
+        ("LoopedLM, batch_size 4", 3): 1,
+        ("LoopedLM, embed_scale 22.63", 3): 1,
+        ("LoopedLM, embed_scale 22.6274", 3): 1,
+        ("PonderLM-1, accumulate False", 3): 1,  # named although it is alone: not the paper's
+        ("vanilla", 0): 1,
+    }
 
 
 def test_where_a_run_began_is_another_curve(make_run):
@@ -158,26 +101,31 @@ def test_where_a_run_began_is_another_curve(make_run):
         make_run(f"long-{seed}", 1, 1, seed=seed, batch_size=4)
     runs = read_runs([make_run("new", 1, 2)] * 5)
     folder = runs[0].path.parent
-    begun = ("short-0", "short-1", "long-0", "long-1", "gone")
-    for i, name in enumerate(begun):
+    for i, name in enumerate(("short-0", "short-1", "long-0", "long-1", "gone")):
         config = replace(runs[i].config, init_from=str(folder / name), seed=i)
         runs[i] = replace(runs[i], config=config)
-    groups = group_runs(runs).values()
-    assert [[run.config.seed for run in group] for group in groups] == [[0, 1], [2, 3], [4]]
+    groups = group_runs(runs)
+    assert [[run.config.seed for run in group] for group in groups.values()] == [
+        [0, 1],
+        [2, 3],
+        [4],
+    ]
+    assert "init_from (PonderLM-3, batch_size 4" in [*groups][1][0]
 
 
-def test_the_same_run_twice(make_run):
-    """Catches a copy of a run that counts as another seed."""
+def test_refused_comparisons(make_run):
+    """Catches a copy of a run that counts as another seed; losses on other texts or windows in one
+    table."""
+    first, copy, short = read_runs(
+        [make_run("a", 1, 2), make_run("b", 1, 2), make_run("c", 1, 2, block_size=32)]
+    )
     with pytest.raises(UserError, match="are the same training"):
-        group_runs(read_runs([make_run("a", 1, 2), make_run("b", 1, 2)]))
-
-
-def test_other_corpora_are_refused(make_run):
-    """Catches losses on different texts in one mean or figure."""
-    runs = read_runs([make_run("a", 1, 2), make_run("b", 1, 2, seed=1)])
-    runs[1].corpus["sha256"] = "another"
-    with pytest.raises(UserError, match="different corpora"):
-        pareto_rows(runs)
+        group_runs([first, copy])
+    fewer = replace(first, config=replace(first.config, eval_windows=5))
+    other = replace(first, corpus=first.corpus | {"sha256": "another"})
+    for run, what in ((short, "windows"), (fewer, "numbers of windows"), (other, "corpora")):
+        with pytest.raises(UserError, match=f"scored on different {what}"):
+            check_comparable([first, run])
 
 
 def test_unlike_trainings_are_named(make_run, capsys):
@@ -189,31 +137,33 @@ def test_unlike_trainings_are_named(make_run, capsys):
     assert not capsys.readouterr().out
 
 
-def test_unfinished_runs(make_run, tmp_path, capsys):
-    """Catches an unfinished or missing run that stops the others, or goes unmentioned."""
-    run = make_run("a", 1, 2)
+BROKEN = [("abc", 2), (math.nan, 2), (1.0, 30), (1.0, -1), (1.0, None)]  # loss, steps
+
+
+def test_runs_that_are_left_out(make_run, tmp_path, capsys, monkeypatch):
+    """Catches an unfinished, missing or damaged run that becomes a number, ends it for the others,
+    or goes unmentioned; and another run that is read when the folder is given as '.'"""
+    good = make_run("good", 1.25, 2)
+    bad = [make_run(f"bad-{i}", *numbers) for i, numbers in enumerate(BROKEN)]
     (tmp_path / "empty").mkdir()
-    assert len(read_runs([run, tmp_path / "empty", tmp_path / "missing"])) == 1
-    out = capsys.readouterr().out
-    assert "empty" in out and "missing" in out
+    bad += [tmp_path / "empty", tmp_path / "missing"]
+    assert [str(run.path) for run in read_runs([bad[0], good, *bad[1:]])] == [good]
+    printed = capsys.readouterr().out
+    assert all(str(path) in printed for path in bad)
+    assert printed.count("left out, damaged: ") == len(BROKEN)
     with pytest.raises(UserError, match="no whole and finished run"):
-        read_runs([])
+        read_runs(bad)
     with pytest.raises(UserError, match="none of the runs is a PonderLM-3"):
         Depth((make_run("l", 1, 3, method="looped"),), tmp_path).draw()
-
-
-def test_depth_rows(make_run):
-    """Catches a training loss over all steps, or over lines that have none."""
-    runs = [make_run("a", 1.5, 2.0, ponder_steps=2), make_run("b", 1.0, 2.5)]
-    rows = records(depth_rows(read_runs(runs)))
-    assert [(r["K"], r["loss"], r["steps"]) for r in rows] == [(2, 1.5, 2.0), (3, 1.0, 2.5)]
-    assert rows[0]["training_loss"] == 97.5  # of steps 91 to 100, logged at 95 and 100
-    assert rows[0]["training_forwards"] == 3 + 2 * 3
+    monkeypatch.chdir(good)
+    assert read_runs(["."])[0].results["hard"]["loss"] == 1.25
+    assert len(read_runs(["../good/"])) == 1
 
 
 @pytest.mark.parametrize("figure", [Pareto, Depth])
 def test_redrawing(figure, make_run, tmp_path):
-    """Catches numbers that do not survive their file, and a figure that needs the runs."""
+    """Catches numbers that do not survive their file, a figure that needs the runs, and a stack
+    trace where the numbers are damaged."""
     runs = [make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, ponder_steps=2)]
     runs += [make_run("c", 1.3, 2.2, seed=1), make_run("v", 1.7, 0, method="vanilla")]
     out, name = tmp_path / "out", figure.__name__.lower()
@@ -227,31 +177,15 @@ def test_redrawing(figure, make_run, tmp_path):
     with pytest.raises(UserError, match="give one"):
         figure(flags(runs), out=out, redraw=True).draw()
     assert [file.read_bytes() for file in files] == before
-    rows = (pareto_rows if figure is Pareto else depth_rows)(read_runs(runs))
-    pd.testing.assert_frame_equal(read(files[0]), rows, check_exact=True)
-
-
-@pytest.mark.parametrize("figure", [Pareto, Depth])
-@pytest.mark.parametrize("damage", ["header only", "columns", "a word", "cut", "binary", "method"])
-def test_damaged_numbers(figure, damage, make_run, tmp_path):
-    """Catches a stack trace, or a table that was replaced before the damage was found."""
-    runs = (make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, ponder_steps=2))
-    name = figure.__name__.lower()
-    figure(runs=runs, out=tmp_path).draw()
-    file, table = tmp_path / f"{name}.csv", tmp_path / f"{name}.md"
-    before, text = table.read_text(), file.read_text()
-    lines = text.splitlines()
-    damaged = {
-        "header only": lines[0] + "\n",
-        "columns": "".join(line.rsplit(",", 9)[0] + "\n" for line in lines),
-        "a word": "\n".join([lines[0], lines[1].replace("1.2", "word")]) + "\n",
-        "cut": "\n".join([*lines[:-1], lines[-1][:20]]),
-        "method": text.replace("PonderLM-3", "Ponder"),
-    }
-    file.write_bytes(damaged[damage].encode() if damage != "binary" else b"\xff\xfe\xfa")
-    with pytest.raises(UserError, match="'Ponder'" if damage == "method" else "is damaged"):
-        figure(out=tmp_path, redraw=True).draw()
-    assert table.read_text() == before
+    shown = read_runs(runs if figure is Pareto else runs[:3])
+    pd.testing.assert_frame_equal(read(files[0]), pareto_rows(shown), check_exact=True)
+    for damaged in (b"method,K\na,1\n", before[0].replace(b"1.2", b"word"), b"\xff\xfe\xfa"):
+        files[0].write_bytes(damaged)
+        with pytest.raises(UserError, match="is damaged"):
+            figure(out=out, redraw=True).draw()
+    files[0].write_bytes(before[0].replace(b"PonderLM-3", b"Ponder"))
+    with pytest.raises(UserError, match="'Ponder'"):
+        figure(out=out, redraw=True).draw()
 
 
 def curves(names):
@@ -264,50 +198,17 @@ def curves(names):
 
 
 def test_looks_of_the_methods():
-    """Catches a method with the look of another one, and variants that cannot be told apart."""
-    known = {
-        "PonderLM-3": ("#D55E00", "o"),
-        "PonderLM-2": ("#0072B2", "s"),
-        "vanilla": ("#000000", "^"),
-        "LoopedLM": ("#009E73", "D"),
-        "Pause": ("#CC79A7", "v"),
-        "PonderLM-1": ("#E69F00", "p"),
-        "MoR, expert choice": ("#56B4E9", "P"),
-        "MoR, token choice": ("#777777", "X"),
-    }
-    assert curves(known) == [(*look, "-") for look in known.values()]
+    """Catches a method with the look of another one, variants that cannot be told apart, an
+    ablation that is taken for a variant, and a row of no method that is left out."""
     kinds = all_methods()
-    assert len({(kind.color, kind.marker) for kind in kinds}) == len(kinds)
-    variants = [f"PonderLM-3, tau {n}" for n in range(10)]
-    looks = curves(variants)
+    looks = curves([kind.title for kind in kinds])
+    assert looks == [(kind.color, kind.marker, "-") for kind in kinds]
+    assert len(set(looks)) == len(kinds)
+    looks = curves([f"PonderLM-3, tau {n}" for n in range(10)])
     assert [marker for _, marker, _ in looks] == [*MARKERS, *MARKERS[:2]]
     assert [line for _, _, line in looks[:5]] == ["-", "--", ":", "-.", "-"]
     assert len(set(looks[:8])) == 8
-
-
-def test_method_of():
-    """Catches an ablation that is taken for a variant, and a row of no method that is left out."""
     assert method_of("PonderLM-3, tau 0.1").method == "ponderlm3"
     assert method_of("PonderLM-3, uniform s, tau 0.1").method == "ablation-router"
     with pytest.raises(UserError, match="'Someone'"):
         method_of("Someone")
-
-
-@pytest.mark.parametrize(
-    "loss,steps", [("abc", 2), (math.nan, 2), (1.0, 30), (1.0, -1), (1.0, None)]
-)
-def test_damaged_results(loss, steps, make_run, tmp_path, capsys):
-    """Catches a damaged run that becomes a number or a stack trace, or ends it for all others."""
-    with pytest.raises(UserError, match="no whole and finished run"):
-        read_runs([make_run("a", loss, steps)])
-    assert "left out, damaged: " in (printed := capsys.readouterr().out) and "results" in printed
-    assert [run.path for run in read_runs([tmp_path / "a", make_run("b", 1.0, 2)])] == [
-        tmp_path / "b"
-    ]
-
-
-def test_run_given_from_within(make_run, monkeypatch):
-    """Catches another run that is read when the folder is given as '.'"""
-    monkeypatch.chdir(make_run("a", 1.25, 2))
-    assert read_runs(["."])[0].results["hard"]["loss"] == 1.25
-    assert len(read_runs(["../a/"])) == 1

@@ -16,11 +16,11 @@ from analysis.tables import read
 from analyze import Buckets, Converge, Heatmap, Report, Shift, Tau, Tokens
 from runtime import UserError, command_line
 from train import train
-from training.config import read_run, read_settings
+from training.config import read_settings
 
 ROOT = Path(__file__).parent.parent.parent
 OF_ONE_RUN = analyze.OF_ONE_RUN[:-1]  # without the report
-NAMES = ("converge", "buckets", "shift", "tokens", "tau", "penalty")
+NAMES = ("converge", "buckets", "shift", "tokens", "tau")
 
 
 def records(file):
@@ -49,8 +49,8 @@ def test_report_and_redraw(ponder, trained, capsys, tmp_path):
     for text in texts:
         assert text in page
     assert "&#34;ponder_steps&#34;: 2" in page and "paper flops" in page
-    assert page.count("<table>") == 1 + 8 and "K = 0 model" in page
-    assert page.count(f"tokens 128, tau 0.0001, reference {plain}") == 8
+    assert page.count("<table>") == 1 + 7 and "K = 0 model" in page
+    assert page.count(f"tokens 128, tau 0.0001, reference {plain}") == 7
     assert "http" not in page and page.count("src=") == len(NAMES)
     kept = (".csv", ".md", ".html", ".png")
     first = {f.name: f.read_bytes() for f in out.iterdir() if f.suffix in kept}
@@ -73,25 +73,9 @@ def test_report_and_redraw(ponder, trained, capsys, tmp_path):
 def test_one_window(trained, tmp_path):
     """Catches a crash where a bucket, a depth or a word has no token."""
     Report(run=str(trained / "ponder"), windows=1, out=tmp_path).draw()
-    assert {f.name for f in tmp_path.glob("*.csv")} >= {"tokens.csv", "buckets.csv", "tau.csv"}
     words = [row for row in records(tmp_path / "tokens.csv") if row["kind"] == "word"]
     assert any(row["count"] == 0 and row["steps"] is None for row in words)
     assert "| - |" in (tmp_path / "tokens.md").read_text()
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(windows=0), r"windows\n.* greater than or equal to 1"),
-        (dict(tau=2.0), r"tau\n.* less than or equal to 1"),
-        (dict(run="nowhere"), "nowhere does not exist"),
-    ],
-)
-def test_wrong_options(trained, options, message):
-    """Catches a wrong value that is taken, or fails without saying what to do."""
-    options = {"run": str(trained / "ponder"), "out": Path("new"), **options}
-    with pytest.raises((UserError, ValidationError), match=message):
-        Buckets(**options).draw()
 
 
 def test_flags_reach_the_figure(trained, tmp_path):
@@ -107,12 +91,12 @@ def test_flags_reach_the_figure(trained, tmp_path):
     assert sum(row["count"] for row in rows if row["kind"] == "token") == 16
 
 
-def cells(table, rows):
-    return table(pd.DataFrame(rows)).to_numpy().tolist()
-
-
 def test_tables():
     """Catches columns that are mixed up, and tokens that are ranked the wrong way."""
+
+    def cells(table, rows):
+        return table(pd.DataFrame(rows)).to_numpy().tolist()
+
     row = {"difficulty_by": "x", "bucket": "easy", "tokens": 1, "difficulty": 2, "steps": None}
     row |= {"gain_1": 3, "gain_2": 4, "raw_gain_1": 5, "raw_gain_2": 6}
     last = cells(figures.bucket_table, [row])[-1]
@@ -125,91 +109,68 @@ def test_tables():
     assert [line[0] for line in cells(figures.shift_table, rows)] == ["y", "x"]
     row = {"kind": "token", "count": 5, "pruned": 0.5}
     rows = [row | {"text": str(i), "steps": i} for i in range(4)]
-    lines = figures.token_table(pd.DataFrame(rows), most=2).to_numpy().tolist()
-    assert [line[:2] for line in lines] == [
-        ["most steps", "“3”"],
-        ["most steps", "“2”"],
-        ["fewest steps", "“1”"],
-        ["fewest steps", "“0”"],
-    ]
+    lines = cells(lambda frame: figures.token_table(frame, most=2), rows)
+    kinds = ["most steps", "most steps", "fewest steps", "fewest steps"]
+    assert [line[:2] for line in lines] == [[k, f"“{3 - i}”"] for i, k in enumerate(kinds)]
     assert lines[0][2:] == ["5", "3.000", "50.00%"]
-    keys = ("ce", "rho_token", "rho_printed", "count_token", "count_printed")
-    rows = [{"depth": 0, **dict.fromkeys(keys, value)} for value in (1.0, 4.0)]
-    assert cells(figures.penalty_table, rows) == [["0"] + ["2.5"] * 5]
     rows = [{"refinements": n, "latents": 0.5**n, "router": 0.25**n} for n in range(4)]
     assert ["L of the fit", "0.500", "0.250"] in cells(figures.converge_table, rows)
 
 
 def test_wrong_values(trained):
-    """Catches a value that fails only after minutes, or gives nan."""
+    """Catches a value that is taken, fails only after minutes, or does not say what to do."""
     common = dict(run=str(trained / "ponder"), windows=1, out=Path("new"))
-    with pytest.raises(ValidationError, match=r"taus\.1\n.* less than or equal to 1"):
-        Tau(**common, taus=(0.5, 2.0)).draw()
-    with pytest.raises(UserError, match="--taus is empty"):
-        Tau(**common, taus=()).draw()
-    with pytest.raises(ValidationError, match=r"alphas\.0\n"):
-        Shift(**common, alphas=(float("nan"),)).draw()
-    with pytest.raises(UserError, match="nothing to put into"):
-        Tokens(**common, words=()).draw()
+    for command, flags, message in (
+        (Buckets, {"windows": 0}, r"windows\n.* greater than or equal to 1"),
+        (Buckets, {"tau": 2.0}, r"tau\n.* less than or equal to 1"),
+        (Buckets, {"run": "nowhere"}, "nowhere does not exist"),
+        (Tau, {"taus": (0.5, 2.0)}, r"taus\.1\n.* less than or equal to 1"),
+        (Tau, {"taus": ()}, "--taus is empty"),
+        (Shift, {"alphas": (float("nan"),)}, r"alphas\.0\n"),
+        (Tokens, {"words": ()}, "nothing to put into"),
+    ):
+        with pytest.raises((UserError, ValidationError), match=message):
+            command(**common | flags).draw()
 
 
 def test_wrong_runs(trained, tmp_path):
-    """Catches a figure of a model that has no router, a reference on another text, and a redraw of
-    nothing."""
-    common = dict(run=str(trained / "ponder"), windows=1, out=tmp_path / "new")
-    with pytest.raises(UserError, match=r"is of method vanilla; .* with a learned router"):
-        Tau(run=str(trained / "plain"), out=tmp_path / "new").draw()
-    with pytest.raises(UserError, match="has K = 0: nothing is fed back"):
-        Converge(run=str(trained / "plain"), out=tmp_path / "new").draw()
-    with pytest.raises(UserError, match="has to be a vanilla"):
-        Buckets(**common, reference=str(trained / "other")).draw()
-    text = trained.parent / "text.txt"
-    config = read_settings(trained, "plain")[1]
+    """Catches a figure of a model that it is not for, a reference that does not fit, a redraw of
+    nothing, and losses on a text that is not the one that the run was scored on."""
+    path, config, _ = read_settings(trained, "plain")
     shape = replace(config.model, vocab_size=320)  # auto is bytes in one preset, a BPE in the other
     config = replace(config, preset="small", tokenizer="auto", model=shape, steps=1)
-    train(replace(config, out=str(tmp_path), name="bpe", data=str(text)))
-    with pytest.raises(UserError, match="differ in corpus, tokenizer"):
-        Buckets(**common, reference=str(tmp_path / "bpe")).draw()
-    with pytest.raises(UserError, match="differ in corpus"):
-        Buckets(**common, reference=str(trained / "other-plain")).draw()
+    train(replace(config, out=str(tmp_path), name="bpe", data=str(trained.parent / "text.txt")))
+    content = json.loads((trained / "ponder/train.json").read_text())
+    content["config"]["data"] = str(trained.parent / "other.txt")
+    changed = shutil.copytree(trained / "ponder", tmp_path / "changed")
+    (changed / "train.json").write_text(json.dumps(content))
+    for command, run, flags, message in (
+        (Tau, path, {}, r"is of method vanilla; .* with a learned router"),
+        (Converge, path, {}, "has K = 0: nothing is fed back"),
+        (Buckets, "ponder", {"reference": str(trained / "other")}, "has to be a vanilla"),
+        (Buckets, "ponder", {"reference": str(tmp_path / "bpe")}, "differ in corpus, tokenizer"),
+        (Buckets, "ponder", {"reference": str(trained / "other-plain")}, "differ in corpus"),
+        (Tau, changed, {}, "another corpus"),
+        (Converge, "ponder", {"redraw": True}, "does not exist: draw it once without --redraw"),
+        (Heatmap, "ponder", {"redraw": True}, "does not exist: draw it once without --redraw"),
+    ):
+        flags = flags if "redraw" in flags else flags | {"windows": 1}
+        with pytest.raises(UserError, match=message):
+            command(run=str(trained / run), out=tmp_path / "new", **flags).draw()
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError):  # which command_line shows in one line
         Tau(run=str(trained / "ponder"), out=tmp_path / "file").draw()
-    shutil.copytree(ROOT / "docs/figures", tmp_path / "figures")
-    file = tmp_path / "figures/buckets.csv"
-    file.write_text(file.read_text().replace("easy", "word"))
-    with pytest.raises(UserError, match=r"buckets\.csv is damaged: .*a bucket is not one"):
-        Buckets(redraw=True, out=tmp_path / "figures").draw()
-    for command in (Converge, Heatmap):
-        with pytest.raises(UserError, match="does not exist: draw it once without --redraw"):
-            command(out=tmp_path / "empty", redraw=True).draw()
 
 
-def test_changed_text(ponder, tmp_path):
-    """Catches losses on a text that is not the one that the run was scored on."""
-    settings = json.loads((ponder / "train.json").read_text())
-    text = tmp_path / "text.txt"
-    text.write_text(Path(settings["config"]["data"]).read_text().replace("lazy", "busy"))
-    settings["config"]["data"] = str(text)
-    (ponder / "train.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="another corpus"):
-        Tau(run=str(ponder), windows=1).draw()
-
-
-def test_converge_of_ponderlm2(trained, tmp_path):
-    """Catches a figure that is refused to the other method that iterates."""
+def test_other_models(trained, ponder, tmp_path):
+    """Catches a figure that is refused to the other method that iterates, and a checkpoint of a run
+    that is taken for something else."""
     Converge(run=str(trained / "ponderlm2"), windows=2, out=tmp_path).draw()
     rows = records(tmp_path / "converge.csv")
     assert len(rows) == 13 and rows[0]["latents"] > rows[4]["latents"] > 0 == rows[0]["router"]
-
-
-def test_checkpoint(ponder, tmp_path):
-    """Catches a checkpoint of a run that is taken for something else."""
     checkpoint = next(ponder.glob("step-*"))
     Converge(run=str(checkpoint), windows=1).draw()
     assert (ponder / f"report-{checkpoint.name}/converge.png").exists()
-    with pytest.raises(UserError, match="no train"):
-        read_run(tmp_path)
 
 
 def test_heatmap_of_a_text(trained, tmp_path, capsys):
@@ -226,8 +187,6 @@ def test_heatmap_of_a_text(trained, tmp_path, capsys):
     for content, message in (("", "0 tokens"), ("a", "1 tokens")):
         with pytest.raises(UserError, match=message):
             draw(content)
-    with pytest.raises(FileNotFoundError):
-        Heatmap(run=str(trained / "ponder"), out=tmp_path, text=tmp_path / "nowhere.txt").draw()
     draw("a" * 5000)
     assert "of 5,000 tokens the first 4,096 are shown" in capsys.readouterr().out
 
@@ -241,16 +200,14 @@ def test_help(command, capsys):
     assert stop.value.code == 0 and "--redraw" in shown and command.__doc__[:40] in shown
 
 
-def test_command_line(trained, tmp_path, capsys):
-    """Catches flags that do not arrive, and the old word for lookups that is not understood."""
+def test_command_line(trained, tmp_path):
+    """Catches flags that do not arrive, and an error that is a page."""
     flags = ["--windows", "1", "--taus", "0.5", "--out", str(tmp_path)]
     analyze.main(["tau", "--run", str(trained / "ponder"), *flags])
     assert records(tmp_path / "tau.csv")[0]["tau"] == 0.5
     analyze.main(["tau", "--redraw", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"error: windows = 0: it should be greater"):
         command_line(lambda: analyze.main(["tau", "--windows", "0"]))
-    with pytest.raises(SystemExit, match=r"error: .* another name now: python analyze.py lookup"):
-        command_line(lambda: analyze.main(["hops", "--redraw"]))
 
 
 @pytest.mark.slow
@@ -262,9 +219,11 @@ def test_published_figures(tmp_path):
         shutil.copy(file, tmp_path)
     (tmp_path / "more").mkdir()
     shutil.copy(shown / "remedies.csv", tmp_path / "more/pareto.csv")
-    for command in (*OF_ONE_RUN[:-1], analyze.Pareto, analyze.Depth, analyze.Lookup):
+    for command in (*figures.ALL, *analyze.OF_SEVERAL):
         command(out=tmp_path, redraw=True).draw()
     analyze.Pareto(out=tmp_path / "more", redraw=True).draw()
-    names = {f"{name}.png": f"{name}.png" for name in (*NAMES, "pareto", "depth", "lookup")}
+    names = {
+        f"{name}.png": f"{name}.png" for name in (*NAMES, "pareto", "depth", "frontier", "lookup")
+    }
     for name, drawn in (names | {"remedies.png": "more/pareto.png"}).items():
         assert (tmp_path / drawn).read_bytes() == (shown / name).read_bytes(), name

@@ -7,20 +7,16 @@ import torch
 
 import analyze
 from analysis.comparing import read_runs
-from analysis.frontier import frontier_rows, interval, scores
-from interop import load
+from analysis.frontier import frontier_rows, interval
 from runtime import UserError
-from train import train
-from training.config import validation_windows
-from training.validation import evaluate
 
 CPU = torch.device("cpu")
 
 
 def test_interval():
     """Catches the normal distribution's where seeds are few: Student's t of the tables."""
-    assert interval(2.0, 5) == pytest.approx(2.776 * 2 / math.sqrt(5))
-    assert interval(2.0, 2) == pytest.approx(12.706 * 2 / math.sqrt(2))
+    for std, seeds, half in ((2.0, 5, 2.776 / math.sqrt(5)), (2.0, 2, 12.706 / math.sqrt(2))):
+        assert interval(std, seeds) == pytest.approx(2 * half)
     assert interval(2.0, 100) == pytest.approx(0.392) and math.isnan(interval(2.0, 1))
 
 
@@ -65,13 +61,11 @@ def test_worse_with_more_steps(runs, make_run):
 
 def test_refused(runs, make_run):
     """Catches a reference with nothing to compare at, and one with two losses for as many steps."""
+    again = make_run("again", 1.0, 1.0, method="ponderlm2", ponder_steps=1, batch_size=9)
     for paths, message in (
         (runs[1:2] + runs[3:4], "no seed has two runs"),
         (runs[:3], "no run of a method beside ponderlm2 and vanilla"),
-        (
-            [*runs, make_run("again", 1.0, 1.0, method="ponderlm2", ponder_steps=1, batch_size=9)],
-            "two runs of ponderlm2 with as many steps",
-        ),
+        ([*runs, again], "two runs of ponderlm2 with as many steps"),
     ):
         with pytest.raises(UserError, match=message):
             frontier_rows(read_runs(paths), "ponderlm2", (0.1,), CPU)
@@ -85,15 +79,3 @@ def test_command(runs, tmp_path):
     assert b"-0.3000 \xc2\xb1 0.6573" in before[1]
     analyze.main(["frontier", "--redraw", "--out", str(tmp_path / "out")])
     assert before == [file.read_bytes() for file in names]
-
-
-def test_scores_at_each_tau(config):
-    """Catches a run that is scored at its own tau, or on other windows than it reports."""
-    path, results = train(config)
-    (run,) = read_runs([path])
-    own, half = scores(run, (config.tau, 0.5), CPU)
-    assert own["loss"] == pytest.approx(results["hard"]["loss"], abs=1e-9)
-    _, _, val = validation_windows(path)
-    expected = evaluate(load(path), val, 8, CPU, tau=0.5, tau_steps=0.5)
-    assert half["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-    assert half["steps"] == expected["steps"]

@@ -1,12 +1,11 @@
 """`python -m bench decode`: what it measures against, and what it refuses before it measures."""
 
-import json
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import ROOT, needs_bfloat16, small_model
+from conftest import needs_bfloat16, small_model
 from pydantic import ValidationError
 
 from bench.decoding import (
@@ -14,18 +13,16 @@ from bench.decoding import (
     SamePrompt,
     context_rows,
     decode,
-    draw,
     exit_rows,
     limit,
     llama,
     other_rows,
     prompt_rows,
     prompts_of,
-    ways,
 )
-from bench.throughput import serve, serve_in_batches, throughput
+from bench.throughput import serve, serve_in_batches
 from engine.batching import Engine
-from interop import INCLUDED, save
+from interop import save
 from runtime import UserError
 
 
@@ -40,22 +37,19 @@ def val():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [dict(prompts=(-3,)), dict(alphas=(float("nan"),)), dict(tau=(2.0,)), dict(repeats=0)],
+    "method, options, wrong",
+    [
+        ("ponderlm3", dict(prompts=(-3,)), "equal to 1"),
+        ("ponderlm3", dict(alphas=(float("nan"),)), "less than or equal to"),
+        ("ponderlm3", dict(tau=2.0), "less than or equal to"),
+        ("ponderlm2", {}, "of method ponderlm2: give a PonderLM-3"),
+    ],
 )
-def test_refusals(options, tmp_path):
-    """Catches a measurement that breaks off after minutes, or measures nothing."""
-    save(small_model().float(), tmp_path)
-    wrong = r"equal to 1|not a probability|must be finite"
+def test_refusals(method, options, wrong, tmp_path):
+    """Catches a measurement that breaks off after minutes, or sweeps a router that is not there."""
+    save(small_model(method=method).float(), tmp_path)
     with pytest.raises((UserError, ValidationError), match=wrong):
         decode(str(tmp_path), device="cpu", **options)
-
-
-def test_another_method(tmp_path):
-    """Catches a sweep of a router that is not there."""
-    save(small_model(method="ponderlm2").float(), tmp_path)
-    with pytest.raises(UserError, match="of method ponderlm2: give a PonderLM-3"):
-        decode(str(tmp_path), device="cpu")
 
 
 def test_llama_beside_a_ponderlm():
@@ -83,8 +77,8 @@ def test_limit():
     config, few = model.config, sum(p.numel() for p in model.parameters() if p.dim() == 2)
     few -= model.model.embed_tokens.weight.numel() + model.router.proj.weight.numel()
     kv = 4 * 2 * 2 * 10 * config.key_value_heads * config.head_width * config.num_hidden_layers
-    found = [8 * n for n in sizes]
-    assert found == pytest.approx([4 * few + kv, 2 * few + kv, few + kv], abs=7)
+    found = [4 * n for n in sizes]
+    assert found == pytest.approx([4 * few + kv, 2 * few + kv, few + kv], abs=3)
 
 
 def test_same_prompt(model):
@@ -101,10 +95,9 @@ def test_same_prompt(model):
 INT8 = pytest.param(How(weights="int8"), marks=needs_bfloat16)
 
 
-@pytest.mark.parametrize("how", [How(), How("bfloat16", "on"), INT8], ids="-".join)
+@pytest.mark.parametrize("how", [How(), How("bfloat16"), INT8], ids="-".join)
 def test_rows(model, val, how):
-    """Catches a measurement that crashes, counts other slots than were run, or another way to
-    decode than the one that its rows name."""
+    """Catches a measurement that crashes, or counts other slots than were run."""
     alphas, single = (0.0, -4.0), small_model(seed=2, block_size=64).float()
     full, less = exit_rows(single, val, (2,), (5,), 4, 0.3, alphas, 1, how)
     assert 0 < less["slot_ratio"] < full["slot_ratio"] < 1 and less["time_ratio"] > 0
@@ -116,23 +109,11 @@ def test_rows(model, val, how):
         assert (1 + row["steps"]) * 4 * 3 == pytest.approx(engine.stats.slots)
     always = less["tokens_per_second"] * less["time_ratio"]
     assert less["always_tokens_per_second"] == pytest.approx(always)
-    assert (less["precision"], less["graphs"], less["tau"]) == (*how[:2], 0.3)
     against = [row["against"] for row in other_rows(single, val, (2,), (5,), 4, 1, how)]
     assert against == ["no cache", "transformers"]
     for row in prompt_rows(single, val, (5,), alphas, 1, how):
         assert 0.25 <= row["slot_ratio"] <= 1 <= row["passes"] <= 16
     assert [row["slots"] for row in context_rows(single, (4, 16), 1, how)] == [4, 16]
-
-
-def test_ways(model):
-    """Catches a precision, or graphs, that an engine does not get; and 'auto' measured twice."""
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert ways(("float32",), ("auto", "off"), ("int8",), cpu) == [("float32", "off", "int8")]
-    both = [("bfloat16", "on", "float32"), ("bfloat16", "off", "float32")]
-    assert ways(("bfloat16",), ("auto", "off"), ("float32",), gpu) == both
-    engine = How("bfloat16", "on").engine(model, 2, SamePrompt, tau=0.3)
-    assert isinstance(engine, SamePrompt) and engine.dtype == torch.bfloat16
-    assert (engine.options.graphs, engine.options.tau) == (True, 0.3)
 
 
 def test_context(monkeypatch):
@@ -142,23 +123,6 @@ def test_context(monkeypatch):
     monkeypatch.setattr(Engine, "launch", watch)
     context_rows(small_model(block_size=64).float(), (16,), 1)
     assert seen == 2 * list(range(16, 16 + 8 * 4))
-
-
-def test_old_results(tmp_path):
-    """Catches pictures of docs/figures that cannot be drawn anew from their numbers."""
-    file = tmp_path / "old.png"
-    draw(json.loads((ROOT / "docs/figures/decode-medium-cpu.json").read_text()), file)
-    assert file.stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    "lengths,message",
-    [((9, 8), "shortest = 9: it is more than longest = 8"), ((2, 10**6), "longest = 1000000: R")],
-)
-def test_lengths_of_requests(lengths, message):
-    """Catches lengths that no request can have, refused by a stack trace or by another name."""
-    with pytest.raises(UserError, match=message):
-        throughput(str(INCLUDED), 2, *lengths, device="cpu")
 
 
 def test_requests(model, monkeypatch):

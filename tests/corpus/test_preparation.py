@@ -13,15 +13,7 @@ import pytest
 import tiktoken
 
 from corpus import preparation
-from corpus.batches import load_tokens
-from corpus.preparation import (
-    divide,
-    docstrings,
-    package_files,
-    pieces_of,
-    prepare,
-    read_texts,
-)
+from corpus.preparation import divide, docstrings, load_tokens, pieces_of, prepare, read_texts
 from corpus.tokenizers import Tokenizer
 from runtime import UserError
 
@@ -71,7 +63,7 @@ def test_pydocs(tmp_path, monkeypatch):
 def test_package_files(monkeypatch):
     """Catches test files in the default corpus, and an unstable order."""
     monkeypatch.setattr(preparation, "PACKAGES", ("numpy", "networkx"))
-    names = [name for name, _ in package_files()]
+    names = [name for name, _ in preparation.package_files()]
     assert len(names) > 900 and len(set(names)) == len(names)
     assert not any("/tests/" in name or "site-packages" in name for name in names)
     for _, group in groupby(names, lambda name: name.split("/")[0]):
@@ -86,7 +78,7 @@ def test_download_is_checked(monkeypatch, tmp_path):
     file = tmp_path / "input.txt"
     file.write_bytes(b"To be")
     monkeypatch.setattr(preparation, "SHAKESPEARE", (file.as_uri(), sha256(b"To go").hexdigest()))
-    with pytest.raises(UserError, match="sha256 of"):
+    with pytest.raises(UserError, match="its sha256 is"):
         preparation.shakespeare()
     monkeypatch.setattr(preparation, "SHAKESPEARE", (file.as_uri(), sha256(b"To be").hexdigest()))
     assert preparation.shakespeare() == [("shakespeare", b"To be")]
@@ -104,6 +96,34 @@ def test_no_network(monkeypatch, tmp_path, refuse):
     )
     with pytest.raises(UserError, match=r"--tokenizer bytes"):
         prepare("pydocs", "gpt2", cache=tmp_path)
+
+
+def test_texts_that_are_left_out(tmp_path, capsys):
+    """Catches files that are left out without a word."""
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_text("text", encoding="utf-16")
+    assert read_texts(tmp_path) == [(f"{tmp_path.name}/a.txt", b"text")]
+    assert "1 of 2 files left out, with zero bytes" in capsys.readouterr().out
+    assert read_texts(tmp_path / "b.txt") == []
+    assert "b.txt" in capsys.readouterr().out
+
+
+def test_json_lines(tmp_path, cache):
+    """Catches a .jsonl file that is trained on as it is, with its braces, and a line without a text
+    that is not named."""
+    file, other = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    file.write_text('{"text": "naïve", "id": 1}\n\n{"text": null}\r\n{"text": "b\\nc\\ud800"}\n')
+    other.write_text('{"text": "as it is"}')
+    lines = ["naïve".encode(), b"", b"b\nc?"]
+    assert read_texts(file) == [*zip([f"a.jsonl line {i}" for i in (1, 3, 4)], lines, strict=True)]
+    assert [text for _, text in read_texts(tmp_path)] == [*lines, other.read_bytes()]
+    folder, tokenizer = prepare(str(file), cache=cache)
+    ids = [np.fromfile(folder / f"{split}.bin", dtype=np.uint16) for split in ("train", "val")]
+    assert b"{" not in tokenizer.decode(np.concatenate(ids))
+    for bad in ('{"body": "b"}', '{"text": 5}', "[1]", "{", "\xff"):
+        file.write_bytes(b'{"text": "a"}\n' + bad.encode("latin-1"))
+        with pytest.raises(UserError, match=r"a\.jsonl, line 2: .*'text'"):
+            read_texts(file)
 
 
 # -- Documents -> ids ------------------------------------------------------------------------------
@@ -148,7 +168,7 @@ def test_corpus_of_files(tmp_path, cache):
     (texts / "3.txt").write_text("more")
     assert prepare(str(texts), cache=cache)[0] != folder
     meta = json.loads((folder / "meta.json").read_text())
-    assert meta["bytes"] == 2400 and meta["documents"] == 3
+    assert meta["bytes"] == 2400
     # Three documents, each with an end of text.
     assert meta["val_bytes"] == (folder / "val.bin").stat().st_size // 2 - 3
 
@@ -169,7 +189,6 @@ def test_names_in_the_cache(tmp_path, cache, refuse):
 @pytest.mark.parametrize(
     "name,content,message",
     [
-        ("empty.txt", b"", "holds no text"),
         ("blank.txt", b" \n", "holds no text"),
         ("short.txt", b"short", "less than one window"),
         ("missing.txt", None, "no such file or folder, nor one of pydocs, pysource"),
@@ -187,11 +206,8 @@ def test_bad_text(tmp_path, cache, name, content, message):
 @pytest.mark.parametrize(
     "flags,message",
     [
-        (["hops"], r"python -m corpus lookup, .* --data data/lookup"),
-        (["lookup"], r"python -m corpus lookup, .* --data data/lookup"),
-        ([__file__, "hops"], r"python -m corpus lookup, .* --data data/lookup"),
         ([""], "--data is empty"),
-        ([__file__, "bpe", 100], "a BPE of 100 tokens"),
+        ([__file__, "bpe", 100], "--vocab-size 100 is too small"),
         ([__file__, "no/where/at all"], "--tokenizer is bytes, bpe, gpt2 or a model: no/where"),
     ],
 )
@@ -199,6 +215,32 @@ def test_refused(cache, flags, message):
     """Catches a value that is not refused, or refused without the way out."""
     with pytest.raises(UserError, match=message):
         prepare(*flags, cache=cache)
+
+
+def test_no_name_for_validation():
+    """Catches a corpus of many files without any validation, or without any training."""
+    names = [f"f{i}" for i in range(4000)]
+    held_out = [n for n in names if int(sha1(n.encode()).hexdigest(), 16) % 20 == 0]
+    others = [name for name in names if name not in held_out]
+    for chosen in (held_out, others):
+        train, val = divide([(name, b"0123456789") for name in chosen[:100]])
+        assert train == [b"012345678"] * 100 and val == [b"9"] * 100
+
+
+def test_full_disk(tmp_path, cache):
+    """Catches a full disk without a word of which file, and half a corpus that is left."""
+    text = tmp_path / "text.txt"
+    text.write_text("0123456789" * 10_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+        with pytest.raises(OSError) as error:
+            prepare(str(text), cache=tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error.value.filename.endswith("train.bin")
+    assert re.fullmatch(r"File too large \([\d,]+ MiB free\)", error.value.strerror)
+    assert not any((tmp_path / "cache").iterdir())
 
 
 # -- Folders of .bin files -------------------------------------------------------------------------
@@ -258,46 +300,7 @@ def test_help(capsys, run, args, expected):
 def test_errors_are_one_line(tmp_path, monkeypatch, run):
     """Catches a stack trace where the user named something that is not there."""
     monkeypatch.chdir(tmp_path)
-    for args in (["nothing"], ["lookup", "--lines", "3"], ["stream", "x", "--tokens", "0"]):
-        with pytest.raises(SystemExit, match=r"^error: (--|nothing|tokens).*$"):
+    for args in (["nothing"], ["stream", "x", "--tokens", "0"]):
+        with pytest.raises(SystemExit, match=r"^error: (nothing|tokens).*$"):
             run(*args)
     assert not list(tmp_path.iterdir())
-
-
-def test_texts_that_are_left_out(tmp_path, capsys):
-    """Catches files that are left out, or trained on as they are, without a word; and a folder that
-    may not be read."""
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "b.txt").write_text("text", encoding="utf-16")
-    assert read_texts(tmp_path) == [(f"{tmp_path.name}/a.txt", b"text")]
-    assert "1 of 2 files left out, which has zero bytes" in capsys.readouterr().out
-    assert len(read_texts(tmp_path / "b.txt")) == 1
-    assert "note: taken as it is, which has zero bytes" in capsys.readouterr().out
-    with pytest.raises(OSError):
-        read_texts(tmp_path / "none")
-
-
-def test_no_name_for_validation():
-    """Catches a corpus of many files without any validation, or without any training."""
-    names = [f"f{i}" for i in range(4000)]
-    held_out = [n for n in names if int(sha1(n.encode()).hexdigest(), 16) % 20 == 0]
-    others = [name for name in names if name not in held_out]
-    for chosen in (held_out, others):
-        train, val = divide([(name, b"0123456789") for name in chosen[:100]])
-        assert train == [b"012345678"] * 100 and val == [b"9"] * 100
-
-
-def test_full_disk(tmp_path, cache):
-    """Catches a full disk without a word of which file, and half a corpus that is left."""
-    text = tmp_path / "text.txt"
-    text.write_text("0123456789" * 10_000)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
-        with pytest.raises(OSError) as error:
-            prepare(str(text), cache=tmp_path / "cache")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert error.value.filename.endswith("train.bin")
-    assert re.fullmatch(r"File too large \([\d,]+ MiB free\)", error.value.strerror)
-    assert not any((tmp_path / "cache").iterdir())

@@ -29,7 +29,7 @@ NAMES = [f"docs/{name}" for name in re.findall(r"\]\(docs/([\w-]+\.md)\)", READM
 NAMES = ["README.md", *dict.fromkeys(NAMES)]
 PAGES = {name: (ROOT / name).read_text("utf-8") for name in NAMES if name != "docs/log.md"}
 
-OF_ONE_RUN = ("converge", "buckets", "shift", "tokens", "tau", "penalty", "heatmap", "report")
+OF_ONE_RUN = ("converge", "buckets", "shift", "tokens", "tau", "heatmap", "report")
 TRAIN = "--steps 2 --batch-size 2 --eval-windows 2 --log-every 1"
 SHORT = {  # appended to a command, so that it takes seconds
     "train.py": TRAIN,

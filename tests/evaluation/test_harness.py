@@ -11,11 +11,10 @@ import pytest
 import torch
 import transformers
 from conftest import small_model
+from foreign import byte_level
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from baselines import all_methods, build
 from baselines.cost import cost
@@ -71,11 +70,9 @@ def tasks(tmp_path_factory):
     """A folder with tasks of every kind, whose documents are in a file beside them."""
     folder = tmp_path_factory.mktemp("tasks")
     documents = [
-        {"name": name, "animal": animal, "choices": [f" {a}" for a in (WRONG[0], animal, WRONG[1])]}
+        {"name": name, "animal": animal, "choices": (WRONG[0], animal, WRONG[1])}
         for name, animal in ANIMALS.items()
     ]
-    for document in documents:
-        document["choices"] = [choice.strip() for choice in document["choices"]]
     (folder / "documents.json").write_text("\n".join(map(json.dumps, documents)))
     for text in (QUIZ, CLOZE, FINISH, WHOLE):
         name = text.split()[1]
@@ -120,25 +117,6 @@ def memory(tmp_path_factory):
         save(model.eval(), folder / name)
         tokenizer.save(folder / name / "tokenizer.json")
     return folder
-
-
-def byte_level(begin=False):
-    """A BPE over bytes, as SmolLM2 and (with `begin`) Llama 3 have it."""
-    t = Library(models.BPE())
-    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    t.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    t.train_from_iterator(
-        ["the quick brown fox jumps over the lazy dog, and then it naps.\n" * 20], trainer
-    )
-    if begin:
-        t.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", t.token_to_id("<s>"))]
-        )
-    return t
 
 
 def requests(*pairs):
@@ -268,10 +246,8 @@ def test_windows(byte_model):
     shorter, *fits = (log_p for log_p, _ in lm.loglikelihood(kept, disable_tqdm=True))
     assert fits == pytest.approx([fits[0]] * 3, abs=1e-9) and abs(shorter - fits[0]) > 1e-3
     assert lm.count.cut == 2  # 38 + 3 are the window and the id after it: 39 do not fit
-    with pytest.raises(UserError, match=r"41 tokens .*scores 40 at once"):
+    with pytest.raises(UserError, match=r"asks for 41 tokens at once, .* scores 40"):
         lm.loglikelihood(requests(("a", "b" * 41)), disable_tqdm=True)
-    with pytest.raises(UserError, match="asks for nothing after"):
-        lm._loglikelihood_tokens([(None, [1], [])])
     lm = byte_model()
     lm.generate_until(requests((long, {"max_gen_toks": 10}), (long[:30], {"max_gen_toks": 10})))
     assert lm.count.cut == 1 and lm.count.tokens == 2 * (30 + 9)
@@ -305,11 +281,6 @@ def test_by_heart(tasks, memory, quick, capsys):
         main(Options(str(memory / "trained"), **arguments, tau=0.5, out=memory / "trained.json"))
     with pytest.raises(UserError, match="has no losses of texts"):
         main(Options(str(memory / "trained"), device="cpu", out=memory / "trained.json"))
-    for damage in ([], {"quiz": {}}, {"quiz": 5}, None):
-        damaged = json.loads(before) | {"tasks": damage}
-        (memory / "damaged.json").write_text(json.dumps(damaged))
-        with pytest.raises(UserError, match="damaged"):
-            main(Options(str(memory / "trained"), **arguments, out=memory / "damaged.json"))
     file = memory / "trained" / "config.json"
     file.write_text(file.read_text().replace('"block_size": 24', '"block_size": 23'))
     with pytest.raises(UserError, match="another model, tasks or options"):
@@ -397,15 +368,11 @@ def test_table(capsys):
 @pytest.mark.parametrize(
     "kwargs,message",
     [
-        (dict(tasks="quizz"), "no such task; did you mean quiz"),
+        (dict(tasks="quizz"), "no such task; lm_eval ls tasks"),
         (dict(tasks=" ,"), "names of tasks, with commas"),
-        (dict(tasks="quiz", num_fewshot=-1), "num_fewshot = -1"),
-        (dict(tasks="quiz", limit=0), "limit = 0"),
-        (dict(tasks="quiz", include_path=Path("nowhere")), "--include-path nowhere"),
         (dict(tasks="quiz", trust=False), "runs what Python .* --trust"),
         (dict(tasks="quiz", data="text", stride=3), "--data, --stride with --tasks"),
         (dict(tasks="remote"), "texts of remote cannot be read"),
-        (dict(tasks="misspelt"), "templates of misspelt cannot be filled in"),
         (dict(tasks="quiz", out=Path("nowhere/scores.json")), "--out nowhere"),
     ],
 )
@@ -417,14 +384,9 @@ def test_wrong_options(tmp_path, tasks, memory, quick, monkeypatch, kwargs, mess
     )
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    quiz = (tasks / "quiz.yaml").read_text()
-    (tmp_path / "misspelt.yaml").write_text(
-        quiz.replace("quiz", "misspelt").replace("{{name", "{{nam")
-    )
-    folder = tmp_path if kwargs["tasks"] in ("remote", "misspelt") else tasks
-    options = (
-        dict(run=str(memory / "trained"), device="cpu", include_path=folder, trust=True) | kwargs
-    )
+    folder = tmp_path if kwargs["tasks"] == "remote" else tasks
+    options = dict(run=str(memory / "trained"), device="cpu", include_path=folder, trust=True)
+    options |= kwargs
     with pytest.raises(SystemExit, match=message):
         command_line(lambda: main(Options(**options)))
 

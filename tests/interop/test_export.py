@@ -16,7 +16,8 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 from baselines import all_methods
-from corpus.tokenizers import WORDS, Tokenizer, load_tokenizer
+from corpus.huggingface import save_pretrained
+from corpus.tokenizers import WORDS, IdTokenizer, Tokenizer, load_tokenizer
 from engine.request import scored_tau
 from evaluation.harness import harness_lm
 from evaluation.scoring import states
@@ -27,7 +28,13 @@ from runtime import UserError
 from sample import generate
 
 METHODS = [kind.method for kind in all_methods() if kind.method != "vanilla"]
-NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, rotary_pct=0.5)
+NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, backbone_options={"rotary_pct": 0.5})
+LLAMA3 = dict(
+    backbone="llama3",
+    backbone_options=dict(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16.0
+    ),
+)
 TEXT = "the quick brown fox jumps over the lazy dog, and then it naps.\n" * 3
 
 
@@ -103,18 +110,25 @@ def test_every_method(tmp_path, method):
     """Catches code that the file lacks, and any difference between it and the project: logits to
     1e-5, ids and steps."""
     model = ponders(method)
-    steps = check_equal(model, exported(model, tmp_path / "a"), sides=("left",))
+    theirs = exported(model, tmp_path / "a")
+    steps = check_equal(model, theirs, sides=("left",))
     if method == "ponderlm3":
         assert len(steps) > 2
+    batch = padded(prompts(3), "left")
+    for tau in (2, -1, float("nan")):
+        for run in (theirs, theirs.generate):
+            with pytest.raises(Exception, match=f"tau = {tau} is not a probability"):
+                run(**batch, tau=tau)
 
 
 @pytest.mark.parametrize(
     "kwargs",
     [
         NEOX,
-        NEOX | dict(method="ponderlm2", parallel_residual=False),
+        NEOX | dict(method="ponderlm2", backbone_options={"parallel_residual": 0.0}),
         dict(tie_word_embeddings=True, feedback_scale=0.7),
-        dict(rope_scaling=(8.0, 1.0, 4.0, 16.0), router_offset=(1.0, 0.0, 0.5, 0.2)),
+        LLAMA3 | dict(router_offset=(1.0, 0.0, 0.5, 0.2)),
+        NEOX | dict(ponder_steps=5, feedback_scale=1.7),
     ],
     ids=str,
 )
@@ -129,6 +143,18 @@ def test_every_setting(tmp_path, kwargs):
     theirs.save_pretrained(tmp_path / "b")
     assert load(tmp_path / "b").config == model.config
     check_equal(load(tmp_path / "b"), from_pretrained(tmp_path / "b"), sides=("left",))
+
+
+def test_scores_are_those_of_decoding(tmp_path):
+    """Catches an iteration that ends far from what decoding computes, of states that settle slowly:
+    logits to 5e-4."""
+    model, (row,) = ponders(**NEOX, ponder_steps=5, feedback_scale=1.7), prompts(28)
+    cache, decoded = model.new_cache(), []
+    for position, token in enumerate(row):
+        decoded.append(model.ponder_token(token, position, cache, 0.1)[0])
+    with torch.no_grad():
+        out = exported(model, tmp_path)(torch.tensor([row]))
+    torch.testing.assert_close(out.logits[0], torch.stack(decoded), atol=5e-4, rtol=0)
 
 
 def test_tau(tmp_path):
@@ -154,8 +180,6 @@ def test_tau(tmp_path):
     with torch.no_grad():
         assert theirs(batch["input_ids"]).steps[0].equal(scores(model, row[0], 0.9)[1])
         assert theirs(batch["input_ids"], tau=0).steps[0].tolist() == [3] * 10
-    with pytest.raises(Exception, match="tau = 2 is not a probability"):
-        steps(tau=2)
 
 
 def test_steps_beyond_the_window(tmp_path):
@@ -199,18 +223,27 @@ def test_going_on_from_a_cache(tmp_path):
         theirs.generate(**padded([row, []], "left"), max_new_tokens=2)
 
 
-def test_loss_beams_and_sampling(tmp_path):
-    """Catches labels that are shifted twice, a cache that beams share, rows that sampling mixes
-    up; and a training that would learn nothing."""
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_loss(tmp_path, side):
+    """Catches labels that are shifted twice, a first token that is scored from the padding before
+    it, padding that is scored; and a training that would learn nothing."""
+    model, rows = ponders(), prompts(3, 9, 28)
+    theirs, batch = exported(model, tmp_path), padded(rows, side)
+    with torch.no_grad():
+        log_p = [scores(model, row, 0.1)[0].log_softmax(-1) for row in rows]
+    alone = [x[range(len(row) - 1), row[1:]] for x, row in zip(log_p, rows, strict=True)]
+    ids = batch["input_ids"]
+    for labels in (ids, ids.masked_fill(batch["attention_mask"] == 0, -100)):
+        loss = theirs(**batch, labels=labels).loss
+        torch.testing.assert_close(loss, -torch.cat(alone).mean(), atol=1e-5, rtol=0)
+    with pytest.raises(RuntimeError, match=r"train with the project's train\.py"):
+        theirs.train()(ids, labels=ids)
+
+
+def test_beams_and_sampling(tmp_path):
+    """Catches a cache that beams share, rows that sampling mixes up."""
     model = ponders()
     theirs, batch = exported(model, tmp_path), padded(prompts(12, 12), "left")
-    ids = batch["input_ids"]
-    loss = theirs(**batch, labels=ids).loss
-    with torch.no_grad():
-        logits = torch.stack([scores(model, row.tolist(), 0.1)[0] for row in ids])
-    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=0)
-
     beams = theirs.generate(**batch, max_new_tokens=5, num_beams=3, num_return_sequences=3,
                             eos_token_id=None, return_dict_in_generate=True,
                             output_scores=True)  # fmt: skip
@@ -221,8 +254,6 @@ def test_loss_beams_and_sampling(tmp_path):
         torch.testing.assert_close(score * 5, chosen, atol=1e-4, rtol=0)
     out = theirs.generate(**batch, max_new_tokens=5, do_sample=True, num_return_sequences=2)
     assert out.shape[0] == 4
-    with pytest.raises(RuntimeError, match=r"train with the project's train\.py"):
-        theirs.train()(ids, labels=ids)
 
 
 @pytest.mark.parametrize("method", ["ponderlm3", "mor-expert", "mor-token"])
@@ -271,7 +302,7 @@ def directory(tmp_path):
 def test_tokenizers(tmp_path, name):
     """Catches other ids than ours, of any text, and a special token that a text can spell."""
     ours = tokenizers()[name]
-    ours.save_pretrained(tmp_path)
+    save_pretrained(ours, tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     again = load_tokenizer(tmp_path / "tokenizer.json")
     assert len(theirs) == ours.vocab_size == again.vocab_size
@@ -339,6 +370,10 @@ def test_command(directory, tmp_path, capsys):
     interop_main(str(directory), to=tmp_path / "again", transformers=True)
     again = json.loads((tmp_path / "again" / "generation_config.json").read_text())
     assert again["tau"] == scored_tau(directory) == 0.1
+    IdTokenizer(257).save(tmp_path / "run" / "tokenizer.json")
+    interop_main(str(tmp_path / "run"), to=tmp_path / "ids", transformers=True)
+    assert "no tokenizer is written" in capsys.readouterr().out
+    assert not (tmp_path / "ids" / "tokenizer.json").exists()
     save(small_model(vocab_size=257, ponder_steps=0).float(), tmp_path / "plain")
     Tokenizer.bytes().save(tmp_path / "plain" / "tokenizer.json")
     interop_main(str(tmp_path / "plain"), to=tmp_path / "llama", transformers=True)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 import train as train_module
 from baselines import build, configure
-from corpus.batches import Windows
+from corpus.preparation import Windows
 from engine.request import Options, Request
 from interop import find_model, load
 from model import PonderLM

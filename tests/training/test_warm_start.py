@@ -11,7 +11,7 @@ from foreign import make_llama, make_tokenizer
 from pydantic import ValidationError
 
 from baselines import all_methods
-from corpus.batches import Windows
+from corpus.preparation import Windows
 from engine.batching import Engine
 from interop import is_model, load, read_config, save
 from model import PonderLM

@@ -8,21 +8,17 @@ import pandas as pd
 import pydantic
 import torch
 
-from attention import BACKENDS, pick_backend, soft_mask_attention
 from bench.timing import Some, machine, measure, print_table, write_results
+from kernels.attention import FORMS, find
 from model import Count
 from runtime import UserError, pick_device, progress
 
-FORMS = (*(name for name in BACKENDS if name not in ("auto", "eager")), "eager")
 # The N x N matrices of eager take gigabytes beyond, and flex compiles each size for half a minute.
 LENGTHS = {"eager": range(4097), "flex": (4096,)}
 NOT_PLAIN = ("eager", "flex")  # what would not be called plain attention
-# By device: lengths, widths, heads, slots of all sequences (None: of one), calls between two looks
-# at the clock. On a GPU it takes so many that the kernels are measured, and not Python.
-DEFAULTS = {
-    "cpu": ((1024, 4096, 8192, 16384), (56, 64, 128), 4, None, 1),
-    "cuda": ((1024, 2048, 4096, 8192, 16384), (56, 64, 120, 128), 16, 16384, 10),
-}
+# By device: heads, slots of all sequences (0: of one), calls between two looks at the clock. On a
+# GPU it takes so many that the kernels are measured, and not Python.
+SIZES = {"cpu": (4, 0, 1), "cuda": (16, 16384, 10)}
 
 
 def attention_case(backend, masked, B, N, d, heads, device, dtype):
@@ -35,9 +31,10 @@ def attention_case(backend, masked, B, N, d, heads, device, dtype):
     bias = (-9 * torch.rand(B, N, device=device)).requires_grad_() if masked else None
     gradient = torch.randn(B, heads, N, d, device=device, dtype=dtype)
     leaves = [x for x in (q, k, v, bias) if x is not None]
+    attend = find(backend, device, dtype)
 
     def run():
-        soft_mask_attention(q, k, v, bias, backend).backward(gradient)
+        attend(q, k, v, bias).backward(gradient)
         for x in leaves:
             x.grad = None
 
@@ -45,22 +42,24 @@ def attention_case(backend, masked, B, N, d, heads, device, dtype):
 
 
 def runnable(names, device, dtype):
-    """Those of the backends that can run here, and {name: why not} of the others."""
-    found, refused = [], {}
+    """Those of the backends that can run here; says why others cannot."""
+    found = []
     for name in names:
         try:
-            found.append(pick_backend(name, device, dtype))
+            find(name, device, dtype)
+            found.append(name)
         except UserError as error:
-            refused[name] = str(error)
-    return found, refused
+            print("not run:", error)
+    return found
 
 
-def measure_size(backends, B, N, d, heads, repeats, calls, device, dtype):
+def measure_size(backends, N, d, repeats, device, dtype):
     """One row for each backend, after that of the fastest kernel without bias; and those refused.
 
     Plain attention is what the same kernels do without a bias.
     """
-    cases = {}
+    heads, slots, calls = SIZES["cuda" if device.type == "cuda" else "cpu"]
+    cases, B = {}, max(slots // N, 1)
     for name in backends:
         if N in LENGTHS.get(name, (N,)):
             shape = (B, N, d, heads, device, dtype)
@@ -85,26 +84,22 @@ def measure_size(backends, B, N, d, heads, repeats, calls, device, dtype):
 
 @pydantic.validate_call
 def attention(
-    lengths: Some[Count] | None = None,
-    widths: Some[Count] | None = None,
-    heads: Count | None = None,
-    slots: Count | None = None,
-    backends: Some[Literal[FORMS]] | None = None,
+    lengths: Some[Count] = (1024, 4096, 8192, 16384),
+    widths: Some[Count] = (56, 64, 128),
+    backends: Some[Literal[tuple(FORMS)]] | None = None,
     repeats: Count = 5,
     device: str = "auto",
     out: Path = Path("out/bench"),
 ):
     """Soft-mask attention against plain causal attention: time and peak memory as ratios.
 
-    Each ratio is one of medians. bfloat16 on CUDA, float32 elsewhere. The results are written after
-    each size.
+    Each ratio is one of medians. On a CPU one sequence of 4 heads in float32; on CUDA 16,384 slots
+    of 16 heads in bfloat16. The results are written after each size.
 
     Args:
-        lengths: N, in slots; by default 1024 to 16384
-        widths: d of a head; by default 56, 64 and 128, on CUDA 120, too
-        heads: number of heads; by default 4, on CUDA 16
-        slots: of all sequences of a batch; by default those of one, on CUDA 16384
-        backends: forms of attention.py; by default all that can run, on a CPU sdpa and eager
+        lengths: N, in slots
+        widths: d of a head
+        backends: forms of attention; by default sdpa and eager, on CUDA all that can run
         repeats: rounds
         device: auto, cpu, cuda
         out: folder for the results
@@ -112,48 +107,37 @@ def attention(
     device = pick_device(device)
     on_cuda = device.type == "cuda"
     dtype = torch.bfloat16 if on_cuda else torch.float32
-    of_device = DEFAULTS["cuda" if on_cuda else "cpu"]
-    lengths, widths, heads = lengths or of_device[0], widths or of_device[1], heads or of_device[2]
-    slots, calls = slots or of_device[3], of_device[4]
-    backends = backends or (FORMS if on_cuda else ("sdpa", "eager"))
-    backends, refused = runnable(backends, device, dtype)
-    results = {"machine": machine(device), "heads": heads, "dtype": str(dtype), "slots": slots}
-    results |= {"auto": pick_backend("auto", device, dtype), "rows": []}
-    results["refused"] = [{"backend": name, "why": why} for name, why in refused.items()]
+    backends = runnable(backends or (tuple(FORMS) if on_cuda else ("sdpa", "eager")), device, dtype)
+    results = {"machine": machine(device), "dtype": str(dtype), "rows": [], "refused": []}
     file = out / f"attention-{device.type}.json"
     for d, N in progress(list(product(widths, lengths)), "attention", unit=" sizes", leave=False):
-        B = max((slots or N) // N, 1)
-        rows, refused = measure_size(backends, B, N, d, heads, repeats, calls, device, dtype)
+        rows, refused = measure_size(backends, N, d, repeats, device, dtype)
         results["rows"] += rows
         results["refused"] += refused
         write_results(file, results)
-    print(results["machine"], results["dtype"], f"{heads} heads, median of {repeats}")
+    print(results["machine"], results["dtype"], f"median of {repeats}")
     columns = {"d": "d", "N": "N", "backend": "backend", "ms": "milliseconds:.1f"}
     columns |= {"MiB": "MiB:.1f", "time / plain": "time_ratio:.2f"}
     print_table(results["rows"], columns | {"memory / plain": "memory_ratio:.2f"})
     for row in results["refused"]:
-        print("not run:", ", ".join(f"{key} {value}" for key, value in row.items()))
-    draw_attention(results, file.with_suffix(".png"))
+        print("not run: {backend}, N = {N}, d = {d}: {why}".format(**row))
+    draw(results["rows"], file.with_suffix(".png"))
     print(f"written: {file} and {file.with_suffix('.png').name}")
 
 
-def draw_attention(results, file):
+def draw(rows, file):
     from matplotlib.figure import Figure
 
-    colors = {"plain": "#555555", "sdpa": "#0072B2", "fa2": "#009E73", "eager": "#D55E00"}
-    colors |= {"cudnn": "#56B4E9", "flash": "#CC79A7", "fa4": "#000000", "flex": "#E69F00"}
-    frame = pd.DataFrame(results["rows"])
+    frame = pd.DataFrame(rows)
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     axes = figure.subplots(1, 2)
     titles = ("time_ratio", "time / plain causal attention"), ("MiB", "peak memory, MiB")
     for axis, (key, title) in zip(axes, titles, strict=True):
-        for b, color in colors.items():
-            curves = frame[frame.backend == b].groupby("d", sort=False)
-            for (d, curve), style in zip(curves, cycle(["-", "--", ":", "-."]), strict=False):
-                look = {"color": color, "marker": "o", "label": f"{b}, d={d}"}
-                axis.plot(curve.N, curve[key], style, **look)
-        axis.set(xscale="log", yscale="log", xlabel="N, slots", title=title)
+        for i, (backend, mine) in enumerate(frame.groupby("backend", sort=False)):
+            for (d, curve), style in zip(mine.groupby("d"), cycle(["-", "--", ":"]), strict=False):
+                axis.plot(curve.N, curve[key], f"C{i}o{style}", label=f"{backend}, d={d}")
         lengths = sorted(frame.N.unique())
+        axis.set(xscale="log", yscale="log", xlabel="N, slots", title=title)
         axis.set_xticks(lengths, [str(n) for n in lengths])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
