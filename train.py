@@ -144,10 +144,11 @@ def to_device(rows, device):
 
 def main():
     _, results = train(parse(description=__doc__))
+    if results is None:  # stopped; once more, and it ends without a word
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if dist.is_initialized():
         dist.destroy_process_group()
-    if results is None:  # stopped: what a script has behind it has to wait
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # once more ends it without a word
+    if results is None:  # what a script has behind it has to wait
         sys.exit(130)
 
 

@@ -231,14 +231,22 @@ class Request:
 
     def show(self, i, pairs, file):
         """Print a sample as its pairs (token, steps) come, or write it. -> the tokens generated"""
-        text, ids, config = self.texts[i], self.ids[i], self.model.config
         if file:
-            return write_sample(file, text, pairs, self.tokenizer, self.end)
+            return write_sample(file, self.texts[i], pairs, self.tokenizer, self.end)
         print(f"\n--- sample {i + 1} of {len(self.ids)}" if len(self.ids) > 1 else "")
-        K = config.ponder_steps if self.options.show_steps else None
+        K = self.model.config.ponder_steps if self.options.show_steps else None
         printer = Printer(self.tokenizer, K, self.end)
-        m = len(ids) if len(ids) <= config.block_size else max(config.block_size // 2, 1)
-        return printer.sample(pairs, text, ids, self.read[i], m)
+        for n, (token, steps) in enumerate(pairs, start=1):
+            if n == 1:  # now the steps of the prompt are known
+                printer.prompt(self.texts[i], self.ids[i], self.read[i][: self.fitting(i)])
+            printer.token(token, steps)
+        printer.close()
+        return n
+
+    def fitting(self, i):
+        """How many tokens of a prompt are read: all, or the last half window of a longer one."""
+        n, window = len(self.ids[i]), self.model.config.block_size
+        return n if n <= window else max(window // 2, 1)
 
 
 # -- Prompts and samples ---------------------------------------------------------------------------
@@ -281,21 +289,6 @@ class Printer:
         self.tokenizer, self.K, self.end, self.color = tokenizer, K, end, sys.stdout.isatty()
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def sample(self, pairs, text, ids, read, m):
-        """A prompt and its pairs (token, steps), as they come. -> the tokens generated
-
-        With the first pair, `read` has the steps of the prompt's m tokens that are read.
-        """
-        n = 0
-        for n, (token, steps) in enumerate(pairs, start=1):
-            if n == 1:
-                self.prompt(text, ids, read[:m])
-            self.token(token, steps)
-        if n == 0:
-            print(text, end="")
-        self.close()
-        return n
-
     def prompt(self, text, ids, read):
         """`read`: steps of the prompt's tokens that were read, of a long one the last.
 
@@ -330,23 +323,18 @@ def write_sample(file, prompt, pairs, tokenizer, end):
     return len(tokens)
 
 
-def holds_samples(file):
-    """Whether its first line is one of write_sample."""
-    with suppress(ValueError, AttributeError), open(file, "rb") as stream:
-        return from_json(stream.readline()).keys() == {"prompt", "text", "tokens", "steps"}
-    return False
-
-
 def check_out(out, prompts):
     """Refuse a place for samples before they take time: what is there, but samples, stays."""
     if out.exists() and (not out.is_file() or (prompts and out.samefile(prompts))):
         raise UserError(f"--out {out} is the file of prompts, or not a regular file: take another")
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}; make it first")
-    if not os.access(out.parent, os.W_OK):
-        raise UserError(f"--out {out}: nothing can be written in {out.parent}; take another folder")
-    if out.exists() and out.stat().st_size and not holds_samples(out):
-        raise UserError(f"--out {out} holds something else than samples: take another")
+    if out.exists() and out.stat().st_size:
+        first = None
+        with suppress(ValueError), out.open("rb") as file:
+            first = from_json(file.readline())
+        if not isinstance(first, dict) or first.keys() != {"prompt", "text", "tokens", "steps"}:
+            raise UserError(f"--out {out} holds something else than samples: take another")
 
 
 @contextmanager
@@ -356,25 +344,23 @@ def replacing(out, n):
     if out is None:
         yield None
         return
-    part, kept = out.with_name(out.name + ".part"), False
+    part, target = out.with_name(out.name + ".part"), out
     file = part.open("w", encoding="utf-8")
     try:
         yield file
     except Exception:
-        kept = out.exists()
+        target = part if out.exists() else out
         raise
     finally:
         with suppress(OSError):  # of the line that a full disk did not take
             file.close()
-        whole = part.read_bytes().rpartition(b"\n")
-        os.truncate(part, len(whole[0] + whole[1]))
-        written = whole[0].count(b"\n") + len(whole[1])
-        if not written:
+        lines = part.read_bytes().split(b"\n")[:-1]  # without the one that is not whole
+        if lines:
+            os.truncate(part, sum(len(line) + 1 for line in lines))
+            part.replace(target)
+            print(f"written: {target}, {len(lines)} of {n} samples")
+        else:
             part.unlink()
-        elif not kept:
-            part.replace(out)
-        if written:
-            print(f"written: {part if kept else out}, {written} of {n} samples")
 
 
 def summary(read, K, total, start):

@@ -168,10 +168,10 @@ def read_json(file, kind=dict, way_out=""):
     """
     try:  # which refuses what is nested too deep, too
         content = pydantic_core.from_json(read_bytes(file))
+        if not isinstance(content, dict):
+            raise ValueError(f"it begins with {content!r:.20}")
     except ValueError as error:
         raise UserError(f"{file} is not a JSON object: {error}{way_out}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file} is not a JSON object{way_out}")
     try:
         return check_json(content, kind)
     except UserError as error:
@@ -203,8 +203,7 @@ def locate(name, files=("*.json", "*.safetensors")):
     except Exception as error:  # a download fails in any way
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise UserError(
-            f"{where} cannot be fetched ({reason}): check the name and the network, or download "
-            "the model elsewhere and give its directory"
+            f"{where} cannot be fetched ({reason}); check the name, or give a directory"
         ) from None
 
 
@@ -223,8 +222,8 @@ def pick_device(name="auto"):
         device = torch.device(there[0] if name == "auto" else name)
         if device.type in there:
             if device.type == "cuda" and device.index is not None:
-                if device.index >= torch.cuda.device_count():
-                    raise UserError(f"device {name!r} is not here: {torch.cuda.device_count()} are")
+                if device.index >= (count := torch.cuda.device_count()):
+                    raise UserError(f"device {name!r} is not here: this machine has {count} GPUs")
                 torch.cuda.set_device(device)  # where streams, events and graphs are made
             return device
     raise UserError(f"device {name!r} is not here; there is {', '.join(there)}")
@@ -254,7 +253,7 @@ def pick_threads(count, device):
 def pick_precision(name, device):
     """'auto' -> bfloat16 where its matrix products are fast (on a CPU: measured), else float32."""
     if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+        return getattr(torch, name)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if device.type != "cpu":
@@ -291,11 +290,7 @@ def join_processes(device):
     if "RANK" not in os.environ:
         return 0, 1, device
     if device.type == "cuda":
-        index, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if index >= count:
-            raise UserError(f"--nproc_per_node is more than the {count} GPUs of this machine")
-        device = torch.device("cuda", index)
-        torch.cuda.set_device(device)
+        device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
     if not dist.is_initialized():  # by an earlier training
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if dist.get_rank():
@@ -325,15 +320,6 @@ def average_gradients(model):
         flat /= dist.get_world_size()
         for g, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             g.copy_(mean.view_as(g))
-
-
-def any_process(flag):
-    """Whether a flag is set in any of the processes."""
-    flags = [flag]
-    if dist.is_initialized():
-        flags = [None] * dist.get_world_size()
-        dist.all_gather_object(flags, flag)
-    return any(flags)
 
 
 def from_first(value):

@@ -258,7 +258,8 @@ def go_on(config, corpus):
         that changed.
 
     Raises:
-        UserError: a change that is not in MAY_CHANGE; nothing is touched then.
+        UserError: a change that is not in MAY_CHANGE, or fewer steps than are done; nothing is
+            touched then.
     """
     run, before, corpus_before = read_settings(config.out, config.name)
     changed = changes(before, config)
@@ -270,7 +271,10 @@ def go_on(config, corpus):
             f"{run} was trained with other settings; leave them as they were, or train anew "
             f"without --resume. Changed: {'; '.join(refused)}"
         )
-    return run, checkpoints(run)[-1] if checkpoints(run) else None, changed
+    checkpoint = checkpoints(run)[-1] if checkpoints(run) else None
+    if checkpoint and step_of(checkpoint) > config.steps:
+        raise UserError(f"{checkpoint} is beyond step {config.steps}; go on with a larger --steps")
+    return run, checkpoint, changed
 
 
 # -- The corpus ------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from typing_extensions import TypedDict
 from interop import is_model, save
 from runtime import (
     UserError,
-    any_process,
     check_json,
     clock,
     commit,
@@ -68,19 +67,14 @@ def check_free(run):
         raise UserError(f"{run} exists: go on with --resume, or choose another --name")
 
 
-def check_name(name):
-    if Path(name).name != name or name == "..":
-        raise UserError(f"--name {name!r} is not a plain name; --out says where the run goes")
-
-
 def new_run(out, name, prefix):
     """Create out/<name>, or without a name out/<prefix>-<date and time>.
 
     Raises:
         UserError: such a run exists already, with a model; or the name is not one of a folder.
     """
-    if name:
-        check_name(name)
+    if name and (Path(name).name != name or name == ".."):
+        raise UserError(f"--name {name!r} is not a plain name; --out says where the run goes")
     fresh = f"{prefix}-{time.strftime('%m%d-%H%M%S')}"
     same_second = len(list(Path(out).glob(f"{fresh}*")))
     run = Path(out) / (name or (f"{fresh}-{same_second + 1}" if same_second else fresh))
@@ -201,22 +195,19 @@ def draw_losses(run):
     import matplotlib.pyplot as plt
 
     log = read_lines(run / "log.jsonl")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, names, unit in (
-        (left, ("ce", "val"), "cross-entropy, nats per token"),
-        (right, ("K_hat",), "executed steps per token, K-hat"),
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, name, style, label in (
+        (axes[0], "ce", "-", "train"),
+        (axes[0], "val", "o-", "validation"),
+        (axes[1], "K_hat", "-", None),
     ):
-        for name in names:
-            points = [(row["step"], row[name]) for row in log if name in row]
-            marker = "o" if name == "val" else None
-            axis.plot(
-                *zip(*points, strict=True),
-                label={"ce": "train", "val": "validation"}.get(name),
-                marker=marker,
-            )
-        axis.set(xlabel="optimizer step", ylabel=unit)
+        rows = [row for row in log if name in row]
+        axis.plot([row["step"] for row in rows], [row[name] for row in rows], style, label=label)
+        axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
-    left.legend()
+    axes[0].set_ylabel("cross-entropy, nats per token")
+    axes[0].legend()
+    axes[1].set_ylabel("executed steps per token, K-hat")
     with writing(run / "loss.png"):
         figure.savefig(run / "loss.png", dpi=150)
     plt.close(figure)
@@ -257,7 +248,7 @@ def save_checkpoint(run, model, optimizer, step, seconds):
         "seconds": seconds,  # of training so far
         "optimizer": optimizer.state_dict(),
         "random": torch.get_rng_state(),
-        "random_cuda": torch.cuda.get_rng_state() if on_cuda(optimizer) else None,
+        "random_cuda": torch.cuda.get_rng_state() if model.lm_head.weight.is_cuda else None,
     }
     try:
         for old in run.glob("step-*.tmp"):
@@ -279,10 +270,6 @@ def save_checkpoint(run, model, optimizer, step, seconds):
         raise cannot_write(run, error) from None
 
 
-def on_cuda(optimizer):
-    return optimizer.param_groups[0]["params"][0].is_cuda
-
-
 def publish(checkpoint):
     """Let the run's own model be that of a checkpoint, without a copy where links are possible."""
     run = checkpoint.parent
@@ -302,13 +289,6 @@ def unreadable(checkpoint, error):
     return UserError(f"{error}; {way_out}")
 
 
-def dense(tensor):
-    """A copy in memory of its own: a view may claim more than it has, and kernels write to all."""
-    if tensor.layout != torch.strided or not tensor.is_floating_point():
-        raise ValueError(f"a tensor is {tensor.layout}, {tensor.dtype}")
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 def read_trainer(checkpoint, optimizer):
     """Restore the optimizer and the random state -> steps done, seconds of training.
 
@@ -324,26 +304,40 @@ def read_trainer(checkpoint, optimizer):
     except Exception as error:  # a foreign file fails in any way
         reason = str(error).splitlines()[0] if str(error) else "it is empty"
         raise unreadable(checkpoint, f"{file} cannot be read as data: {reason}") from None
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     try:
         if trainer["step"] != step_of(checkpoint):
             raise ValueError(f"it is of step {trainer['step']}")
-        state, now = trainer["optimizer"]["state"], optimizer.state_dict()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if state.keys() != set(range(len(parameters)) if trainer["step"] else ()):
-            raise ValueError(f"it has {len(state)} states for {len(parameters)} parameters")
-        for i, p in enumerate(parameters if state else ()):  # shapes, which torch trusts
-            expected = {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
-            found = {name: value.shape for name, value in state[i].items()}
-            if found != expected:
-                raise ValueError(f"parameter {i} has {found}, not {expected}")
-            state[i] = {name: dense(value) for name, value in state[i].items()}
-        optimizer.load_state_dict(now | {"state": state})  # the settings are this training's
+        state = checked_state(trainer["optimizer"]["state"], parameters if trainer["step"] else [])
+        # The groups are this training's: a resumed one may have another learning rate.
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
         torch.set_rng_state(trainer["random"])
-        if on_cuda(optimizer) and trainer["random_cuda"] is not None:  # else it moved to a GPU
+        if parameters[0].is_cuda and trainer["random_cuda"] is not None:  # else it moved to a GPU
             torch.cuda.set_rng_state(trainer["random_cuda"])
         return trainer["step"], check_json(trainer["seconds"], Finite)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, UserError) as error:
         raise unreadable(checkpoint, f"{file} is not of this model: {error!r}") from None
+
+
+def checked_state(state, parameters):
+    """What AdamW knows of each parameter, if it is of these: torch trusts its shapes and types.
+
+    Every tensor is copied to memory of its own. A view in a file may claim more than it has, and
+    the optimizer's kernels write to all of it.
+
+    Raises:
+        ValueError: it is of other parameters.
+    """
+    if state.keys() != set(range(len(parameters))):
+        raise ValueError(f"it has {len(state)} states for {len(parameters)} parameters")
+    for i, p in enumerate(parameters):
+        expected = {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+        found = {name: tensor.shape for name, tensor in state[i].items()}
+        plain = all(x.layout == torch.strided and x.is_floating_point() for x in state[i].values())
+        if found != expected or not plain:
+            raise ValueError(f"parameter {i} has {state[i]!r:.80}, not numbers of {expected}")
+    copy = lambda x: x.clone(memory_format=torch.contiguous_format)  # noqa: E731
+    return {i: {name: copy(x) for name, x in of_one.items()} for i, of_one in state.items()}
 
 
 def begin_log(run, step, changed, machine):
@@ -414,7 +408,7 @@ class Session:
                 ..                              # the step
                 session.log(step, numbers)      # scalars on the device
                 if session.is_due(step):
-                    session.log_validation(step, loss)
+                    session.log_validation(step, loss, windows)
                     session.save(step)
             session.finish(results)
 
@@ -427,7 +421,7 @@ class Session:
         self.t, self.optimizer = training, optimizer
         self.run, self.config = training.run, training.config
         self.first, self.seconds = 0, 0.0  # steps done before, and what they took
-        self.stop, self.last = StopSignal(), None
+        self.stop, self.under_way = StopSignal(), None
         self.lock = nullcontext() if training.rank else locked(training.run)
 
     def __enter__(self):
@@ -435,10 +429,6 @@ class Session:
         t = self.t
         if t.checkpoint:
             self.first, self.seconds = read_trainer(t.checkpoint, self.optimizer)
-        if self.first > self.config.steps:
-            raise UserError(
-                f"{t.checkpoint} is beyond step {self.config.steps}; go on with a larger --steps"
-            )
         self.before = self.seconds
         machine = {"torch": torch.__version__, "device": t.device.type, "processes": t.processes}
         machine |= {"threads": self.config.threads, "commit": commit()}
@@ -448,8 +438,8 @@ class Session:
             begin_log(self.run, self.first, t.changed, machine)
             if t.checkpoint:
                 publish(t.checkpoint)
-            elif self.config.init_from:
-                self.write_checkpoint(0)  # from here on the first model is not needed any more
+        if self.config.init_from and not t.checkpoint:
+            self.save(-1)  # from here on the first model is not needed any more
         size = sum(p.numel() for p in t.model.parameters())
         print(f"{self.run}: {size:,} parameters, {self.config.precision}, {self.config.backend}")
         print(f"{machine}")
@@ -457,19 +447,19 @@ class Session:
         return self
 
     def __exit__(self, kind, error, trace):
-        self.stop.end()
         self.lock.__exit__(kind, error, trace)
         if kind is Stopped:
-            print(f"stopped; go on with: {resume_command(self.run)}")
+            print(f"stopped; go on with: {resume_command(self.run)}", flush=True)
+        self.stop.end()
         return kind is Stopped
 
     def steps(self):
         """Yield the numbers of the steps that are left, from 0 on."""
         for step in range(self.first, self.config.steps):
-            self.stop.saved = False
-            self.began = time.time()
+            self.began = time.monotonic()
             yield step
-            if any_process(self.stop.received):
+            received = torch.tensor(int(self.stop.received))
+            if reduce(received, self.t.device):  # in any of the processes
                 if not self.is_due(step):
                     self.save(step)
                 raise Stopped
@@ -489,12 +479,13 @@ class Session:
         numbers = numbers.to("cpu", non_blocking=True)  # a GPU's into pinned memory
         if arrived:
             arrived.record()
-        self.last, done, config = (step + 1, values.keys(), numbers, arrived), step + 1, self.config
-        if not (done % config.log_every == 0 or done == config.steps):
-            self.seconds += time.time() - self.began
+        done, config = step + 1, self.config
+        self.under_way = done, values.keys(), numbers, arrived
+        is_logged = done % config.log_every == 0 or done == config.steps
+        row = self.look() if is_logged else {}
+        self.seconds += time.monotonic() - self.began
+        if not is_logged:
             return
-        row = self.look()
-        self.seconds += time.time() - self.began
         numbers = reduce(torch.tensor([*row.values()]), self.t.device) / self.t.processes
         row = dict(zip(row, numbers.tolist(), strict=True))
         a_step = (self.seconds - self.before) / (done - self.first)
@@ -508,14 +499,15 @@ class Session:
         self.append({"step": done, **row})
 
     def look(self):
-        """Wait for the last step, unless that has been done. -> {name: number} that it logged.
+        """Wait for what the last step logged, unless that has been done. -> {name: number}
 
         Raises:
             UserError: one of them is not finite.
         """
-        if self.last is None:
+        if self.under_way is None:
             return {}
-        (done, names, numbers, arrived), self.last = self.last, None
+        done, names, numbers, arrived = self.under_way
+        self.under_way = None
         if arrived:
             arrived.synchronize()
         values = dict(zip(names, numbers.tolist(), strict=True))
@@ -529,21 +521,15 @@ class Session:
     def log_validation(self, step, loss, windows):
         self.look()
         done = step + 1
-        print(
-            f"step {done}/{self.config.steps}  validation {loss:.3f} ({windows} windows)",
-            flush=True,
-        )
+        print(f"step {done}/{self.config.steps}  validation {loss:.3f} ({windows} windows)")
         check_finite(self.run, done, validation=loss)
         self.append({"step": done, "val": loss})
 
     def save(self, step):
-        """A checkpoint after a step."""
+        """A checkpoint after a step; that of -1 is the beginning."""
         self.look()  # before anything is saved
         if not self.t.rank:
-            self.write_checkpoint(step + 1)
-
-    def write_checkpoint(self, done):
-        save_checkpoint(self.run, self.t.model, self.optimizer, done, self.seconds)
+            save_checkpoint(self.run, self.t.model, self.optimizer, step + 1, self.seconds)
 
     def finish(self, results):
         """Keep the final evaluation."""

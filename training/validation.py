@@ -34,17 +34,9 @@ def truncate(h, s, i, renormalise=True):
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # compiling for these shapes would take longer
 def evaluate(
-    model,
-    windows,
-    count,
-    device,
-    R=None,
-    tau=None,
-    tau_steps=None,
-    permute=False,
-    batch_size=32,
+    model, windows, count, device, R=None, tau=None, tau_steps=None, permute=False, batch_size=32,
     first=0,
-):
+):  # fmt: skip
     """Mean losses over `count` windows from the `first` on, in the order of their seed, in float32.
 
     R and tau as in PonderLM.states; R None is the fixed point, which decoding computes.

@@ -57,24 +57,25 @@ def start_defaults(defaults, name, method=None, steps=None, ponder_steps=None):
     """
     base, shape = read_config(locate(name)), defaults.model
     window = min(base.block_size, shape.block_size)
-    rate = defaults.learning_rate / 2
+    defaults = replace(defaults, learning_rate=defaults.learning_rate / 2)
     warmup = round(0.3 * (steps or defaults.steps))
     if base.method != "vanilla" and method in (None, base.method):
-        K, more = base.ponder_steps, (ponder_steps or 0) - base.ponder_steps
-        if ponder_steps is not None:
-            refuse_fewer(name, K, ponder_steps)
+        K = base.ponder_steps if ponder_steps is None else ponder_steps
+        refuse_fewer(name, base.ponder_steps, K)
         model = replace(base, block_size=window)
-        if more <= 0 or not can_warm_up(base.method):
-            return replace(defaults, model=model, learning_rate=rate)
-        offset = (*base.offset, *base.offset[-1:] * more)
-        model = replace(model, ponder_steps=ponder_steps, router_offset=offset)
-        led = dict(ponder_warmup=warmup, ponder_from=K)
-        return replace(defaults, model=model, learning_rate=rate, **led)
+        if base.ponder_steps == K or not can_warm_up(base.method):
+            return replace(defaults, model=model)
+        model = replace(model, ponder_steps=K, router_offset=longer(base, K))
+        return replace(defaults, model=model, ponder_warmup=warmup, ponder_from=base.ponder_steps)
     backbone = {name: getattr(base, name) for name in BACKBONE}
-    shape = configure(shape, method or "ponderlm3", **backbone, block_size=window)
-    if base.method != "vanilla" or not can_warm_up(shape.method):
-        warmup = 0
-    return replace(defaults, model=shape, learning_rate=rate, ponder_warmup=warmup)
+    model = configure(shape, method or "ponderlm3", **backbone, block_size=window)
+    warmup = warmup if can_warm_up(model.method) else 0
+    return replace(defaults, model=model, ponder_warmup=warmup)
+
+
+def longer(config, K):
+    """The router's offset of a config for K steps: the further ones have the last one's."""
+    return (*config.offset, *config.offset[-1:] * (K - config.ponder_steps))
 
 
 def tokenizer_beside(config):
@@ -147,8 +148,8 @@ def carried_over(base, config):
         tensors["router.proj.weight"] = torch.cat([rows, copies])
     if wrong := differences(tensors, model.state_dict()):
         raise UserError(
-            f"a {base.config.method} of {K} steps cannot become a {config.method} of "
-            f"{config.ponder_steps}: {wrong}; leave --ponder-steps at {K}"
+            f"{config.method} has weights for each step, so that one of {K} steps cannot go on "
+            f"with {config.ponder_steps}; leave --ponder-steps at {K} ({wrong})"
         )
     model.load_state_dict(tensors)
     return model
@@ -156,10 +157,9 @@ def carried_over(base, config):
 
 def deeper(model, more):
     """The model with `more` steps a token than it was trained with, its router's last row again."""
-    config, longer = model.config, {}
-    if can_warm_up(config.method):
-        longer = {"router_offset": (*config.offset, *config.offset[-1:] * more)}
-    config = replace(config, ponder_steps=config.ponder_steps + more, **longer)
+    config, K = model.config, model.config.ponder_steps + more
+    offset = longer(config, K) if can_warm_up(config.method) else config.router_offset
+    config = replace(config, ponder_steps=K, router_offset=offset)
     return carried_over(model, config).to(model.lm_head.weight.device).eval()
 
 
