@@ -188,7 +188,7 @@ class PonderLM(nn.Module):
         return h if self.config.feedback_scale is None else h * self.config.feedback_scale
 
     def key_bias(self, log_w, tau=None):
-        """Mask scores (..., S) -> bias on the keys of the slots. None, of a method without masks: no bias."""
+        """Mask scores (..., S) -> bias on the keys of the slots; None, without masks: no bias."""
         return slot_bias(log_w, tau)
 
     # From states to predictions (section 3.2.3)

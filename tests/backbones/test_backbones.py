@@ -72,7 +72,7 @@ def test_bfloat16():
         ("gpt", {}, "backbone 'gpt' is not one of llama, gpt_neox"),
         ("gpt_neox", {}, "num_key_value_heads = 2: gpt_neox does not follow it"),
         ("llama", {"rotary_pct": 0.5}, r"backbone_options .*rotary_pct.*: llama has none"),
-        ("llama3", {"rotary_pct": 0.5}, "rotary_pct"),
+        ("llama3", {"rotary_pct": 0.5}, "backbone_options: factor is missing"),
         ("llama3", LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor = 4.0 is not below"),
     ],
 )
