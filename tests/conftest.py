@@ -16,6 +16,9 @@ from training.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
+LLAMA3 = dict(  # options of backbones/llama3.py that matter within a few tokens
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8.0
+)
 needs_bfloat16 = pytest.mark.skipif(
     not has_bfloat16(), reason="needs a CPU with blocks of bfloat16 (AVX-512)"
 )

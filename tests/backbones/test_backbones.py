@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import decode, needs_bfloat16, small_model, tokens
+from conftest import LLAMA3, decode, needs_bfloat16, small_model, tokens
 from pydantic import ValidationError
 
 from baselines import all_methods, build, configure
@@ -12,8 +12,6 @@ from runtime import UserError
 from sample import generate
 
 NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, router_scale=12.0)
-LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-LLAMA3 |= dict(original_max_position_embeddings=8.0)
 
 
 def neox(method="ponderlm3", parallel=True):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import small_model
+from conftest import LLAMA3, small_model
 
 from engine.batching import Engine, Sequence
 from engine.cuda_graphs import rounded
@@ -101,7 +101,7 @@ def test_many(model, many, batch_size, monkeypatch):
         dict(method="ponderlm2", feedback_scale=0.3),
         dict(num_key_value_heads=1, head_dim=10, tie_word_embeddings=True, embed_scale=3.0),
         dict(rms_norm_eps=0.1, rope_theta=100.0, num_key_value_heads=4),
-        dict(rope_scaling=(8.0, 1.0, 4.0, 8.0)),
+        dict(backbone="llama3", backbone_options=LLAMA3),
     ],
     ids=lambda settings: "-".join(settings) + settings.get("method", ""),
 )
@@ -174,64 +174,16 @@ def test_shared_contexts(model, monkeypatch):
     assert steps == expected and read[0] == 3
 
 
-@pytest.mark.parametrize("slow", ["one by one", "in parallel"])
-def test_prefill_by_what_was_measured(model, slow, monkeypatch):
-    """Catches prompts that are read in the way that was measured to be slower, at first by a trial;
-    and measurements that are not taken."""
-    engine, texts, tried = Engine(model, 2, tau=0.3), prompts(2, 9), []
-    trials = {"try_slot": slow == "one by one", "try_pass": slow == "in parallel"}
-    for name, is_slow in trials.items():
-        monkeypatch.setattr(engine, name, lambda *_, x=is_slow: tried.append(1) or float(x))
-    for _ in range(2):
-        first = engine.generate(texts, 4, **SAMPLING)
-    passes = engine.stats.prompt_passes
-    assert (passes > 0) == (slow == "one by one") and len(tried) == 2
-    other = {2: 0.0, (2, 12): 1.0} if slow == "one by one" else {2: 1.0, (2, 12): 0.0}
-    assert engine.seconds_of_a_slot[2] not in (0.0, 1.0)  # slots were measured
-    engine.seconds_of_a_slot |= other
-    assert engine.generate(texts, 4, **SAMPLING) == first
-    assert (engine.stats.prompt_passes > passes) == (slow == "in parallel") and len(tried) == 2
-
-
-@pytest.mark.parametrize("known", ["seconds_of_a_slot", "trials"])
-def test_a_slow_way_is_tried_again(model, known):
-    """Catches one slow reading in parallel that is remembered for good."""
-    engine = Engine(model, 2)
-    getattr(engine, known).update({2: 1.0, (2, 12): 1.05})
-    q = Sequence(0, list(range(9)), None, [])
-    engine.running = [q, q]
-    assert [engine.reads_in_parallel([q, q]) for _ in range(4)] == [False, False, True, True]
-
-
-def test_seconds_of_a_slot(model, monkeypatch):
-    """Catches a mean that forgets at once or falls by itself, and a trial of one pass that is taken
-    for all of them: 16, or K T + 1, over half of the slots."""
-    engine = Engine(model, 3)
-    for seconds in (1.0, 2.0):
-        engine.measured("x", seconds)
-    assert engine.seconds_of_a_slot["x"] == pytest.approx(1.2)
-    monkeypatch.setattr("engine.batching.repeat", lambda *_, **__: [2.0, 3.0])
-    assert model.config.ponder_steps == 3
-    assert engine.try_pass(2, 8) == pytest.approx(16 * 2 / (2 * 20))
-    assert engine.try_pass(1, 2) == pytest.approx(7 * 2 / 5)
-
-
-def test_trials_of_prompts(model):
-    """Catches a trial that fails, changes what is decoded, or takes no time."""
-    engine, texts = Engine(model, 3, tau=0.3), prompts(3, 9)
-    expected = Engine(model, 3, tau=0.3, prefill="sequential").generate(texts, 4, **SAMPLING)
-    with torch.inference_mode():
-        assert engine.try_slot(3) > 0 and engine.try_pass(2, 9) > 0
-    assert engine.generate(texts, 4, **SAMPLING) == expected
-
-
-def test_trial_is_as_exact_as_the_pass():
-    """Catches a trial in another precision than that in which prompts are read."""
-    model, seen = small_model().float(), []
-    product = model.model.layers[0].mlp.up_proj
-    product.register_forward_hook(lambda module, x, y: seen.append(y.dtype))
-    Engine(model, 2, dtype=torch.bfloat16).generate([[1, 2], [3]], 2, seed=0)
-    assert seen and set(seen) == {torch.bfloat16}
+@pytest.mark.parametrize("rows, length, parallel", [(7, 64, True), (8, 65, True), (8, 64, False)])
+def test_many_short_prompts(model, rows, length, parallel):
+    """Catches prompts that are read in the slower way: many short ones, slot by slot, or others."""
+    engine = Engine(model, 8)
+    q = Sequence(0, list(range(length)), None, [])
+    engine.running = [q] * rows
+    assert engine.reads_in_parallel([q]) == parallel
+    for name in ("jacobi", "sequential"):
+        engine.options.prefill = name
+        assert engine.reads_in_parallel([q]) == (name == "jacobi")
 
 
 def test_weights_in_half_precision():

@@ -124,15 +124,6 @@ def test_no_choice_of_weights():
         assert Engine(model, 2, weights="auto", dtype=dtype).weights == "float32"
 
 
-@needs_bfloat16
-def test_few_bits_say_the_same_each_time(monkeypatch):
-    """Catches a clock that decides by which weights a prompt is read."""
-    monkeypatch.setattr(Engine, "expected", None)
-    engine = Engine(small_model().float(), 2, weights="int8")
-    texts = [engine.generate([[1, 2, 3], [4]], 6, seed=0) for _ in range(2)]
-    assert texts[0] == texts[1] and engine.stats.prompt_passes > 0
-
-
 def test_cpu_without_bfloat16(monkeypatch):
     """Catches a CPU without AVX-512 on which an engine of bfloat16, or `auto`, cannot begin."""
     monkeypatch.setattr("engine.products.onednn", SimpleNamespace(_is_mkldnn_bf16_supported=bool))

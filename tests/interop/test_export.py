@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import small_model
+from conftest import LLAMA3, small_model
 from foreign import read_json
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,12 +29,6 @@ from sample import generate
 
 METHODS = [kind.method for kind in all_methods() if kind.method != "vanilla"]
 NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, backbone_options={"rotary_pct": 0.5})
-LLAMA3 = dict(
-    backbone="llama3",
-    backbone_options=dict(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16.0
-    ),
-)
 TEXT = "the quick brown fox jumps over the lazy dog, and then it naps.\n" * 3
 
 
@@ -127,7 +121,7 @@ def test_every_method(tmp_path, method):
         NEOX,
         NEOX | dict(method="ponderlm2", backbone_options={"parallel_residual": 0.0}),
         dict(tie_word_embeddings=True, feedback_scale=0.7),
-        LLAMA3 | dict(router_offset=(1.0, 0.0, 0.5, 0.2)),
+        dict(backbone="llama3", backbone_options=LLAMA3, router_offset=(1.0, 0.0, 0.5, 0.2)),
         NEOX | dict(ponder_steps=5, feedback_scale=1.7),
     ],
     ids=str,
