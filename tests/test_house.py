@@ -43,7 +43,6 @@ ASKED_FOR = {
 
 # Packages that are not in requirements.txt: no import of a file may need them.
 OPTIONAL = ["datasets", "tokenizers", "huggingface_hub", "transformers", "lm_eval", "flash_attn"]
-OPTIONAL += ["wandb"]
 INSIDE = {*OPTIONAL, "matplotlib", "rustbpe"}  # the last two are heavy
 
 
