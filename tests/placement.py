@@ -2,7 +2,7 @@
 
 With PONDERLM_TEST_DEVICE=cuda the equivalence tests run there, and no others:
 
-    PONDERLM_TEST_DEVICE=cuda python -m pytest tests/method tests/engine
+    PONDERLM_TEST_DEVICE=cuda python -m pytest tests/method tests/kernels tests/engine
 
 Then what these tests make lies on the device, models and tensors, and what the program makes lies
 where it says. PONDERLM_TEST_DEVICE=pretended does the same on a GPU that is not there
