@@ -86,7 +86,7 @@ def texts_of(dataset, field):
             if not isinstance(text := row.get(field, 0), str | None):
                 raise UserError(f"a document has no text in {field!r}; --field is one of {[*row]}")
             yield (text or "").encode("utf-8", "replace")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # no connection, or a line that is no JSON
         raise UserError(
             f"the stream broke off: {error}; the same command goes on behind the last shard"
         ) from None
@@ -188,7 +188,7 @@ def stream(options: Annotated[Options, tyro.conf.arg(name="")]):
         tokenizer.save(folder / "tokenizer.json")
     elif meta["source"] != source:
         raise UserError(f"{folder} was made from {meta['source']!r}, not {source!r}: use --folder")
-    if meta.get("state"):
+    else:
         dataset.load_state_dict(meta["state"])
     add_shards(folder, meta, dataset, options)
     if not meta["tokens"]:

@@ -133,11 +133,17 @@ def test_pieces(text):
 
 
 def test_split_by_file():
-    """Catches documents cut in two where there are enough to keep them whole."""
+    """Catches documents cut in two where there are enough to keep them whole, and a corpus of many
+    files without any validation, or without any training."""
     documents = [(f"f{i}", f"text {i}".encode()) for i in range(400)]
     train, val = divide(documents)
     assert sorted(train + val) == sorted(text for _, text in documents)
     assert 8 < len(val) < 40
+    held_out = [f"f{i}" for i in range(4000) if int(sha1(b"f%d" % i).hexdigest(), 16) % 20 == 0]
+    others = [f"f{i}" for i in range(150) if f"f{i}" not in held_out]
+    for names in (held_out, others):  # all would be on one side
+        train, val = divide([(name, b"0123456789") for name in names[:100]])
+        assert train == [b"012345678"] * 100 and val == [b"9"] * 100
 
 
 def test_corpus_of_files(tmp_path, cache):
@@ -192,16 +198,6 @@ def test_refused(tmp_path, monkeypatch, data, flags, message):
     Path("blank.txt").write_text(" \n")
     with pytest.raises(UserError, match=message):
         prepare(data, *flags, cache=tmp_path)
-
-
-def test_no_name_for_validation():
-    """Catches a corpus of many files without any validation, or without any training."""
-    names = [f"f{i}" for i in range(4000)]
-    held_out = [n for n in names if int(sha1(n.encode()).hexdigest(), 16) % 20 == 0]
-    others = [name for name in names if name not in held_out]
-    for chosen in (held_out, others):
-        train, val = divide([(name, b"0123456789") for name in chosen[:100]])
-        assert train == [b"012345678"] * 100 and val == [b"9"] * 100
 
 
 def test_full_disk(tmp_path, cache):

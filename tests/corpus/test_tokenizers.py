@@ -131,6 +131,8 @@ def test_end_of_text(tmp_path, config, fields):
     """Catches an end of text that is looked for in one place only."""
     library, tokenizer = make_tokenizer(tmp_path, "byte-level", config, **fields)
     assert tokenizer.end_of_text == 1 == library.token_to_id("</s>")
+    with pytest.raises(UserError, match="end of text, 'x!y', is not in its vocabulary"):
+        make_tokenizer(tmp_path, "byte-level", eos_token="x!y")
 
 
 def test_settings_of_the_file_are_left_alone(tmp_path):
@@ -225,12 +227,6 @@ def test_damaged(tmp_path, change, message):
         file.write_text(json.dumps(theirs | change))
     with pytest.raises(UserError, match=message):
         load_tokenizer(file)
-
-
-def test_unknown_end_of_text(tmp_path):
-    """Catches an end of text that is no token."""
-    with pytest.raises(UserError, match="end of text, 'x!y', is not in its vocabulary"):
-        make_tokenizer(tmp_path, "byte-level", eos_token="x!y")
 
 
 def test_without_the_library(tmp_path, monkeypatch):
