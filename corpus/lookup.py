@@ -105,17 +105,3 @@ def lookups_asked(x, tokenizer):
         )
     question &= place == start + 2
     return torch.where(question, lookups, torch.where(filler, 0, -1))
-
-
-def words(ids, tokenizer):
-    return tokenizer.decode(ids).decode().split()
-
-
-def chain_asked(line, tokenizer):
-    """Places of the pairs that the first question of a line (its ids) leads through, in order."""
-    *pairs, _, number, letter = words(line[: len(LETTERS) + 3], tokenizer)
-    places = []
-    for _ in range(int(number)):
-        places.append([pair[0] for pair in pairs].index(letter))
-        letter = pairs[places[-1]][1]
-    return places

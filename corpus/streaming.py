@@ -52,6 +52,11 @@ class Options:
     folder: Path | None = None  # where to; by default data/NAME-TOKENIZER
 
 
+def local_files(name):
+    """The files of a local folder, sorted; none of a dataset of the hub."""
+    return sorted(file for file in Path(name).rglob("*") if file.is_file())
+
+
 def open_dataset(options):
     """An iterable of documents that can tell where it is."""
     try:
@@ -60,35 +65,28 @@ def open_dataset(options):
         raise UserError("streaming needs the package datasets: pip install datasets") from None
     name, config = NAMES.get(options.name, (options.name, None))
     kwargs = dict(path=name, name=options.config or config)
-    files = [file for file in sorted(Path(name).rglob("*")) if file.is_file()]
-    kinds = sorted({file.suffix for file in files})
-    if ".txt" in kinds:  # a file is a document; datasets would take each line for one
-        if len(kinds) > 1:
-            raise UserError(f"{name} has files of {', '.join(kinds)}: give each its own folder")
+    files = local_files(name)
+    if {file.suffix for file in files} == {".txt"}:
+        # A file is a document; datasets would take each line for one.
         texts = {options.split: [*map(str, files)]}
         kwargs = dict(path="text", data_files=texts, sample_by="document")
     try:
-        dataset = load_dataset(**kwargs, split=options.split, streaming=True)
-        first = next(iter(dataset), {})
-    except (OSError, ValueError, StopIteration) as error:  # the last of an empty file
-        reason = (str(error).strip() or "it is empty").splitlines()[0]
+        return load_dataset(**kwargs, split=options.split, streaming=True)
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"cannot open {name}: {reason}. Without a network give a local folder of .jsonl, "
+            f"cannot open {name}: {error}. Without a network give a local folder of .jsonl, "
             ".parquet or .txt files"
         ) from None
-    if not isinstance(first.get(options.field, 0), str | None):
-        raise UserError(f"{name} has no text in {options.field!r}; --field is one of {[*first]}")
-    return dataset
 
 
 def texts_of(dataset, field):
     """Its documents as bytes."""
     try:
         for row in dataset:
-            if not isinstance(text := row.get(field), str | None):
-                raise UserError(f"a document has {text!r:.80} in {field!r}, which is no text")
+            if not isinstance(text := row.get(field, 0), str | None):
+                raise UserError(f"a document has no text in {field!r}; --field is one of {[*row]}")
             yield (text or "").encode("utf-8", "replace")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # no connection, or a line that is no JSON
         raise UserError(
             f"the stream broke off: {error}; the same command goes on behind the last shard"
         ) from None
@@ -108,7 +106,7 @@ def take(texts, size):
 
 def describe_source(options):
     """What a corpus is made from. Local files by size and time: changed ones are another corpus."""
-    o, files = options, [f for f in sorted(Path(options.name).rglob("*")) if f.is_file()]
+    o, files = options, local_files(options.name)
     states = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     digest = [hashlib.sha256(repr(states).encode()).hexdigest()[:8]] if files else []
     names = [o.name, *digest, o.config or "", o.split, o.field, o.tokenizer]
@@ -142,7 +140,7 @@ def add_shards(folder, meta, dataset, options):
         return np.array(ids, dtype=kind)
 
     texts, all_tokens = texts_of(dataset, options.field), options.val_tokens + options.tokens
-    done = meta["tokens"] + options.val_tokens if meta["shards"] else 0
+    done = meta["tokens"] + (options.val_tokens if meta["tokens"] else 0)
     with progress(total=all_tokens, initial=done, unit=" tokens", unit_scale=True) as bar:
         while meta["tokens"] < options.tokens:
             if meta["shards"] == 0:
@@ -175,9 +173,9 @@ def stream(options: Annotated[Options, tyro.conf.arg(name="")]):
     options.name = name = options.name.rstrip("/")
     folder = Path(options.folder or CACHE / f"{Path(name).name}-{Path(options.tokenizer).name}")
     dataset, source, meta = open_dataset(options), describe_source(options), read_meta(folder)
-    if "shards" not in meta and any(file.suffix != ".tmp" for file in folder.glob("*")):
+    if "shards" not in meta and any(folder.glob("*")):
         raise UserError(f"{folder} holds something else: use another --folder")
-    if not meta.get("shards"):
+    if not meta.get("tokens"):  # a stream that got no further than its validation begins again
         if options.tokenizer == "bpe":
             raise UserError(
                 "a stream takes a BPE that is there: prepare a part of the text with one (python "
@@ -190,17 +188,13 @@ def stream(options: Annotated[Options, tyro.conf.arg(name="")]):
         tokenizer.save(folder / "tokenizer.json")
     elif meta["source"] != source:
         raise UserError(f"{folder} was made from {meta['source']!r}, not {source!r}: use --folder")
-    if meta.get("state"):
+    else:
         dataset.load_state_dict(meta["state"])
     add_shards(folder, meta, dataset, options)
     if not meta["tokens"]:
-        for file in ("val.bin", "tokenizer.json", "meta.json"):
-            (folder / file).unlink(missing_ok=True)
         raise UserError(
             f"the validation takes all of {name}: give more text, or lower --val-tokens"
         )
     write_json(folder / "meta.json", meta | dict(complete=True))
-    if meta["tokens"] < options.tokens < np.inf:
-        print(f"note: {name} has {meta['tokens']:,} training tokens, not {options.tokens:,.0f}")
     print(f"{describe(folder)}, {meta['tokens']:,} training tokens; next:")
     print(f"python train.py --data {folder}")

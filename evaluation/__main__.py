@@ -22,9 +22,6 @@ from interop import INCLUDED, find_model, load
 from model import Count, Given, strict_dataclass
 from runtime import UserError, command_line, pick_device, read_json, write_json
 
-OF_TEXTS = ("data", "stride", "windows")
-OF_TASKS = ("num_fewshot", "limit", "include_path")
-
 
 @strict_dataclass
 class Options:
@@ -33,7 +30,6 @@ class Options:
     # text file, or folder of them; by default the validation tokens of the run's corpus
     data: Given | None = None
     tau: Tau = 1e-4  # where decoding stops, 0 never; auto: where the training found it cheap
-    stride: int | None = None  # tokens from one window to the next; by default half a window
     windows: Count | None = None  # score only so many, from the start on; by default all
     # of lm-evaluation-harness, with commas between them: lambada_openai,arc_easy
     tasks: str | None = None
@@ -48,11 +44,7 @@ class Options:
     out: Path | None = None
 
     def __post_init__(self):
-        """Refuse what would be ignored, or fail when all the work is done."""
-        ignored, which = (OF_TASKS, "without") if self.tasks is None else (OF_TEXTS, "with")
-        if names := [name for name in ignored if getattr(self, name) is not None]:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-            raise UserError(f"{flags} {which} --tasks: it would change nothing; leave it out")
+        """Refuse what runs Python unasked, or would fail when all the work is done."""
         if self.include_path and not self.trust:
             raise UserError(
                 f"--include-path {self.include_path}: the harness runs what Python its YAML files "
@@ -61,7 +53,7 @@ class Options:
         out = self.out
         if out and (out.is_dir() or not out.parent.is_dir()):
             raise UserError(f"--out {out} is a folder, or in none: name a file in one that exists")
-        if out and out.exists() and self.tasks is None and "stride" not in read_json(out):
+        if out and out.exists() and self.tasks is None and "soft" not in read_json(out):
             raise UserError(f"--out {out} has no losses of texts: give another file")
 
 
@@ -75,12 +67,13 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     if o.tasks is not None:
         tokenizer = load_tokenizer(directory / "tokenizer.json")
         lm = harness_lm(model, tokenizer, tau, o.batch_tokens)
-        of_tasks = {name: getattr(o, name) for name in OF_TASKS}
-        report = benchmarks.run(lm, directory, o.tasks, out=o.out, **of_tasks)
+        report = benchmarks.run(
+            lm, directory, o.tasks, num_fewshot=o.num_fewshot, limit=o.limit,
+            include_path=o.include_path, out=o.out,
+        )  # fmt: skip
         benchmarks.show(report, model.config)
         return
-    of_texts = {name: getattr(o, name) for name in OF_TEXTS}
-    result = score_texts(model, directory, tau=tau, batch_tokens=o.batch_tokens, **of_texts)
+    result = score_texts(model, directory, o.data, tau, o.windows, o.batch_tokens)
     show(result)
     if o.out is not None:
         write_json(o.out, result)

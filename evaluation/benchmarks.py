@@ -9,6 +9,7 @@ once. The model that it asks is in harness.py.
 
 import hashlib
 import logging
+import math
 import time
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from evaluation.harness import Count
 from interop import shards
 from runtime import UserError, read_json, write_json
 
-# The paper's table: task, heading, and accuracies in % of 410M parameters, 10 B tokens of the Pile.
+# The paper's table: task, heading.
 COLUMNS = {
     "lambada_openai": "LAMB-O",
     "arc_easy": "ARC-E",
@@ -30,23 +31,11 @@ COLUMNS = {
     "sciq": "SciQ",
     "race": "RACE",
 }
+# Its row of PonderLM-3 (max 3 steps), 410M parameters, 10 B tokens of the Pile: accuracies in %,
+# their average last, by the number of examples.
 PRINTED = {
-    5: {
-        "LoopedLM (4 loops)": (34.2, 48.2, 26.6, 20.6, 47.0, 64.2, 30.7, 83.4, 27.8, 42.5),
-        "Pause (3 pauses)": (30.7, 46.9, 26.3, 21.8, 51.6, 63.4, 30.1, 81.8, 28.5, 42.3),
-        "MoR (max 3 steps)": (31.5, 48.5, 25.3, 20.0, 51.0, 63.7, 30.6, 84.7, 28.0, 42.6),
-        "PonderLM-1 (3 steps)": (34.0, 49.1, 28.4, 21.8, 49.7, 64.1, 30.9, 84.4, 29.5, 43.5),
-        "PonderLM-2 (3 steps)": (37.6, 50.6, 34.0, 21.8, 53.5, 65.0, 32.5, 87.5, 31.2, 46.0),
-        "PonderLM-3 (max 3 steps)": (40.8, 50.7, 36.0, 22.0, 52.6, 64.9, 32.3, 86.9, 31.8, 46.4),
-    },
-    0: {
-        "LoopedLM (4 loops)": (40.4, 47.2, 28.6, 20.4, 50.8, 64.4, 30.6, 75.4, 28.8, 43.0),
-        "Pause (3 pauses)": (38.1, 47.5, 27.8, 20.3, 50.3, 63.8, 29.8, 76.3, 29.0, 42.5),
-        "MoR (max 3 steps)": (37.0, 45.3, 26.6, 19.9, 50.1, 63.8, 30.0, 77.3, 28.6, 42.0),
-        "PonderLM-1 (3 steps)": (39.6, 47.8, 29.3, 20.4, 50.0, 64.1, 30.4, 77.2, 29.9, 43.2),
-        "PonderLM-2 (3 steps)": (45.0, 47.6, 36.6, 21.9, 51.6, 64.4, 32.3, 80.6, 31.4, 45.7),
-        "PonderLM-3 (max 3 steps)": (43.3, 48.7, 35.0, 21.9, 50.7, 64.2, 32.2, 80.0, 29.3, 45.0),
-    },
+    0: (43.3, 48.7, 35.0, 21.9, 50.7, 64.2, 32.2, 80.0, 29.3, 45.0),
+    5: (40.8, 50.7, 36.0, 22.0, 52.6, 64.9, 32.3, 86.9, 31.8, 46.4),
 }
 
 
@@ -65,12 +54,11 @@ def find_tasks(names, include_path):
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # one line for each retry
     manager = TaskManager(include_path=include_path)
-    for name in names:
+    for name in names:  # now, not after hours
         if name not in manager.all_tasks:
             raise UserError(
                 f"--tasks {name}: the harness has no such task; lm_eval ls tasks lists them"
             )
-    for name in names:  # now, not after hours
         print(f"fetching {name}", flush=True)
         try:
             manager.load([name])
@@ -91,18 +79,6 @@ def digest(files):
     return found.hexdigest()[:16]
 
 
-def read_report(out, settings):
-    """What `out` has of the same settings already; new results without such a file.
-
-    Raises:
-        UserError: it has results of something else.
-    """
-    report = read_json(out) if out and out.exists() else settings | {"tasks": {}}
-    if {key: report.get(key) for key in settings} != settings:
-        raise UserError(f"{out} has results of another model, tasks or options: give another file")
-    return report
-
-
 def run(lm, directory, tasks, *, num_fewshot, limit, include_path, out):
     """Evaluate tasks one after the other; what `out` has of them already is not done again.
 
@@ -116,14 +92,15 @@ def run(lm, directory, tasks, *, num_fewshot, limit, include_path, out):
     """
     from lm_eval import simple_evaluate
 
-    names = list(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip()))
-    if not names:
-        raise UserError(f"--tasks {tasks!r}: give names of tasks, with commas between them")
+    names = tasks.split(",")
     files = [directory / "config.json", directory / "tokenizer.json", *shards(directory)]
     if include_path:
         files += [f for f in sorted(include_path.rglob("*")) if f.is_file() and f != out]
     settings = {"files": digest(files), "lm_eval": version("lm_eval"), "tau": lm.tau}
-    report = read_report(out, settings | {"num_fewshot": num_fewshot, "limit": limit})
+    settings |= {"num_fewshot": num_fewshot, "limit": limit}
+    report = read_json(out) if out and out.exists() else settings | {"tasks": {}}
+    if {key: report.get(key) for key in settings} != settings:
+        raise UserError(f"{out} has results of another model, tasks or options: give another file")
     left = [name for name in names if name not in report["tasks"]]
     manager = find_tasks(left, include_path) if left else None
     for name in left:
@@ -151,8 +128,8 @@ def mean_steps(entries):
 
 
 def show(report, config):
-    """Print the metrics of each task, and the paper's table with its rows and ours."""
-    tasks, K = report["tasks"], config.ponder_steps
+    """Print the metrics of each task, and the paper's table if one of its nine is among them."""
+    tasks = report["tasks"]
     print(f"\n{'task':24}{'metric':28}{'value':>9}{'stderr':>9}{'documents':>11}{'steps':>7}")
     for name, entry in tasks.items():
         steps = mean_steps([entry])
@@ -170,24 +147,23 @@ def show(report, config):
         if entry["cut"]:
             print(f"{name:24}note: {entry['cut']:,} of {entry['requests']:,} contexts lost their "
                   f"beginning: the window has {config.block_size} tokens")  # fmt: skip
-    mine = [entry for name, entry in tasks.items() if name in COLUMNS]
-    if not mine:
-        return
-    found = [tasks.get(name, {}).get("results", {}).get(name, {}) for name in COLUMNS]
-    cells = [100 * one["acc,none"] if "acc,none" in one else None for one in found]
-    ours = (*cells, None if None in cells else sum(cells) / len(cells))
-    shots = report["num_fewshot"] or 0  # of the nine none has a number of its own
-    part = f", {report['limit']} documents a task" if report["limit"] else ""
-    print(f"\naccuracy in %, {shots}-shot{part}")
+    if mine := {name: entry for name, entry in tasks.items() if name in COLUMNS}:
+        show_table(mine, report["num_fewshot"] or 0, report["limit"], config)
+
+
+def show_table(tasks, shots, limit, config):
+    """The paper's table: a row of this model, and PonderLM-3's as it is printed there."""
+    results = [tasks[name]["results"][name] if name in tasks else {} for name in COLUMNS]
+    ours = [100 * result.get("acc,none", math.nan) for result in results]
+    flops = cost(config, mean_steps(tasks.values())).paper_flops / 1e9
+    rows = [(f"{config.method} (K = {config.ponder_steps})", flops, *ours, sum(ours) / len(ours))]
+    print(f"\naccuracy in %, {shots}-shot" + (f", {limit} documents a task" if limit else ""))
     print(f"{'':28}{'GFLOPs/token':>13}" + "".join(f"{h:>7}" for h in [*COLUMNS.values(), "Avg."]))
-
-    def line(name, flops, row):
-        cells = "".join(f"{'-' if cell is None else f'{cell:.1f}':>7}" for cell in row)
+    if shots in PRINTED:
+        rows.append(("* PonderLM-3", PAPER["PonderLM-3 (max 3 steps)"][1], *PRINTED[shots]))
+    for name, flops, *row in rows:
+        cells = "".join(f"{cell:7.1f}".replace("nan", "  -") for cell in row)
         print(f"{name:28}{flops:13.3g}{cells}")
-
-    line(f"{config.method} (K = {K})", cost(config, mean_steps(mine)).paper_flops / 1e9, ours)
-    for name, row in PRINTED.get(shots, {}).items():
-        line(f"* {name}", PAPER[name][1], row)
     print("FLOPs: 6 N (1 + executed steps), section 4.2, over all that was read for these tasks")
     if shots in PRINTED:
         print("* as printed in the paper: 410M parameters, 10 B tokens of the Pile; not run here")

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from corpus.tokenizers import IdTokenizer
 from engine.batching import Engine, serves
 from evaluation.scoring import Window, batches, states
 from router import upcast
@@ -59,8 +58,6 @@ class Answers:
 
     def __init__(self, model, tokenizer, tau=1e-4, batch_tokens=4096, batch_size=16):
         super().__init__()
-        if isinstance(tokenizer, IdTokenizer):
-            raise UserError("this model reads ids without a vocabulary: no task is written in them")
         self.model, self.tau, self.batch_tokens = model, tau, batch_tokens
         self.vocabulary, self.batch_size, self.count = tokenizer, batch_size, Count()
 
@@ -71,10 +68,7 @@ class Answers:
     @property
     def prefix_token_id(self):
         """What a text without a context begins with."""
-        begin = [*self.vocabulary.begin, self.vocabulary.end_of_text][0]
-        if begin is None:
-            raise UserError("the tokenizer has no token that a text begins or ends with")
-        return begin
+        return [*self.vocabulary.begin, self.vocabulary.end_of_text][0]
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
         begin = [] if add_special_tokens is False else self.vocabulary.begin
@@ -150,14 +144,13 @@ class Answers:
 
     def generate(
         self, contexts, max_gen_toks, until=(), do_sample=False, temperature=0.0, top_k=None,
-        top_p=None, num_beams=1, **others,
+        top_p=None, num_beams=1,
     ):  # fmt: skip
         """The continuations of texts, each without the text of `until` that ended it."""
         from lm_eval.models.utils import postprocess_generated_text
 
-        if others or num_beams != 1:
-            others |= {"num_beams": num_beams}
-            raise UserError(f"the task asks to generate with {others}: unknown here")
+        if num_beams != 1:
+            raise UserError(f"the task asks for num_beams = {num_beams}, which are unknown here")
         window = self.model.config.block_size
         room = window - max_gen_toks if max_gen_toks < window else max(window // 2, 1)
         ids = [self.tok_encode(text) or [self.prefix_token_id] for text in contexts]

@@ -1,18 +1,16 @@
 """Scoring texts: the loss of each token, soft and as it decodes, in windows of the model's length.
 
-A text is scored in windows that lie `stride` apart, so that each token but the first ones has at
-least T - stride tokens before it. A window's Jacobi iteration ends on its own: no score depends on
-what else is scored, or on padding.
+A text is scored in windows that lie half a window apart, so that each token but the first ones has
+at least T/2 tokens before it. A window's Jacobi iteration ends on its own: no score depends on what
+else is scored, or on padding.
 """
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from engine.prefill import settle
 from runtime import progress
-from training.validation import truncate
 
 TOLERANCE = 1e-5  # of the latents, when a window's Jacobi iteration has converged
 
@@ -30,10 +28,10 @@ class Window:
         return slice(self.first - 1, len(self.ids) - 1)
 
 
-def cut(ids, T, stride):
+def cut(ids, T):
     """The Windows of a text, which read at most T ids; each id but the first is predicted once."""
     windows, done = [], 1
-    for start in range(0, max(len(ids) - 1, 1), stride):
+    for start in range(0, len(ids) - 1, max(T // 2, 1)):
         end = min(start + T + 1, len(ids))
         windows.append(Window(ids[start:end], done - start))
         done = end
@@ -44,13 +42,11 @@ def cut(ids, T, stride):
 
 @dataclass
 class Scores:
-    """Of predicted tokens, in the order of the text."""
+    """Of the n tokens that are predicted, in the order of the text."""
 
-    window: torch.Tensor  # (n,) which Window it is of
     soft: torch.Tensor  # (n,) loss in nats, all steps run
     hard: torch.Tensor  # (n,) stopped at tau, as decoding has it
     steps: torch.Tensor  # (n,) executed steps at tau
-    depths: torch.Tensor  # (n, K+1) soft, integrated up to depth i; without weights s, h^(i) alone
 
 
 def states(model, idx, tau, lengths):
@@ -88,34 +84,10 @@ def score(model, windows, tau=1e-4, batch_tokens=4096):
     for batch, x, y, lengths in batches(windows, batch_tokens, model.lm_head.weight.device):
         h, s, steps = states(model, x, 0, lengths)
         soft = hard = model.cross_entropy(model.integrate(h, s), y)
-        depths = [
-            model.cross_entropy(
-                truncate(h, s, i) if model.has_router and model.mixes else h[:, :, i], y
-            )
-            for i in range(s.size(-1))
-        ]
         if model.has_router:  # otherwise tau changes nothing
             h, s, steps = states(model, x, tau, lengths)
             hard = model.cross_entropy(model.integrate(h, s, steps), y)
-        found = (soft, hard, steps, torch.stack(depths, dim=-1))
         for row, i in enumerate(batch):
-            rows[i] = [values[row, windows[i].predictions].cpu() for values in found]
-    counts = torch.tensor([len(row[0]) for row in rows])
-    window = torch.arange(len(rows)).repeat_interleave(counts)
-    return Scores(window, *(torch.cat(parts) for parts in zip(*rows, strict=True)))
-
-
-def bootstrap(window, losses, samples=1000, seed=0):
-    """95 % interval of the mean loss: windows, whose tokens belong together, are drawn anew.
-
-    window (n,), losses (n,) -> low, high; None of fewer than two windows.
-    """
-    count = np.bincount(window.numpy())
-    total = np.bincount(window.numpy(), losses.double().numpy())
-    if len(count) < 2:
-        return None
-    rng, means = np.random.default_rng(seed), []
-    for _ in range(samples):
-        drawn = rng.integers(len(count), size=len(count))
-        means.append(total[drawn].sum() / count[drawn].sum())
-    return tuple(np.quantile(means, (0.025, 0.975)).tolist())
+            part = windows[i].predictions
+            rows[i] = [values[row, part].cpu() for values in (soft, hard, steps)]
+    return Scores(*(torch.cat(parts) for parts in zip(*rows, strict=True)))

@@ -272,7 +272,7 @@ def test_numbered_device():
 def numbers(device, run):
     """What is measured of a run."""
     model, subject = load(run).to(device), open_subject(run, windows=2, tau=0.3, device=device)
-    scores = score_texts(model, run, data=None, tau=0.3, stride=None, windows=2, batch_tokens=64)
+    scores = score_texts(model, run, data=None, tau=0.3, windows=2, batch_tokens=64)
     measured = [x.tolist() for x in measure(subject)]
     converging = convergence_rows(subject.model, subject.rows[:, :5], most=2)
     return scores, measured, tau_rows(subject, [0.3]), converging

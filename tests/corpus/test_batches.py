@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corpus.preparation import Tokens, Windows, load_tokens, read_meta, unigram_entropy
+from corpus.preparation import Tokens, Windows, load_tokens, read_meta
 from runtime import UserError
 
 
@@ -33,14 +33,29 @@ def test_bad_bins(tmp_path, raw, message):
         load_tokens(tmp_path, "train", 257, 64)
 
 
-def test_meta(tmp_path):
-    """Catches a damaged meta.json with a stack trace, and somebody else's taken for ours."""
-    assert read_meta(tmp_path) == {}
+def test_meta_of_others(tmp_path):
+    """Catches somebody else's meta.json taken for ours."""
     (tmp_path / "meta.json").write_text('{"vocab_size": 65}')
     assert read_meta(tmp_path) == {}
-    (tmp_path / "meta.json").write_text('{"source": "pydocs"')
-    with pytest.raises(UserError, match=f"meta.json is not .* move {tmp_path} away and prepare it"):
-        read_meta(tmp_path)
+
+
+GOOD = {"source": "x", "bytes": 1, "sha256": ""}
+
+
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        ('{"source": "x"', "is not a JSON .* move .* away and prepare it"),
+        (json.dumps(GOOD | {"dtype": "O"}), "is damaged: dtype"),  # bytes that become pointers
+        (json.dumps(GOOD | {"tokens": "many"}), "is damaged: tokens"),
+    ],
+)
+def test_bad_meta(tmp_path, content, message):
+    """Catches bytes that become something else than ids, and a stack trace for a damaged file."""
+    np.ones(400, np.uint16).tofile(tmp_path / "train.bin")
+    (tmp_path / "meta.json").write_text(content)
+    with pytest.raises(UserError, match=f"meta.json {message}"):
+        load_tokens(tmp_path, "train", 257, 64)
 
 
 def test_windows():
@@ -69,11 +84,6 @@ def test_order_of_windows():
     assert order == [9, 6, 0, 2, 1, 4, 7, 5, 3, 8]
 
 
-def test_unigram_entropy():
-    """Catches bits for nats."""
-    assert unigram_entropy(np.array([0, 1, 2, 3] * 5), 6) == pytest.approx(np.log(4))
-
-
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
 def test_shards_are_one_array(tmp_path_factory, sizes, data):
     """Catches a window across two shards that loses or repeats tokens."""
@@ -87,17 +97,3 @@ def test_shards_are_one_array(tmp_path_factory, sizes, data):
     start = data.draw(st.integers(0, len(ids) - 1))
     stop = data.draw(st.integers(start + 1, len(ids) + 2))
     assert tokens[start:stop].tolist() == ids[start:stop].tolist()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"dtype": "O"}, {"dtype": "float64"}, {"bytes": "1"}, {"tokens": "many"}, {"complete": 1}],
-)
-def test_bad_meta(tmp_path, change):
-    """Catches bytes that become pointers to objects, and a stack trace for a field of a wrong
-    type."""
-    np.ones(400, np.uint16).tofile(tmp_path / "train.bin")
-    meta = {"source": "x", "bytes": 1, "sha256": ""} | change
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(UserError, match=f"meta.json is damaged: {next(iter(change))}"):
-        load_tokens(tmp_path, "train", 257, 64)

@@ -37,10 +37,9 @@ def stream(*args, **kwargs):
     streaming.stream(Options(*args, **kwargs))
 
 
-def test_stream_is_the_corpus(documents, capsys):
+def test_stream_is_the_corpus(documents):
     """Catches documents that are lost, doubled, out of order, or in training and validation."""
     stream("texts", 1e9, **FLAGS)
-    assert "training tokens, not 1,000,000,000" in capsys.readouterr().out
     folder, tokenizer = prepare("data/texts-bytes")
     assert len(list(folder.glob("train-*.bin"))) > 3
     train, val = (load_tokens(folder, split, 257, 64) for split in ("train", "val"))
@@ -97,9 +96,8 @@ def test_more_tokens(documents):
     tokens = load_tokens(prepare("data/texts-bytes")[0], "train", 257, 64)
     assert len(tokens) >= 30_000 > len(before) >= 15_000
     assert (tokens[: len(before)] == before).all()
-    text = prepare("data/texts-bytes")[1].decode(tokens[len(before) : len(before) + 9])
-    last = prepare("data/texts-bytes")[1].decode(before[before < 256]).decode()
-    assert text.startswith(b"document") and last.count("document") > 100
+    decode = prepare("data/texts-bytes")[1].decode
+    assert decode(tokens[len(before) : len(before) + 9]).startswith(b"document")
 
 
 def test_bpe(documents):
@@ -155,67 +153,39 @@ def test_damaged_corpus(documents):
 def test_odd_rows_and_a_broken_connection():
     """Catches a row without text, or with half a surrogate pair, that ends the stream for good, and
     a lost connection without a word of how to go on."""
-    rows = [{"text": "é"}, {"text": None}, {"text": "\ud800"}]
-    assert list(streaming.texts_of(rows, "text")) == ["é".encode(), b"", b"?"]
+    rows = [{"text": None}, {"text": "é"}, {"text": "\ud800"}]
+    assert list(streaming.texts_of(rows, "text")) == [b"", "é".encode(), b"?"]
 
     def broken():
         yield {"text": "abc"}
         raise ConnectionError("no route to host")
 
-    with pytest.raises(UserError, match="has 5 in 'text', which is no text"):
-        list(streaming.texts_of([{"text": 5}], "text"))
+    for field in ("id", "body"):  # no text, and no such column
+        with pytest.raises(UserError, match=rf"no text in '{field}'; --field is one of \['text'"):
+            list(streaming.texts_of([{"text": "a", "id": 5}], field))
     with pytest.raises(UserError, match="no route to host; the same command goes on"):
         list(streaming.texts_of(broken(), "text"))
 
 
-def test_refused(documents, monkeypatch, tmp_path):
-    """Catches a wrong column, another source in the same folder, and a missing package, without a
-    word of the way out."""
-    with pytest.raises(UserError, match=r"no text in 'body'; --field is one of \['text'\]"):
-        stream("texts", 100, field="body", **FLAGS)
+def test_refused(documents, monkeypatch):
+    """Catches another source in the same folder, a folder of something else that loses its files,
+    and a missing package, without a word of the way out."""
     with pytest.raises(UserError, match="takes a BPE that is there"):
         stream("texts", 100, tokenizer="bpe")
     assert not Path("data").exists()
     with pytest.raises(UserError, match="takes all of texts: give more text, or lower"):
-        stream("texts", 100, **{**FLAGS, "val_tokens": 1e9}, folder=Path("x"))
-    stream("texts", 100, **FLAGS, folder=Path("x"))  # the way out works
-    stream("texts", 100, **FLAGS)
+        stream("texts", 100, **{**FLAGS, "val_tokens": 1e9})
+    stream("texts", 100, **FLAGS)  # the way out works
     with pytest.raises(UserError, match=r"was made from .*: use --folder"):
         stream("texts", 100, **{**FLAGS, "val_tokens": 6000})
-    with pytest.raises(UserError, match="validation takes all"):
-        everything = len("".join(documents).encode()) + len(documents)
-        stream("texts", 100, **{**FLAGS, "val_tokens": everything}, folder=Path("y"))
-    assert not any((tmp_path / "y").iterdir())
-    (tmp_path / "texts" / "one.txt").write_text("more")
-    with pytest.raises(UserError, match=r"texts has files of \.jsonl, \.txt"):
-        stream("texts", 100, **FLAGS)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="cannot open empty"):
-        stream("empty", 100, **FLAGS)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="pip install datasets"):
-        stream("texts", 100, **FLAGS)
-
-
-def test_folder_of_something_else(documents):
-    """Catches a folder, of a run for instance, that loses its tokenizer to the stream."""
     Path("run").mkdir()
     Path("run/tokenizer.json").write_text("kept")
     with pytest.raises(UserError, match="run holds something else: use another --folder"):
         stream("texts", 100, **FLAGS, folder=Path("run"))
     assert Path("run/tokenizer.json").read_text() == "kept"
-    assert [file.name for file in Path("run").iterdir()] == ["tokenizer.json"]
-
-
-def test_beginning_without_text(tmp_path, monkeypatch):
-    """Catches a null in the first document taken for a column of another name, and an empty file
-    with a stack trace."""
-    monkeypatch.chdir(tmp_path)
-    Path("texts").mkdir()
-    Path("texts/0.jsonl").write_text('{"text": null}\n' + '{"text": "abc abc abc"}\n' * 999)
-    stream("texts", 5000, **FLAGS)
-    assert prepare("data/texts-bytes")[1].name == "bytes"
-    Path("none").mkdir()
-    Path("none/0.jsonl").touch()
-    with pytest.raises(UserError, match="cannot open none: it is empty"):
-        stream("none", 5000, **FLAGS)
+    Path("empty").mkdir()
+    with pytest.raises(UserError, match="cannot open empty"):
+        stream("empty", 100, **FLAGS)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        stream("texts", 100, **FLAGS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baselines import all_methods
-from evaluation.scoring import Window, bootstrap, cut, score
+from evaluation.scoring import Window, cut, score
 
 METHODS = [kind.method for kind in all_methods() if not kind.method.startswith("ablation")]
 
@@ -14,17 +14,17 @@ def ids(n, seed=0):
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 9, 10, 16, 17, 40])
-@pytest.mark.parametrize("T,stride", [(8, 8), (8, 4), (8, 1), (8, 5)])
-def test_cut(n, T, stride):
-    """Catches a token that is predicted twice or never, or from less context than was asked for."""
+@pytest.mark.parametrize("T", [8, 7, 1])
+def test_cut(n, T):
+    """Catches a token that is predicted twice or never, or from less than half a window."""
     text = list(range(n))
-    windows = cut(text, T, stride)
+    windows = cut(text, T)
     predicted = [i for w in windows for i in w.ids[w.first :]]
     assert predicted == text[1:]
     for window in windows:
         assert len(window.ids) <= T + 1 and window.ids == text[window.ids[0] :][: len(window.ids)]
         for place in range(window.first, len(window.ids)):
-            assert place >= min(window.ids[place], T - stride + 1)
+            assert place >= min(window.ids[place], T // 2 + 1)
 
 
 @pytest.mark.parametrize("tau", [0, 0.3])
@@ -39,8 +39,7 @@ def test_against_the_simple_decoder(method, tau, method_model, decoder_losses):
     assert scores.steps.tolist() == steps
     soft, _ = decoder_losses(model, text, 0)
     torch.testing.assert_close(scores.soft, torch.tensor(soft).double(), atol=1e-4, rtol=0)
-    torch.testing.assert_close(scores.depths[:, -1], scores.soft, atol=1e-9, rtol=0)
-    assert scores.depths.std(0).min() > 0.1  # states of zeros would score log V everywhere
+    assert scores.soft.std() > 0.1  # states of zeros would score log V everywhere
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -51,20 +50,6 @@ def test_batches_and_order_do_not_matter(method, method_model):
     alone = [score(model, [window], 0.3) for window in windows]
     for batch_tokens, order in ((50, (0, 1, 2, 3, 4)), (10_000, (4, 3, 2, 1, 0))):
         together = score(model, [windows[i] for i in order], 0.3, batch_tokens)
-        for place, i in enumerate(order):
-            mine = together.window == place
-            for name in ("soft", "hard", "steps", "depths"):
-                found, expected = getattr(together, name)[mine], getattr(alone[i], name)
-                torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
-
-
-def test_bootstrap():
-    """Catches an interval of single tokens, where tokens of a window hang together: of windows
-    with one value each it is that of the mean of so many values."""
-    generator = torch.Generator().manual_seed(0)
-    value = 5 + torch.randn(400, generator=generator, dtype=torch.float64)
-    window = torch.arange(400).repeat_interleave(50)
-    low, high = bootstrap(window, value.repeat_interleave(50))
-    half = 1.96 * value.std().item() / 20
-    assert low < value.mean() < high and (high - low) / 2 == pytest.approx(half, rel=0.15)
-    assert bootstrap(torch.zeros(5, dtype=torch.long), value[:5]) is None
+        for name in ("soft", "hard", "steps"):
+            expected = torch.cat([getattr(alone[i], name) for i in order])
+            torch.testing.assert_close(getattr(together, name), expected, atol=1e-9, rtol=0)
