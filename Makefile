@@ -16,7 +16,7 @@ test: .venv/installed-test
 	$(BIN)/python -m pip install -q -r requirements.txt
 	touch $@
 
-.venv/installed-test: requirements.txt requirements-test.txt
+.venv/installed-test: requirements.txt tests/requirements.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -r requirements-test.txt
+	$(BIN)/python -m pip install -q -r tests/requirements.txt
 	touch .venv/installed $@

@@ -72,6 +72,8 @@ def open_dataset(options):
         kwargs = dict(path="text", data_files=texts, sample_by="document")
     try:
         return load_dataset(**kwargs, split=options.split, streaming=True)
+    except StopIteration:  # of datasets, where there is no row to look at
+        raise UserError(f"{name} is empty; give more text") from None
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot open {name}: {error}. Without a network give a local folder of .jsonl, "

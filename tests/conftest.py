@@ -31,6 +31,15 @@ def pytest_collection_modifyitems(items):
         items[:] = [i for i in items if str(i.path) in files and i.originalname not in ON_CPU]
 
 
+def pytest_terminal_summary(terminalreporter):
+    """One line on what was left out, and how to get it."""
+    skipped = len(terminalreporter.stats.get("skipped", []))
+    terminalreporter.write_line(
+        f"left out: what takes minutes (python -m pytest -m slow), and {skipped} skipped for the "
+        "reasons above (a browser: apt-get install chromium chromium-driver)"
+    )
+
+
 @pytest.fixture(autouse=True, scope="session")
 def nothing_is_left():
     """Tests write to folders of their own, and not to data/ and out/ of the checkout."""
