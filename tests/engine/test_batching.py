@@ -4,13 +4,16 @@ import pytest
 import torch
 from conftest import small_model
 
-from engine.batching import Engine, Sequence
+from engine.batching import MANY, Engine
 from engine.cuda_graphs import rounded
 from engine.prefill import settle
 from engine.request import Sample, choose_finite
 from runtime import UserError, command_line
 from sample import generate
 
+LLAMA_3 = dict(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8.0
+)
 SAMPLING = dict(temperature=0.9, top_k=20, seed=3, end=5)
 
 
@@ -53,12 +56,12 @@ def compare(seen):
     seen["engine"] = {}
 
 
-SHORT = [(0, 0.3), (1, 0.3), (2, 0), (3, 1e-4), (3, 0.3), (3, 1), (4, 0.3)]
+QUICK = [(0, 0.3), (1, 0.3), (2, 0), (3, 1e-4), (3, 0.3), (3, 1), (4, 0.3)]
 GRID = [(K, tau) for K in range(5) for tau in (0, 1e-4, 0.3, 1)]
 
 
 @pytest.mark.parametrize(
-    "K,tau", [pytest.param(*p, marks=[] if p in SHORT else pytest.mark.slow) for p in GRID]
+    "K,tau", [pytest.param(*p, marks=[] if p in QUICK else pytest.mark.slow) for p in GRID]
 )
 def test_equals_the_simple_decoder(K, tau, logits):
     """Catches any mistake of the engine: prompts of 1 to 21 tokens in a window of 16 that is
@@ -101,7 +104,7 @@ def test_many(model, many, batch_size, monkeypatch):
         dict(method="ponderlm2", feedback_scale=0.3),
         dict(num_key_value_heads=1, head_dim=10, tie_word_embeddings=True, embed_scale=3.0),
         dict(rms_norm_eps=0.1, rope_theta=100.0, num_key_value_heads=4),
-        dict(rope_scaling=(8.0, 1.0, 4.0, 8.0)),
+        dict(backbone="llama3", backbone_options=LLAMA_3),
     ],
     ids=lambda settings: "-".join(settings) + settings.get("method", ""),
 )
@@ -174,64 +177,16 @@ def test_shared_contexts(model, monkeypatch):
     assert steps == expected and read[0] == 3
 
 
-@pytest.mark.parametrize("slow", ["one by one", "in parallel"])
-def test_prefill_by_what_was_measured(model, slow, monkeypatch):
-    """Catches prompts that are read in the way that was measured to be slower, at first by a trial;
-    and measurements that are not taken."""
-    engine, texts, tried = Engine(model, 2, tau=0.3), prompts(2, 9), []
-    trials = {"try_slot": slow == "one by one", "try_pass": slow == "in parallel"}
-    for name, is_slow in trials.items():
-        monkeypatch.setattr(engine, name, lambda *_, x=is_slow: tried.append(1) or float(x))
-    for _ in range(2):
-        first = engine.generate(texts, 4, **SAMPLING)
-    passes = engine.stats.prompt_passes
-    assert (passes > 0) == (slow == "one by one") and len(tried) == 2
-    other = {2: 0.0, (2, 12): 1.0} if slow == "one by one" else {2: 1.0, (2, 12): 0.0}
-    assert engine.seconds_of_a_slot[2] not in (0.0, 1.0)  # slots were measured
-    engine.seconds_of_a_slot |= other
-    assert engine.generate(texts, 4, **SAMPLING) == first
-    assert (engine.stats.prompt_passes > passes) == (slow == "in parallel") and len(tried) == 2
-
-
-@pytest.mark.parametrize("known", ["seconds_of_a_slot", "trials"])
-def test_a_slow_way_is_tried_again(model, known):
-    """Catches one slow reading in parallel that is remembered for good."""
-    engine = Engine(model, 2)
-    getattr(engine, known).update({2: 1.0, (2, 12): 1.05})
-    q = Sequence(0, list(range(9)), None, [])
-    engine.running = [q, q]
-    assert [engine.reads_in_parallel([q, q]) for _ in range(4)] == [False, False, True, True]
-
-
-def test_seconds_of_a_slot(model, monkeypatch):
-    """Catches a mean that forgets at once or falls by itself, and a trial of one pass that is taken
-    for all of them: 16, or K T + 1, over half of the slots."""
-    engine = Engine(model, 3)
-    for seconds in (1.0, 2.0):
-        engine.measured("x", seconds)
-    assert engine.seconds_of_a_slot["x"] == pytest.approx(1.2)
-    monkeypatch.setattr("engine.batching.repeat", lambda *_, **__: [2.0, 3.0])
-    assert model.config.ponder_steps == 3
-    assert engine.try_pass(2, 8) == pytest.approx(16 * 2 / (2 * 20))
-    assert engine.try_pass(1, 2) == pytest.approx(7 * 2 / 5)
-
-
-def test_trials_of_prompts(model):
-    """Catches a trial that fails, changes what is decoded, or takes no time."""
-    engine, texts = Engine(model, 3, tau=0.3), prompts(3, 9)
-    expected = Engine(model, 3, tau=0.3, prefill="sequential").generate(texts, 4, **SAMPLING)
-    with torch.inference_mode():
-        assert engine.try_slot(3) > 0 and engine.try_pass(2, 9) > 0
+@pytest.mark.parametrize("n, longest, parallel", [(MANY - 1, 9, 1), (MANY, 9, 0), (MANY, 20, 1)])
+def test_auto_prefill(model, n, longest, parallel, monkeypatch):
+    """Catches many short prompts that are read in parallel on a CPU, which is slower there, and few
+    or long ones that are not."""
+    monkeypatch.setattr("engine.batching.SHORT", 12)
+    texts = prompts(n, longest)
+    engine = Engine(model, n, tau=0.3)
+    expected = Engine(model, n, tau=0.3, prefill="sequential").generate(texts, 4, **SAMPLING)
     assert engine.generate(texts, 4, **SAMPLING) == expected
-
-
-def test_trial_is_as_exact_as_the_pass():
-    """Catches a trial in another precision than that in which prompts are read."""
-    model, seen = small_model().float(), []
-    product = model.model.layers[0].mlp.up_proj
-    product.register_forward_hook(lambda module, x, y: seen.append(y.dtype))
-    Engine(model, 2, dtype=torch.bfloat16).generate([[1, 2], [3]], 2, seed=0)
-    assert seen and set(seen) == {torch.bfloat16}
+    assert (engine.stats.prompt_passes > 0) == parallel
 
 
 def test_weights_in_half_precision():
@@ -311,18 +266,6 @@ def test_nothing_to_do(model):
     assert [sample.tokens for sample in engine.generate([[1], [2]], 0)] == [[], []]
 
 
-def test_impossible(model):
-    """Catches ids that are rounded, and what fails where nobody knows it any more."""
-    engine = Engine(model)
-    for prompt in ([1.7], "fox", 3):
-        with pytest.raises(UserError, match="no list of token ids"):
-            engine.generate([prompt], 1)
-    with pytest.raises(UserError, match=r"max_new_tokens = 1\.5"):
-        engine.generate([[1]], 1.5)
-    with pytest.raises(UserError, match=r"torch\.int8"):
-        Engine(model, dtype=torch.int8)
-
-
 def test_end_token(model):
     """Catches a sequence that goes on behind its end, or ends before it."""
     texts = prompts(8, 5)
@@ -346,29 +289,22 @@ def test_until(model):
     assert told == events and [i for i, _ in sorted(told)] == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
 
 
-@pytest.mark.parametrize(
-    "settings,call,message",
-    [
-        (dict(tau=-0.1), {}, "tau = -0.1: it should be greater than or equal to 0"),
-        (dict(tau=1.1), {}, "tau = 1.1: it should be less than or equal to 1"),
-        (dict(alpha=float("nan")), {}, "alpha = nan"),
-        (dict(alpha=1e40), {}, r"alpha = 1e\+40: it should be less than or equal to 1000000"),
-        ({}, dict(seed=-1), "seed = -1"),
-        (dict(batch_size=0), {}, "batch_size = 0"),
-        (
-            dict(prefill="fast"),
-            {},
-            "prefill = 'fast': it should be 'jacobi', 'sequential' or 'auto'",
-        ),
-        (dict(tolerance=-1.0), {}, "tolerance = -1.0"),
-        (dict(max_passes=0), {}, "max_passes = 0"),
-        ({}, dict(top_p=0), "top_p = 0: it should be greater than or equal to 0"),
-        ({}, dict(end=31), "end = 31 is outside the vocabulary, 0 to 30"),
-        ({}, dict(prompts=[[1], [31]]), "prompt 2 of 2 has ids outside the vocabulary, 0 to 30"),
-        ({}, dict(prompts=[[1], []]), "prompt 2 of 2 has no token"),
-        ({}, dict(max_new_tokens=-1), "max_new_tokens = -1"),
-    ],
-)
+@pytest.mark.parametrize("settings,call,message", [
+    (dict(tau=-0.1), {}, "tau = -0.1: it should be greater than or equal to 0"),
+    (dict(alpha=float("nan")), {}, "alpha = nan"),
+    (dict(batch_size=0), {}, "batch_size = 0"),
+    (dict(prefill="fast"), {}, "prefill = 'fast': it should be 'jacobi', 'sequential' or 'auto'"),
+    (dict(tolerance=-1.0), {}, "tolerance = -1.0"),
+    (dict(max_passes=0), {}, "max_passes = 0"),
+    (dict(dtype=torch.int8), {}, r"torch\.int8"),
+    ({}, dict(seed=-1), "seed = -1"),
+    ({}, dict(end=31), "end = 31 is outside the vocabulary, 0 to 30"),
+    ({}, dict(prompts=[[1], [31]]), "prompt 2 of 2 has ids outside the vocabulary, 0 to 30"),
+    ({}, dict(prompts=[[1], []]), "prompt 2 of 2 has no token"),
+    ({}, dict(prompts=[[1.7]]), "no list of token ids"),
+    ({}, dict(prompts=["fox"]), "no list of token ids"),
+    ({}, dict(max_new_tokens=1.5), r"max_new_tokens = 1\.5"),
+])  # fmt: skip
 def test_refusals(model, settings, call, message):
     """Catches settings out of range that would generate something anyway."""
 
