@@ -281,6 +281,7 @@ def publish(checkpoint):
         except OSError:  # a file system without hard links
             shutil.copyfile(checkpoint / name, temporary)
         os.replace(temporary, run / name)
+        temporary.unlink(missing_ok=True)  # it stays where both are names of one file
     sync(run)
 
 
@@ -442,6 +443,8 @@ class Session:
             self.save(-1)  # from here on the first model is not needed any more
         size = sum(p.numel() for p in t.model.parameters())
         print(f"{self.run}: {size:,} parameters, {self.config.precision}, {self.config.backend}")
+        if t.checkpoint:
+            print(f"resumed at step {self.first}")
         print(f"{machine}")
         self.stop.start()
         return self

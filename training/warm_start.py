@@ -139,9 +139,10 @@ def carried_over(base, config):
         UserError: routers that are made for as many steps as `base` takes.
     """
     model, K = build(config), base.config.ponder_steps
-    backbone = ("model.", "lm_head.")
-    new = {k: x for k, x in model.state_dict().items() if not k.startswith(backbone)}
-    tensors = new | base.state_dict()
+    tensors = base.state_dict()
+    if base.config.method == "vanilla":  # what makes it ponder is new
+        backbone = ("model.", "lm_head.")
+        tensors |= {k: x for k, x in model.state_dict().items() if not k.startswith(backbone)}
     if can_warm_up(base.config.method):
         rows = tensors["router.proj.weight"]
         copies = rows[-1:].expand(config.ponder_steps - K, -1)

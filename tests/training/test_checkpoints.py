@@ -28,7 +28,7 @@ from baselines import configure
 from corpus.tokenizers import IdTokenizer, Tokenizer
 from interop import load
 from runtime import UserError
-from train import train
+from train import make_optimizer, train
 from training.config import check, parse, read_settings, validation_windows
 from training.runs import (
     best_checkpoint,
@@ -57,12 +57,12 @@ def config(config, monkeypatch, tmp_path):
     return replace(config, micro_batch_size=4, steps=80, eval_every=20, log_every=1)
 
 
-def interrupt_at(monkeypatch, step, number=signal.SIGTERM, function="learning_rate"):
-    """Send this process a signal in the midst of a step."""
+def interrupt_at(monkeypatch, step, number=signal.SIGTERM, function="draw_refinements"):
+    """Send this process a signal in the midst of a step, or in a function of train.py."""
     original = getattr(train_module, function)
 
     def interrupted(*args, **kwargs):
-        if function != "learning_rate" or args[0] == step:
+        if function != "draw_refinements" or args[0] == step:
             os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
@@ -71,10 +71,8 @@ def interrupt_at(monkeypatch, step, number=signal.SIGTERM, function="learning_ra
 
 def losses(run):
     """All that is logged but times and starts."""
-    rows = [
-        {k: v for k, v in r.items() if "second" not in k} for r in read_lines(run / "log.jsonl")
-    ]
-    return [row for row in rows if "torch" not in row]
+    rows = [row for row in read_lines(run / "log.jsonl") if "torch" not in row]
+    return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
 
 
 def weights(run):
@@ -119,15 +117,16 @@ def test_plain_transformer_resumes(config):
 
 
 def test_interrupted_evaluation(config, monkeypatch):
-    """Catches an evaluation that is waited for, or lost: all is saved, so it stops at once."""
+    """Catches a checkpoint that a signal within its evaluation prevents, and a final evaluation
+    that is waited for, or lost: all is saved then, so it stops at once."""
     whole, results = train(replace(config, name="whole"))
     with monkeypatch.context() as patch:
-        patch.setattr("training.validation.PermutedRouter", None)  # not reached
         interrupt_at(patch, 0, function="evaluate")
         run, nothing = train(config)
-        assert nothing is None and step_of(checkpoints(run)[-1]) == 20
-        assert [row for row in losses(run) if "val" in row] == []
+    assert nothing is None and step_of(checkpoints(run)[-1]) == 20
+    assert [row["step"] for row in losses(run) if "val" in row] == [20]
     with monkeypatch.context() as patch:
+        patch.setattr("training.validation.PermutedRouter", None)  # not reached
         interrupt_at(patch, 0, function="final_report")
         assert train(parse(["--resume"]))[1] is None
     assert train(parse(["--resume"]))[1] == results
@@ -187,12 +186,6 @@ def test_other_tokens_of_the_same_number(config, tmp_path):
             validation_windows(run)
         (folder / name).write_bytes(before)
     assert (run / "tokenizer.json").read_bytes() == own
-    settings = json.loads((run / "train.json").read_text())
-    for later in ("val_sha256", "tokenizer"):  # which runs of former days do not have
-        del settings["corpus"][later]
-    (run / "train.json").write_text(json.dumps(settings))
-    train(parse(["--resume", "--steps", "4"]))
-    assert json.loads((run / "train.json").read_text())["corpus"].keys() > {"val_sha256"}
 
 
 @pytest.mark.parametrize("method", ["ablation-router", "ablation-integration", "mor-token"])
@@ -255,25 +248,17 @@ def test_full_disk(config, capfd):
 
 def test_directory_goes_away(config, monkeypatch, tmp_path):
     """Catches a training that stops without a word of what to do when its disk is gone."""
-    original = train_module.learning_rate
+    original = train_module.draw_refinements
 
     def vanish(step, config):
         if step == 25:
             os.rename("out", "away")
         return original(step, config)
 
-    monkeypatch.setattr("train.learning_rate", vanish)
+    monkeypatch.setattr("train.draw_refinements", vanish)
     with pytest.raises(UserError, match=r"No such file or directory.*bring back what is missing"):
         train(config)
     assert step_of(checkpoints("away/x")[-1]) == 20
-
-
-def test_saved_before_evaluated(config, monkeypatch):
-    """Catches an evaluation that takes hours of training with it when it fails."""
-    monkeypatch.setattr("train.evaluate", lambda *a, **k: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        train(config)
-    assert step_of(checkpoints("out/x")[-1]) == 20
 
 
 class Malice:
@@ -281,56 +266,41 @@ class Malice:
         return os.mkdir, ("malice",)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "code",
-        "truncated",
-        "empty",
-        "text",
-        "missing",
-        "shape",
-        "second",
-        "no state",
-        "step",
-        "seconds",
-        "sparse",
-        "whole numbers",
-    ],
-)
+DAMAGED = {  # what becomes of trainer.pt: its bytes
+    "code": lambda whole: pickle.dumps(Malice()),
+    "truncated": lambda whole: whole[: len(whole) // 2],
+    "empty": lambda whole: b"",
+    "text": lambda whole: b"hello",
+}
+CHANGED = {  # or its content, with the state of the first parameter
+    "step": lambda trainer, first: trainer.update(step=3),
+    "seconds": lambda trainer, first: trainer.update(seconds=math.nan),
+    "no state": lambda trainer, first: trainer["optimizer"].update(state={}),
+    # which the fused kernel would read beyond its end
+    "shape": lambda trainer, first: first.update(exp_avg=torch.zeros(3)),
+    "second": lambda trainer, first: first.update(exp_avg_sq=torch.zeros(3)),
+    "sparse": lambda trainer, first: first.update(exp_avg=first["exp_avg"].to_sparse()),
+    "whole numbers": lambda trainer, first: first.update(exp_avg=first["exp_avg"].int()),
+}
+
+
+@pytest.mark.parametrize("kind", [*DAMAGED, *CHANGED, "missing"])
 def test_damaged_trainer(config, kind):
     """Catches code that a checkpoint runs, and a stack trace for a damaged one."""
     run, _ = train(replace(config, steps=40))
     file = run / "step-00000040" / "trainer.pt"
-    other = torch.load(file, weights_only=True)
-    first = other["optimizer"]["state"][0]
-    if kind == "no state":
-        other["optimizer"]["state"] = {}
-    elif kind == "step":
-        other["step"] = 3
-    elif kind == "seconds":
-        other["seconds"] = math.nan
-    elif kind == "sparse":
-        first["exp_avg"] = first["exp_avg"].to_sparse()
-    elif kind == "whole numbers":
-        first["exp_avg"] = first["exp_avg"].int()
-    else:  # which the fused kernel would read beyond its end
-        first["exp_avg" if kind == "shape" else "exp_avg_sq"] = torch.zeros(3)
+    if kind in DAMAGED:
+        file.write_bytes(DAMAGED[kind](file.read_bytes()))
+    elif kind in CHANGED:
+        trainer = torch.load(file, weights_only=True)
+        CHANGED[kind](trainer, trainer["optimizer"]["state"][0])
+        torch.save(trainer, file)
+    else:
+        file.unlink()
     with pytest.raises(UserError, match=r"trainer\.pt .*move out/x/step-00000040 out of out/x"):
-        if kind == "code":
-            file.write_bytes(pickle.dumps(Malice()))
-        elif kind not in ("missing", "truncated", "empty", "text"):
-            torch.save(other, file)
-        elif kind == "missing":
-            file.unlink()
-        else:
-            half = file.read_bytes()[: file.stat().st_size // 2]
-            file.write_bytes({"truncated": half, "empty": b"", "text": b"hello"}[kind])
         train(parse(["--resume"]))
     assert not Path("malice").exists()
-    for path in file.parent.iterdir():
-        path.unlink()
-    file.parent.rmdir()
+    shutil.rmtree(file.parent)
     train(parse(["--resume"]))  # the way out works
     assert step_of(checkpoints(run)[-1]) == 40
 
@@ -343,7 +313,7 @@ def test_a_view_for_a_state(config):
     state = trainer["optimizer"]["state"][0]
     state["exp_avg_sq"] = torch.zeros(1, 1).expand(state["exp_avg_sq"].shape)
     torch.save(trainer, file)
-    optimizer = train_module.make_optimizer(load(run), config, torch.device("cpu"))
+    optimizer = make_optimizer(load(run), config)
     read_trainer(file.parent, optimizer)
     for values in optimizer.state_dict()["state"].values():
         for value in values.values():
@@ -417,21 +387,21 @@ def test_one_process_a_run(config, monkeypatch):
 
 def test_weights_that_are_not_finite(config, monkeypatch):
     """Catches a checkpoint of nan, and a validation of nan that the training passes over."""
-    real = train_module.optimize
+    step = torch.optim.AdamW.step
 
-    def poison(training, *args):
-        logged = real(training, *args)
-        training.model.lm_head.weight.data.fill_(torch.nan)
-        return logged
+    def poisoned(self, *args):
+        step(self, *args)
+        self.param_groups[0]["params"][0].data.fill_(torch.nan)
 
     with monkeypatch.context() as patch:
-        patch.setattr("train.optimize", poison)
+        patch.setattr("torch.optim.AdamW.step", poisoned)
+        patch.setattr("train.evaluate", lambda *a, **k: {"loss": 1.0})
         with pytest.raises(UserError, match="weights of step 1 are not finite"):
             train(replace(config, eval_every=1))
-    assert checkpoints("out/x") == []
     monkeypatch.setattr("train.evaluate", lambda *a, **k: {"loss": math.nan})
-    with pytest.raises(UserError, match=r"step 20 is not finite \(validation nan\).*step-00000020"):
+    with pytest.raises(UserError, match=r"step 20 is not finite \(validation nan\)"):
         train(config)
+    assert checkpoints("out/x") == []
 
 
 def test_torn_log(config):
@@ -462,6 +432,20 @@ def start(directory, *flags, stderr=subprocess.STDOUT):
     )
 
 
+def python(directory, patches):
+    """main of train.py for two steps, after some patches."""
+    flags = [*SMALL, "--steps", "2", "--name", "x"]
+    script = (
+        f"import atexit, os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import runtime, train; from training import runs\n"
+        f"sys.argv = ['train.py', *{flags}]; {patches}\nruntime.command_line(train.main)"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-uc", script], cwd=directory, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def directory(tmp_path):
     text = "the quick brown fox jumps over the lazy dog. " * 200
@@ -483,21 +467,35 @@ def test_signals(directory):
         steps = [row["step"] for row in read_lines(directory / "out" / number.name / "log.jsonl")]
         assert step_of(checkpoints(directory / "out" / number.name)[-1]) == steps[-1]
     # A step that takes forever: the second signal does not wait for it.
-    script = (
-        "import signal, time; from training.runs import StopSignal\n"
-        "with StopSignal():\n    print('ready', flush=True)\n    time.sleep(600)\n"
-        "    print('slept', flush=True)\n    time.sleep(600)"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert process.stdout.readline() == b"ready\n"
+    process = python(directory, "train.draw_refinements = lambda *_: time.sleep(600)")
+    while b"torch" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
     assert b"once more" in process.stderr.readline() + process.stderr.readline()
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
+
+
+INTERRUPTED = "train.final_report = lambda *args: os.kill(os.getpid(), signal.SIGINT)"
+
+
+@pytest.mark.parametrize("second", [
+    "atexit.register(os.kill, os.getpid(), signal.SIGINT)",
+    "train.sys.exit = lambda status: os.kill(os.getpid(), signal.SIGINT)",
+    "runs.resume_command = lambda run: os.kill(os.getpid(), signal.SIGINT)",
+    "end = runs.StopSignal.end; "
+    "runs.StopSignal.end = lambda stop: end(stop) or os.kill(os.getpid(), signal.SIGINT)",
+])  # fmt: skip
+def test_ctrl_c_twice_in_the_final_evaluation(directory, second):
+    """Catches a stack trace behind the message that all is saved, wherever the second one comes."""
+    process = python(directory, f"{INTERRUPTED}; {second}")
+    _, errors = process.communicate(timeout=60)
+    assert b"Traceback" not in errors and b"Exception" not in errors, errors
+    assert b"once more to exit at once" in errors and process.returncode in (130, -signal.SIGINT)
+    assert step_of(checkpoints(directory / "out/x")[-1]) == 2
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
@@ -613,7 +611,7 @@ def test_two_nodes(directory):
 def test_name_in_use(config, monkeypatch):
     """Catches a run whose name is refused after minutes of reading text."""
     train(replace(config, steps=1))
-    monkeypatch.setattr("train.open_corpus", None)  # not reached
+    monkeypatch.setattr("training.config.open_corpus", None)  # not reached
     with pytest.raises(UserError, match="out/x exists"):
         train(replace(config, steps=1))
 

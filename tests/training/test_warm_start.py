@@ -21,7 +21,7 @@ from train import train
 from training.config import TrainConfig, open_corpus, parse, validation_windows
 from training.runs import checkpoints
 from training.validation import evaluate
-from training.warm_start import adapt, can_warm_up, offset_at, start_from
+from training.warm_start import can_warm_up, offset_at, start_from, with_feedback
 
 
 @pytest.fixture
@@ -42,9 +42,9 @@ def going_on(config, llama, *flags):
     return replace(config, eval_every=10, eval_windows=8, device="cpu", precision="float32")
 
 
-def going_on_without_steps(llama):
-    config = parse(["--preset", "tiny", "--init-from", str(llama), "--method", "vanilla"])
-    return config.model.method, config.ponder_warmup
+def assert_same(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def fixed_point_loss(model, config):
@@ -58,7 +58,7 @@ def test_step_0_is_the_llama(config, llama):
     assert config.ponder_warmup == 6 and config.model.method == "ponderlm3"
     assert config.model.block_size == 16 and config.learning_rate == 2e-3
     _, _, tokens, _ = open_corpus(config)
-    config = adapt(config, Windows(tokens, 16, 0))
+    config = with_feedback(config, Windows(tokens, 16, 0))
     plain = fixed_point_loss(load(llama), config)
     model = start_from(llama, config.model).eval()
     ponders_at_once = fixed_point_loss(model, config)
@@ -73,14 +73,14 @@ def test_from_a_gpt_neox(config, tmp_path, monkeypatch):
     read back, continued as PonderLM-3, decoded."""
     monkeypatch.chdir(tmp_path)
     shape = dict(method="vanilla", ponder_steps=0, head_dim=None, backbone="gpt_neox")
-    model = replace(config.model, rotary_pct=0.25, **shape)
+    model = replace(config.model, backbone_options={"rotary_pct": 0.25}, **shape)
     run, _ = train(replace(config, name="plain", model=model))
     save(load(run), tmp_path / "pythia")
     shutil.copy(run / "tokenizer.json", tmp_path / "pythia")
     taught, results = train(replace(going_on(config, tmp_path / "pythia"), name="taught"))
     model = load(taught)
     assert (model.config.method, model.config.backbone) == ("ponderlm3", "gpt_neox")
-    assert model.config.rotary_pct == 0.25 and results["fixed"]["loss"] < 2.5
+    assert model.config.backbone_options["rotary_pct"] == 0.25 and results["fixed"]["loss"] < 2.5
     prompt = [list(b"the quick")]
     assert Engine(model, 1).generate(prompt, 8, seed=0) == generate(model, prompt, 8, seed=0)
 
@@ -91,7 +91,7 @@ def test_feedback_scale(config, llama):
     config = going_on(config, llama)
     _, _, tokens, val = open_corpus(config)
     windows, alone = Windows(val, 16, 0), {}
-    measured = adapt(config, Windows(tokens, 16, 0)).model.feedback_scale
+    measured = with_feedback(config, Windows(tokens, 16, 0)).model.feedback_scale
     model = load(llama)
     x, _ = Windows(tokens, 16, 0).batch(0, 32)
     with torch.no_grad():
@@ -143,8 +143,7 @@ def test_training_and_resume(config, llama, capsys):
     shutil.rmtree(llama)
     train(parse(["--resume", "--name", "parts"]))
     assert validation_windows("out/whole")[2].count > 0
-    a, b = (load(run).state_dict() for run in (whole, parts))
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert_same(load(whole), load(parts))
     assert "resumed at step 10" in capsys.readouterr().out
 
 
@@ -157,7 +156,6 @@ def test_every_method(config, llama, method):
     assert all(torch.equal(model.state_dict()[name], plain[name]) for name in plain)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     if method == "vanilla":
-        assert going_on_without_steps(llama) == ("vanilla", 0)
         assert fixed_point_loss(model, config) == fixed_point_loss(load(llama), config)
 
 
@@ -166,14 +164,13 @@ def test_pondering_model_goes_on(config, llama):
     first, _ = train(replace(going_on(config, llama, "--ponder-steps", "2"), name="first"))
     second = going_on(config, first)
     assert second.model == read_config(first) and second.model.feedback_scale
-    assert adapt(second, None) is second
+    assert with_feedback(second, None) is second
     from_scratch = PonderLM(replace(second.model, feedback_scale=None))
     save(from_scratch, llama.parent / "scratch")
     third = going_on(config, llama.parent / "scratch")
-    assert adapt(third, None) is third and third.model.feedback_scale is None
+    assert with_feedback(third, None) is third and third.model.feedback_scale is None
     assert second.ponder_warmup == 0 and second.model.ponder_steps == 2
-    a, b = load(first).state_dict(), start_from(first, second.model).state_dict()
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert_same(load(first), start_from(first, second.model))
     with pytest.raises(UserError, match="is a ponderlm3 and can only go on as that"):
         start_from(first, going_on(config, first, "--method", "looped").model)
     with pytest.raises(UserError, match="ponder_steps = 1: out/first takes 2, which"):
@@ -202,18 +199,46 @@ def test_more_steps(config, llama):
     shutil.rmtree(checkpoints(parts)[1])
     shutil.rmtree(first)
     train(parse(["--resume", "--name", "parts"]))
-    a, b = (load(run).state_dict() for run in (whole, parts))
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert_same(load(whole), load(parts))
 
 
-def test_more_steps_without_router(config, llama):
-    """Catches a PonderLM-2 that cannot take more steps, or takes them with other weights."""
-    flags = "--method", "ponderlm2", "--ponder-steps"
-    first, _ = train(replace(going_on(config, llama, *flags, "1"), name="first"))
-    grown = going_on(config, first, "--ponder-steps", "3")
-    assert (grown.model.ponder_steps, grown.ponder_from, grown.ponder_warmup) == (3, 0, 0)
-    a, b = load(first).state_dict(), start_from(first, grown.model).state_dict()
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+WEIGHTS_OF_A_STEP = {"ablation-router", "adaponder", "mor-token", "mor-expert"}
+OTHERS = [kind.method for kind in all_methods() if kind.method not in ("ponderlm3", "vanilla")]
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_more_steps_of_other_methods(config, llama, method):
+    """Catches a gate that does not take part in the training of more steps, or is another one; and
+    a run for a model that cannot take more."""
+    model = start_from(llama, going_on(config, llama, "--method", method).model)
+    K, first = model.config.ponder_steps, llama.parent / "first"
+    for x in model.parameters():
+        torch.nn.init.normal_(x.data, std=0.02)
+    save(model, first, exact=True)
+    shutil.copy(llama / "tokenizer.json", first)
+    grown = replace(going_on(config, first, "--ponder-steps", str(K + 1)), steps=2, name="grown")
+    if method in WEIGHTS_OF_A_STEP:
+        with pytest.raises(UserError, match=f"{method} has .*leave --ponder-steps at {K}"):
+            train(grown)
+        assert not (llama.parent / "out/grown").exists()
+        return
+    before, begun = model.state_dict(), start_from(first, grown.model).state_dict()
+    assert all(torch.equal(begun[k][: len(x)], x) for k, x in before.items())
+    trained = load(train(replace(grown, ponder_warmup=0))[0]).state_dict()
+    assert all(not torch.equal(trained[k], x) for k, x in begun.items()), method
+
+
+def test_killed_before_the_first_checkpoint(config, llama, monkeypatch):
+    """Catches a run that needs the first model again, or goes on otherwise, from its beginning."""
+    config = going_on(config, llama)
+    whole, _ = train(replace(config, name="whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr("train.draw_refinements", lambda step, _: 1 / 0 if step == 3 else 1)
+        with pytest.raises(ZeroDivisionError):
+            train(replace(config, name="parts"))
+    shutil.rmtree(llama)
+    parts, _ = train(parse(["--resume", "--name", "parts"]))
+    assert_same(load(whole), load(parts))
 
 
 @pytest.mark.parametrize(
