@@ -21,10 +21,10 @@ import torch
 from pydantic import Field
 
 from baselines import build, find
-from bench.timing import Some, machine, matmul_peak, medians, print_table, seconds_of, write_results
+from bench.timing import Some, machine, medians, print_table, write_results
 from engine.batching import Engine, serves
 from engine.prefill import settle
-from engine.products import FEW, WEIGHTS
+from engine.products import WEIGHTS
 from engine.request import check_request
 from interop import find_model, load, save
 from model import Count, LlamaConfig
@@ -116,22 +116,6 @@ def timed(engine, prompts, new_tokens, samples=None, **choice):
     return engine.stats.seconds - before
 
 
-def limit(model, B, places, how):
-    """Seconds that a pass of B rows over so many places takes at least: it reads weights and cache,
-    or makes its products, at the speeds of this machine, measured now."""
-    config, device = model.config, model.lm_head.weight.device
-    matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
-    weights = sum(p.numel() for p in [*matrices, model.lm_head.weight])
-    of_weight = 2 if how.weights != "float32" else how.dtype.itemsize
-    of_weight = 1 if how.weights == "int8" and B <= FEW else of_weight
-    kv = 2 * B * places * config.key_value_heads * config.head_width * config.num_hidden_layers
-    size = of_weight * weights + how.dtype.itemsize * kv
-    memory = torch.ones(-(-size // 4), device=device)  # zeros would share one page
-    reading = min(seconds_of(memory.sum, device) for _ in range(10))
-    inner = torch.bfloat16 if of_weight < 4 else how.dtype
-    return max(reading, 2 * B * weights / matmul_peak(device, inner))
-
-
 def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats, how=HOW):
     """Adaptive against always K: which share of the skipped slots is saved time? (target: 0.9)
 
@@ -150,8 +134,6 @@ def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats
             for name, engine in engines.items()
         }
         seconds = medians(runs, repeats)
-        K, passes = model.config.ponder_steps, engines["always"].stats.passes / (repeats + 1)
-        least = passes * limit(model, B, (length + new_tokens // 2) * (K + 1), how)
         tokens = 2 * B * (new_tokens - 1)  # the first is chosen when the prompt has been read
         for alpha in alphas:
             steps = sum(sum(sample.steps[1:]) for sample in samples[alpha]) / tokens
@@ -161,7 +143,6 @@ def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats
             row |= {"steps": steps, "tokens_per_second": tokens / seconds[alpha]}
             row |= {"always_tokens_per_second": tokens / seconds["always"]}
             row |= {"slot_ratio": slot_ratio, "time_ratio": time_ratio}
-            row["limit_share"] = least / seconds["always"]
             saved = (1 - time_ratio) / (1 - slot_ratio) if slot_ratio < 0.9 else None
             rows.append(row | {"saved": saved})
     return rows
@@ -353,11 +334,10 @@ def decode(
 TABLES = {
     "exit": (
         "early exit against always K, after the prompt: ratios to always K\n"
-        "saved: saved time / saved slots, where a tenth is saved\n"
-        "limit: share of what always K could not take less than, by this machine's speeds",
+        "saved: saved time / saved slots, where a tenth is saved",
         {"batch": "batch", "prompt": "prompt", "alpha": "alpha:g"}
         | {"steps": "steps:.2f", "tok/s": "tokens_per_second:.0f", "slots": "slot_ratio:.2f"}
-        | {"time": "time_ratio:.2f", "saved": "saved:.2f", "limit": "limit_share:.2f"},
+        | {"time": "time_ratio:.2f", "saved": "saved:.2f"},
     ),
     "others": (
         "no cache, no graphs: after the prompt; transformers: K = 0, untrained, prompt included",

@@ -1,8 +1,5 @@
 """`python -m bench decode`: what it measures against, and what it refuses before it measures."""
 
-from types import SimpleNamespace
-from unittest.mock import patch
-
 import pytest
 import torch
 from conftest import needs_bfloat16, small_model
@@ -14,13 +11,11 @@ from bench.decoding import (
     context_rows,
     decode,
     exit_rows,
-    limit,
     llama,
     other_rows,
     prompt_rows,
     prompts_of,
 )
-from bench.throughput import serve, serve_in_batches
 from engine.batching import Engine
 from interop import save
 from runtime import UserError
@@ -62,25 +57,6 @@ def test_llama_beside_a_ponderlm():
     assert ours.config.hidden_size == model.config.hidden_size and ours.config.method == "vanilla"
 
 
-def test_limit():
-    """Catches weights, or a cache, that are counted in bytes of another size."""
-    model, sizes = small_model().float(), []
-    own = torch.ones
-
-    def watched(*shape, **kwargs):
-        sizes.append(shape[0])
-        return own(*shape, **kwargs)
-
-    for weights in ("float32", "bfloat16", "int8"):
-        with patch("bench.decoding.torch.ones", watched):
-            limit(model, 2, 10, How(weights=weights))
-    config, few = model.config, sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    few -= model.model.embed_tokens.weight.numel() + model.router.proj.weight.numel()
-    kv = 4 * 2 * 2 * 10 * config.key_value_heads * config.head_width * config.num_hidden_layers
-    found = [4 * n for n in sizes]
-    assert found == pytest.approx([4 * few + kv, 2 * few + kv, few + kv], abs=3)
-
-
 def test_same_prompt(model):
     """Catches a prompt that is copied with a slot too many, or read again for each sequence."""
     prompts, settings = 5 * [[3, 1, 4, 1, 5]], dict(seed=0, temperature=1.0)
@@ -102,7 +78,6 @@ def test_rows(model, val, how):
     full, less = exit_rows(single, val, (2,), (5,), 4, 0.3, alphas, 1, how)
     assert 0 < less["slot_ratio"] < full["slot_ratio"] < 1 and less["time_ratio"] > 0
     assert less["slot_ratio"] == pytest.approx((1 + less["steps"]) / 4)
-    assert 0 < full["limit_share"] == less["limit_share"] < 1
     for row in (full, less):  # of 4 samples of 4 tokens, of which the first comes of the prompt
         engine = how.engine(single, 2, tau=0.3, alpha=row["alpha"], prefill="jacobi")
         engine.generate(4 * prompts_of(val, 1, 5), 4, seed=0)
@@ -123,21 +98,3 @@ def test_context(monkeypatch):
     monkeypatch.setattr(Engine, "launch", watch)
     context_rows(small_model(block_size=64).float(), (16,), 1)
     assert seen == 2 * list(range(16, 16 + 8 * 4))
-
-
-def test_requests(model, monkeypatch):
-    """Catches requests that get other numbers of tokens than they are counted for, and a batch of
-    transformers that is not as long as its longest or does not hide its padding."""
-    prompts, lengths, made, asked = [[1], [2, 3], [4]], [2, 5, 3], [], []
-    engine = Engine(model, 2)
-    generate = engine.generate
-    monkeypatch.setattr(engine, "generate", lambda *x, **y: made.extend(generate(*x, **y)))
-    serve(engine, prompts, lengths)
-    assert [len(sample.tokens) for sample in made] == lengths
-
-    def record(idx, attention_mask, max_new_tokens, min_new_tokens, **_):
-        assert min_new_tokens == max_new_tokens
-        asked.append((idx.tolist(), attention_mask.tolist(), max_new_tokens))
-
-    serve_in_batches(SimpleNamespace(device="cpu", generate=record), prompts, lengths, 2)
-    assert asked == [([[0, 1], [2, 3]], [[0, 1], [1, 1]], 5), ([[4]], [[1]], 3)]
