@@ -223,7 +223,7 @@ def pick_device(name="auto"):
         if device.type in there:
             if device.type == "cuda" and device.index is not None:
                 if device.index >= (count := torch.cuda.device_count()):
-                    raise UserError(f"device {name!r} is not here: this machine has {count} GPUs")
+                    raise UserError(f"device {name!r} is not here: {count} GPUs are")
                 torch.cuda.set_device(device)  # where streams, events and graphs are made
             return device
     raise UserError(f"device {name!r} is not here; there is {', '.join(there)}")

@@ -378,29 +378,6 @@ class Stopped(Exception):
     """The training was asked to stop, and all of it is saved."""
 
 
-class StopSignal:
-    """From `start` to `end` SIGINT and SIGTERM only set `received`.
-
-    While `saved` is set, when there is nothing left to lose, they raise Stopped. The same signal a
-    second time ends the process.
-    """
-
-    def start(self):
-        self.received = self.saved = False
-        self.before = {s: signal.signal(s, self.handle) for s in (signal.SIGINT, signal.SIGTERM)}
-
-    def handle(self, number, frame):
-        self.received = True
-        signal.signal(number, signal.SIG_DFL)
-        os.write(2, b"\nstopping after this step; once more to exit at once\n")
-        if self.saved:
-            raise Stopped
-
-    def end(self):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-
 class Session:
     """A run while it is trained: its lock, log and checkpoints, and signals that stop it.
 
@@ -416,13 +393,16 @@ class Session:
     All of a step is a function of its number, the weights and the optimizer, so that a resumed
     training is the same one. What a step logs is looked at one step late: a GPU is never waited
     for. Of several processes only the first writes.
+
+    SIGINT and SIGTERM let the step end and save it. The same signal a second time ends the process.
     """
 
     def __init__(self, training, optimizer):
         self.t, self.optimizer = training, optimizer
         self.run, self.config = training.run, training.config
         self.first, self.seconds = 0, 0.0  # steps done before, and what they took
-        self.stop, self.under_way = StopSignal(), None
+        self.under_way = None  # what the last step logged, on its way to the host
+        self.received = self.all_saved = False  # a signal; whether it may stop at once
         self.lock = nullcontext() if training.rank else locked(training.run)
 
     def __enter__(self):
@@ -431,8 +411,10 @@ class Session:
         if t.checkpoint:
             self.first, self.seconds = read_trainer(t.checkpoint, self.optimizer)
         self.before = self.seconds
-        machine = {"torch": torch.__version__, "device": t.device.type, "processes": t.processes}
-        machine |= {"threads": self.config.threads, "commit": commit()}
+        machine = {
+            "torch": torch.__version__, "device": t.device.type, "processes": t.processes,
+            "threads": self.config.threads, "commit": commit(),
+        }  # fmt: skip
         if not t.rank:
             t.tokenizer.save(self.run / "tokenizer.json")
             write_json(self.run / "train.json", {"config": asdict(self.config), "corpus": t.corpus})
@@ -446,14 +428,23 @@ class Session:
         if t.checkpoint:
             print(f"resumed at step {self.first}")
         print(f"{machine}")
-        self.stop.start()
+        signals = signal.SIGINT, signal.SIGTERM
+        self.handlers = {number: signal.signal(number, self.receive) for number in signals}
         return self
+
+    def receive(self, number, frame):
+        signal.signal(number, signal.SIG_DFL)
+        os.write(2, b"\nstopping after this step; once more to exit at once\n")
+        self.received = True
+        if self.all_saved:
+            raise Stopped
 
     def __exit__(self, kind, error, trace):
         self.lock.__exit__(kind, error, trace)
         if kind is Stopped:
             print(f"stopped; go on with: {resume_command(self.run)}", flush=True)
-        self.stop.end()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
         return kind is Stopped
 
     def steps(self):
@@ -461,12 +452,12 @@ class Session:
         for step in range(self.first, self.config.steps):
             self.began = time.monotonic()
             yield step
-            received = torch.tensor(int(self.stop.received))
+            received = torch.tensor(int(self.received))
             if reduce(received, self.t.device):  # in any of the processes
                 if not self.is_due(step):
                     self.save(step)
                 raise Stopped
-        self.stop.saved = True
+        self.all_saved = True
 
     def is_due(self, step):
         """Whether a checkpoint follows this step."""
