@@ -343,10 +343,9 @@ def checkpointed(function, *args):
 
 def apply_rotary(x, angles):
     """RoPE, half-split: turn the halves of each head against each other. x (B, heads, N, d)."""
-    cos, sin = angles  # (B, 1, N, d) or (N, d) each
-    first, second = x.chunk(2, dim=-1)
-    turned = x * cos + torch.cat([-second, first], dim=-1) * sin
-    return turned.to(x.dtype)
+    cos, sin = angles  # (N, d) or (B, 1, N, d) each
+    exchanged = x.roll(x.size(-1) // 2, dims=-1)
+    return (x * cos + exchanged * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -432,12 +431,15 @@ class Llama(nn.Module):
         return self.config.rope_theta ** -(torch.arange(0, d, 2, device=device) / d)
 
     def angles(self, positions, dtype):
-        """Position ids -> cos and sin of RoPE: (N,) -> (N, d), (B, N) -> (B, 1, N, d) each."""
+        """Position ids -> cos, and sin with a minus for the first half of a head, as factors of x.
+
+        (N,) -> (N, d), (B, N) -> (B, 1, N, d) each.
+        """
         angle = positions.float()[..., None] * self.frequency(positions.device)  # (.., N, d/2)
-        angle = torch.cat([angle, angle], dim=-1)
         if positions.dim() == 2:
             angle = angle[:, None]  # the same for all heads
-        return angle.cos().to(dtype), angle.sin().to(dtype)
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 class LayerCache:

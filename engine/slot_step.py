@@ -66,9 +66,7 @@ class SlotStep:
 
         # One more: a row that has read its last token points behind it.
         positions = torch.arange(config.block_size + 1, device=device)
-        angle = positions[:, None] * model.model.frequency(device)  # (T+1, d/2)
-        cos, sin = angle.cos(), angle.sin()
-        turned = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)]).to(dtype)
+        turned = torch.stack(model.model.angles(positions, dtype))  # (2, T+1, d)
         as_it_is = torch.zeros_like(turned)
         as_it_is[0] = 1
         # Queries and keys are turned (kind 0), values are not (kind 1): (2, T+1, 2, d).

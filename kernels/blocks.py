@@ -55,16 +55,13 @@ def compile_blocks(model):
 
 
 def angles_of_all_heads(llama, positions, dtype):
-    """Position ids -> factors of all query and key heads (.., N, (H+G)*d), and of their halves
-    exchanged. In evaluation mode as the backbone has them."""
+    """As the backbone has them in evaluation mode; in training side by side for all query and key
+    heads, (.., N, (H+G)*d) each."""
+    found = type(llama).angles(llama, positions, dtype)
     if not llama.training:
-        return type(llama).angles(llama, positions, dtype)
-    config = llama.config
-    angle = positions.float()[..., None] * llama.frequency(positions.device)  # (.., N, d/2)
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    halves = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)  # (.., N, d)
-    heads = config.num_attention_heads + config.key_value_heads
-    return [for_products(x).tile(heads) for x in halves]
+        return found
+    heads = llama.config.num_attention_heads + llama.config.key_value_heads
+    return [for_products(x.squeeze(1) if positions.dim() == 2 else x).tile(heads) for x in found]
 
 
 def for_products(x):
