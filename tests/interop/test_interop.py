@@ -540,7 +540,7 @@ def test_hub(tmp_path, monkeypatch):
         raise OSError("no route to host\nmore")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(UserError, match=r"cannot be fetched \(no route to host\): check"):
+    with pytest.raises(UserError, match=r"cannot be fetched \(no route to host\); check the name"):
         interop.locate("someone/a-model")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match="pip install huggingface_hub"):
