@@ -1,4 +1,4 @@
-"""Figures and tables from trained runs. The flags of each stand in analysis/, beside what draws it.
+"""Figures and tables from trained runs: a list. Each is drawn, and has its flags, in analysis/.
 
 Of one run, by default the newest in out/; written to <run>/report/:
 
@@ -18,8 +18,8 @@ Of several runs, written to out/analyze/:
     python analyze.py frontier --runs out/frontier/*      differences to a method at equal steps
     python analyze.py lookup --runs out/lookup/*          accuracy where the difficulty is known
 
-Each saves its numbers (<figure>.csv), the same as a table (.md) and a figure (.png), and draws
-again from the saved numbers with --redraw.
+A figure comes with its numbers (<figure>.csv) and their table (.md), and --redraw draws it again
+from the saved numbers.
 """
 
 import sys

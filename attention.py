@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runtime import command_line
 
-MASKED = -1e4  # exp(-1e4) is 0, and what a key carries of it is finite in float16, too
+MASKED = -1e4  # exp(-1e4) is 0, and -1e4 in a key's channels is finite in float16, too
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -56,7 +56,7 @@ def padded_width(d):
 
 
 def bias_unit(d):
-    """The power of two next to sqrt(d): what a query's channels hold is exact in any precision."""
+    """The power of two nearest to sqrt(d), which every precision holds exactly."""
     return 2.0 ** round(math.log2(d) / 2)
 
 
@@ -70,8 +70,8 @@ def query_channels(d, dtype, device=None):
 def key_channels(key_bias, d, dtype):
     """What a key with that bias carries behind its d numbers, (...) -> (..., d'-d).
 
-    By the query's channels it makes sqrt(d) log w. In half precision the second channel holds what
-    the rounding of the first one loses, so that 16 bits of log w arrive in bfloat16.
+    Multiplied by the query's channels it makes sqrt(d) log w. In half precision the second channel
+    holds what the rounding of the first one loses, so that 16 bits of log w arrive in bfloat16.
     """
     x = key_bias.to(torch.promote_types(torch.float32, dtype)) * (math.sqrt(d) / bias_unit(d))
     if x.dtype == dtype:  # nothing is rounded
@@ -84,8 +84,8 @@ def key_channels(key_bias, d, dtype):
 def augment(q, k, v, key_bias):
     """Move the bias into the dot product: q' . k' = q . k + sqrt(d) log w.
 
-    Only keys carry their bias, so a cached key brings it along, and one with the channels of MASKED
-    is hidden. (B, *, N, d) -> (B, *, N, d'); None changes nothing.
+    A key carries its own bias, also into a cache. One whose channels say MASKED is
+    hidden. (B, *, N, d) -> (B, *, N, d'); None changes nothing.
     """
     if key_bias is None:
         return q, k, v
@@ -168,7 +168,7 @@ def attend_to_cache(q, k, v, d):
         (B, H, Q, d).
     """
     (B, H, Q, width), (G, M) = q.shape, k.shape[1:3]
-    q = q.reshape(B, G, -1, width)  # (B, G, H/G*Q, d'): the heads of a group are its queries
+    q = q.reshape(B, G, -1, width)  # (B, G, H/G*Q, d'): heads that share keys are as many queries
     mask = None  # one query sees everything
     if Q > 1:
         mask = torch.ones(Q, M, dtype=torch.bool, device=q.device).tril(M - Q).repeat(H // G, 1)
@@ -195,7 +195,7 @@ def show():
     names = [name for t in (1, 2, 3) for name in (f"x{t}", f"h{t}0", f"h{t}1")]
     figures = []
     for bias in (log_w, printed):
-        q = torch.zeros(1, 1, N, N)  # q = k = 0 and v = 1: what comes out is the mask, normalised
+        q = torch.zeros(1, 1, N, N)  # with k = q and v = I the mask comes out, normalised
         out = eager(q, q, torch.eye(N)[None, None], bias.reshape(1, N))[0, 0]
         figures.append(out / out[:, :1])  # x1 is always fully visible
     print(f"{'our index: slot k is masked by w_k':52}the printed index: h(k) is masked by w_k")

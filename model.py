@@ -34,7 +34,7 @@ from attention import attend_to_cache, augment, sdpa, soft_mask_attention
 from router import Router, slot_bias, stop_step, upcast
 from runtime import strict_dataclass
 
-LOGITS = 2**26  # numbers, in float32 a quarter of a GiB
+MAX_LOGITS = 2**26  # at a time, in float32 a quarter of a GiB
 
 
 class PonderLM(nn.Module):
@@ -105,7 +105,7 @@ class PonderLM(nn.Module):
         return h, *self.route(h, alpha)
 
     def iterate(self, e, tau, alpha):
-        """Yield the latents (B, T, min(p, K), D), and h, s, log_w, of the passes p = 1, 2, ..
+        """Yield the next latents (B, T, min(p, K), D), and h, s, log_w, after pass p = 1, 2, ..
 
         Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: the ladder, K passes. Then all S
         slots run in each pass, which replaces all latents and mask scores at once.
@@ -134,12 +134,12 @@ class PonderLM(nn.Module):
         if R < 0:
             raise ValueError(f"R = {R}: the number of refinements must be >= 0")
         passes = K + min(R, K * (e.size(1) - 1)) + 1
-        constant = 0  # so many passes are constants to the backward pass
+        without_grad = 0  # the first passes, which are constants to the backward pass
         if self.training and self.config.backprop_passes:
-            constant = passes - self.config.backprop_passes
+            without_grad = passes - self.config.backprop_passes
         iteration, grad = self.iterate(e, tau, alpha), torch.is_grad_enabled()
         for p in range(1, passes + 1):
-            with torch.set_grad_enabled(grad and p > constant):
+            with torch.set_grad_enabled(grad and p > without_grad):
                 _, found = next(iteration)
         return found
 
@@ -173,7 +173,7 @@ class PonderLM(nn.Module):
             raise ValueError(f"ids outside the vocabulary, 0 to {V - 1}") from None
 
     def transform(self, x, positions, key_bias=None, norm=True):
-        """The backbone, (B, N, D) -> (B, N, D); its activations are kept, or not."""
+        """The backbone, (B, N, D) -> (B, N, D); with `recompute` its activations are not kept."""
         run = self.model if norm else self.model.stack
         if self.recompute and torch.is_grad_enabled():
             return checkpointed(run, x, positions, key_bias, self.backend)
@@ -184,7 +184,7 @@ class PonderLM(nn.Module):
         return self.router(h[..., 0, :], alpha)
 
     def feed_back(self, h):
-        """Outputs of slots, (..., D), as the next inputs: unchanged, but for a former Llama's."""
+        """Outputs of slots, (..., D), as the next inputs: unchanged, except in a former Llama."""
         return h if self.config.feedback_scale is None else h * self.config.feedback_scale
 
     def key_bias(self, log_w, tau=None):
@@ -224,17 +224,17 @@ class PonderLM(nn.Module):
     def cross_entropy(self, states, targets):
         """In nats, of each token: (B, T, D) and (B, T) -> (B, T), 0 where there is no target.
 
-        Where all logits would take more than LOGITS numbers, there are only some rows of them at a
-        time, in the backward pass as well.
+        Where there would be more than MAX_LOGITS logits, only some rows of them are made at a time, in
+        the backward pass as well.
         """
 
         def of_rows(states, targets):  # (n, D), (n,) -> (n,)
             return F.cross_entropy(upcast(self.lm_head(states)), targets, reduction="none")
 
         states, rows = states.flatten(0, 1), targets.flatten()
-        if rows.numel() * self.config.vocab_size <= LOGITS:
+        if rows.numel() * self.config.vocab_size <= MAX_LOGITS:
             return of_rows(states, rows).view(targets.shape)
-        n = max(1, LOGITS // self.config.vocab_size)
+        n = max(1, MAX_LOGITS // self.config.vocab_size)
         pairs = zip(states.split(n), rows.split(n), strict=True)
         return torch.cat([checkpointed(of_rows, *pair) for pair in pairs]).view(targets.shape)
 
@@ -244,8 +244,8 @@ class PonderLM(nn.Module):
 
         Not renormalised, as printed. -> (B, T, K), without gradient.
         """
-        depths = [torch.full_like(targets, i) for i in range(self.config.ponder_steps)]
-        losses = [self.cross_entropy(self.integrate(h, s, i), targets) for i in depths]
+        stops = [torch.full_like(targets, i) for i in range(self.config.ponder_steps)]
+        losses = [self.cross_entropy(self.integrate(h, s, steps), targets) for steps in stops]
         return torch.stack(losses, dim=-1)
 
     # Decoding (section 3.3)
@@ -261,7 +261,7 @@ class PonderLM(nn.Module):
             logits (V,) of the next token, and K-hat, the pondering steps executed.
         """
         x, positions = self.embed_token(token, position)  # all slots of a token share its position
-        h = self.model(x, positions, self.key_bias(x.new_zeros(1, 1)), cache=cache)  # w_0 = 1
+        h = self.model(x, positions, self.key_bias(x.new_zeros(1, 1)), cache=cache)  # log w_0 = 0
         s, log_w = self.route(h[:, :, None], alpha)  # (1, 1, S)
         bias, steps = self.key_bias(log_w), self.executed(log_w, tau)
         s, steps = self.step_weights(s, steps), int(steps)
@@ -285,7 +285,7 @@ class PonderLM(nn.Module):
     # Weights
 
     def _init_weights(self, module):
-        """Truncated normal, std sqrt(2/(5D)); layers that write to the residual stream by depth."""
+        """Truncated normal, std sqrt(2/(5D)); writers to the residual stream less, by depth."""
         std = math.sqrt(2 / (5 * self.config.hidden_size))
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
@@ -309,7 +309,7 @@ class PonderLM(nn.Module):
 @dataclass
 class PonderOutput:
     head: nn.Linear
-    h_hat: torch.Tensor  # (B, T, D) what it reads: the integrated states
+    h_hat: torch.Tensor  # (B, T, D) the integrated states, which the head reads
     steps: torch.Tensor  # (B, T) executed pondering steps, K-hat
     h: torch.Tensor  # (B, T, S, D) states
     s: torch.Tensor  # (B, T, S) step distribution
@@ -342,7 +342,10 @@ def checkpointed(function, *args):
 
 
 def apply_rotary(x, angles):
-    """RoPE, half-split: turn the halves of each head against each other. x (B, heads, N, d)."""
+    """RoPE: rotate each number of a head's first half with its partner in the second half.
+
+    x (B, heads, N, d); the rotation's minus sign is part of sin, see Llama.angles.
+    """
     cos, sin = angles  # (N, d) or (B, 1, N, d) each
     exchanged = x.roll(x.size(-1) // 2, dims=-1)
     return (x * cos + exchanged * sin).to(x.dtype)
@@ -401,7 +404,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    name, unused = "llama", ()  # settings that it does not follow
+    name = "llama"
+    unused = ()  # settings that it does not follow
     Block, Norm = Block, nn.RMSNorm
 
     def __init__(self, config):
@@ -512,9 +516,9 @@ class LlamaConfig:
 class PonderConfig(LlamaConfig):
     """A backbone and how it ponders. A method in baselines/ may add settings of its own."""
 
-    # or of baselines/: ponderlm2, vanilla, looped, .., ablation-mask, ..; try --method NAME --help
+    # ponderlm3, or another of baselines/: ponderlm2, vanilla, looped, ..; try --method NAME --help
     method: str = "ponderlm3"
-    # K, steps beyond the first of any method
+    # K: how many steps a token may take beyond the first, in any method
     ponder_steps: Annotated[int, Field(ge=0, le=1000)] = 3
     # None: rising linearly from 0 to 6
     router_offset: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] | None = None
@@ -523,9 +527,9 @@ class PonderConfig(LlamaConfig):
     # what multiplies a state that is fed back; None: 1. Of a former Llama it is measured
     feedback_scale: Positive | None = None
     backprop_passes: Count | None = None  # gradients through the last n passes; None: all
-    # of thinking: bottom mass by the cross-entropy of the batch, as the paper prints it (at losses
-    # like its own it never acts), or by that of each token; or the mean of w_1 + .. + w_K, whose
-    # weight is a price in nats for a step
+    # on thinking. printed: the bottom mass as the paper prints it, by the cross-entropy of a batch
+    # (at losses like the paper's it never acts); token: by that of each token; mean: the mean of
+    # w_1 + .. + w_K, whose weight is a price in nats for a step
     penalty: Literal["printed", "token", "mean"] = "printed"
     penalty_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5  # lambda
 

@@ -9,7 +9,7 @@ slot_bias(...)     log w     (..., K+1)     bias on the keys of a token's slots
 tau                tau       scalar         where decoding stops; None: the soft mask, no stopping
 alpha              alpha     scalar         shifts the distribution to more or fewer steps
 ce                 ce_i      (..., K+1)     cross-entropy if integration stops after step i
-rho                rho_i     (K+1,)         share of the tokens that depth i already resolves
+rho                rho_i     (K+1,)         how far depth i resolves the tokens, 0 to 1
 
     python router.py     four tokens, from s to w to K-hat
 """
@@ -54,14 +54,14 @@ class Router(nn.Module):
     def __init__(self, D, K, offset=None):
         super().__init__()
         self.proj = nn.Linear(D, K + 1, bias=False)
-        # On the CPU also where the weights are only shapes (the meta device): it is no weight.
+        # It is no weight, and has its numbers also where weights are only shapes (the meta device).
         offset = torch.tensor(offset or [0.0] * (K + 1), dtype=torch.float32, device="cpu")
         self.register_buffer("offset", offset, persistent=False)  # saved with the config
 
     def forward(self, h0, alpha=0.0):
         """h0 (..., D) -> s, log_w, both (..., K+1) and at least float32.
 
-        Eight bits of mantissa would move log w by 0.03 near tau = 1e-4: not under autocast.
+        Autocast is off: eight bits of mantissa would move log w by 0.03 near tau = 1e-4.
 
         Raises:
             ValueError: alpha is infinite or nan.
@@ -94,7 +94,7 @@ def slot_bias(log_w, tau=None):
 
     Reading note 1: slot k is the one that executes step k, so log w_k is the bias of its key, and
     slot 0 has none. (The paper's figure puts w_k on the column of h^(k), the input of slot k+1.)
-    With tau, slots beyond K-hat are not there: no query sees their keys, not even their own.
+    With tau, slots beyond K-hat are not there: no query sees their keys, not even the slots' own.
     """
     if tau is None:
         return log_w
@@ -105,8 +105,8 @@ def slot_bias(log_w, tau=None):
 def bottom_mass_penalty(log_w, ce, form):
     """Minimum-ponder penalty (section 3.4.2), without its weight lambda.
 
-    Where depth k resolves a fraction d_rho_k more of the tokens than depth k-1 did, the mean of the
-    smallest d_rho_k of all w_k is pushed down.
+    Where depth k resolves a fraction d_rho_k more of the tokens than depth k-1 did, the mean of
+    that fraction of all w_k, the smallest ones, is pushed down.
 
     Args:
         log_w: (..., K+1) mask scores; the gradient flows into these alone.

@@ -71,7 +71,7 @@ def learning_rate(step, config):
 
 def make_optimizer(model, config):
     learned = [p for p in model.parameters() if p.requires_grad]
-    # A router that waits (ponder_warmup) is a group of its own.
+    # A router that waits in the first steps (training/warm_start.py) is a group of its own.
     waiting = [model.router.proj.weight] if config.ponder_warmup else []
     waiting = [p for p in learned if any(p is w for w in waiting)]
     matrices = [p for p in learned if p.dim() >= 2 and not any(p is w for w in waiting)]
@@ -91,7 +91,8 @@ def train(config):
     Returns:
         The run's directory and the final evaluation, or None if the training was stopped before.
     """
-    t = open_training(config)  # what is left open is decided here, and nowhere below
+    # Whatever is left open (device, precision, kernel, corpus, model) is decided behind this door.
+    t = open_training(config)
     config, model, device = t.config, t.model, t.device
     optimizer = make_optimizer(model, config)
     share = config.batch_size // t.processes  # windows of this process
@@ -121,7 +122,7 @@ def train(config):
                 group["lr"] = 0.0 if waits else learning_rate(step, config)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            t.lead_router(step + 1)
+            t.lead_router(step + 1)  # with --init-from; see training/warm_start.py
             session.log(step, logged)
             if session.is_due(step):
                 count = min(64, t.val.count)

@@ -1,6 +1,7 @@
 """What makes a training step of a Llama faster: fewer and larger operations in each block.
 
-    attention    one product for queries, keys and values, and RoPE of all heads at once
+    attention    one product for queries, keys and values, and RoPE of all heads at once, at the
+                 precision of the products
     swiglu       its input is cast to half precision once, where autocast casts for each product
     norm         on a CPU, the gradient of an RMSNorm in one piece
 

@@ -391,8 +391,8 @@ class Session:
             session.finish(results)
 
     All of a step is a function of its number, the weights and the optimizer, so that a resumed
-    training is the same one. What a step logs is looked at one step late: a GPU is never waited
-    for. Of several processes only the first writes.
+    training is the same one. What a step logs is looked at one step late, so that a GPU is waited
+    for only where a line is printed. Of several processes only the first writes.
 
     SIGINT and SIGTERM let the step end and save it. The same signal a second time ends the process.
     """
@@ -408,6 +408,8 @@ class Session:
     def __enter__(self):
         self.lock.__enter__()
         t = self.t
+        if t.checkpoint and t.checkpoint != checkpoints(self.run)[-1]:
+            raise UserError(f"another process has just trained {self.run}; begin again")
         if t.checkpoint:
             self.first, self.seconds = read_trainer(t.checkpoint, self.optimizer)
         self.before = self.seconds
@@ -470,7 +472,7 @@ class Session:
         self.look()
         numbers = torch.stack([*values.values()])
         arrived = torch.cuda.Event() if numbers.is_cuda else None
-        numbers = numbers.to("cpu", non_blocking=True)  # a GPU's into pinned memory
+        numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)  # into pinned memory
         if arrived:
             arrived.record()
         done, config = step + 1, self.config
@@ -531,7 +533,7 @@ class Session:
             write_json(self.run / "results.json", results)
             draw_losses(self.run)
         best = best_checkpoint(self.run)
-        if best != checkpoints(self.run)[-1]:
+        if best and best != checkpoints(self.run)[-1]:
             print(f"an earlier checkpoint had a better validation loss: {best}")
         ponders = f" --tau {self.config.tau:g} --show-steps" * bool(self.config.model.ponder_steps)
         print(f"next: python sample.py --run {shlex.quote(str(self.run))}{ponders}")

@@ -327,7 +327,7 @@ def test_losses_in_rows(tied, monkeypatch):
     found, rows = [], []
     model.lm_head.register_forward_pre_hook(lambda _, x: rows.append(x[0].shape[:-1].numel()))
     for most in (2**26, 31 * 7):
-        monkeypatch.setattr("model.LOGITS", most)
+        monkeypatch.setattr("model.MAX_LOGITS", most)
         model.zero_grad()
         out = model(idx, y, R=1)
         (out.loss + (out.ce * torch.arange(10)).sum()).backward()
