@@ -224,7 +224,7 @@ class PonderLM(nn.Module):
     def cross_entropy(self, states, targets):
         """In nats, of each token: (B, T, D) and (B, T) -> (B, T), 0 where there is no target.
 
-        Where there would be more than MAX_LOGITS logits, only some rows of them are made at a time, in
+        Where there would be more than MAX_LOGITS logits, only some rows are made at a time, in
         the backward pass as well.
         """
 
