@@ -15,7 +15,7 @@ python=${PYTHON:-python}
 out=${OUT:-out/gpu}
 device=(--device cuda)
 presets="small 70m 410m"
-tests=(tests/method tests/engine -n 4)
+tests=(tests/method tests/kernels tests/engine -n 4)
 test_device=cuda
 toy_training=() toy_evaluation=() toy_attention=() toy_step=() toy_decoding=()
 if [ -n "${TRY:-}" ]; then
@@ -34,7 +34,6 @@ fi
 for part in "${@:?which part: a, b, c or d}"; do
   case $part in
     a)
-      "$python" attention.py
       PONDERLM_TEST_DEVICE=$test_device "$python" -m pytest -q "${tests[@]}" ;;
     b)
       for method in ponderlm3 vanilla; do
