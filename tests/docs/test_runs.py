@@ -287,7 +287,7 @@ def test_gpu_at_toy_size(tmp_path):
 
     done = run(*"abcd")
     assert done.returncode == 0, done.stdout + done.stderr
-    for printed in ("3 passed", "soft, all steps", "memory / plain", "MFU", "saved time"):
+    for printed in ("4 passed", "soft, all steps", "memory / plain", "MFU", "saved time"):
         assert printed in done.stdout, printed
     (tree / "tests/method/test_golden.py").write_text("def test_wrong():\n    assert False\n")
     assert run("a").returncode == 1
