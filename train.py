@@ -91,7 +91,7 @@ def train(config):
     Returns:
         The run's directory and the final evaluation, or None if the training was stopped before.
     """
-    # Whatever is left open (device, precision, kernel, corpus, model) is decided behind this door.
+    # Whatever is left open (device, precision, kernels, corpus, model) is decided behind this door.
     t = open_training(config)
     config, model, device = t.config, t.model, t.device
     optimizer = make_optimizer(model, config)
@@ -131,9 +131,10 @@ def train(config):
                 session.log_validation(step, loss, count)
                 session.save(step)
         print(f"trained in {clock(session.seconds)} minutes; evaluating", flush=True)
-        results = final_report(model, t.val, config, device)
+        report = final_report(model, t.val, config, device)
         print(f"unigram entropy {entropy:.3f}")
-        session.finish({**results, "unigram_entropy": entropy})
+        session.finish({**report, "unigram_entropy": entropy})
+        results = report  # none, if it was stopped before
     return t.run, results
 
 

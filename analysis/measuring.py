@@ -61,7 +61,7 @@ def open_subject(path, windows=256, tau=None, device="cpu", needs="has_router", 
     Args:
         windows: None: those that the run's reported losses are of.
         tau: None: where the run was scored.
-        needs: what its method must have, `has_router` or `iterates` (see model.PonderLM); or "".
+        needs: what its method must have, `has_router` or `iterates` (see baselines); or "".
         data: a prepared corpus whose windows take the place of its own.
 
     Raises:

@@ -469,7 +469,8 @@ def open_model(config, tokenizer, checkpoint):
 
 
 def prepare_kernels(model, config, device, dtype):
-    """How the model runs, which is no property of its weights."""
+    """How the model runs, which is no property of its weights: the form of attention, and in
+    training faster forms of a Llama's blocks in place of those that model.py writes out."""
     from kernels import attention, blocks
 
     model.backend = attention.find(config.backend, device, dtype)
