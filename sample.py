@@ -34,7 +34,7 @@ def stream(model, prompt, max_new_tokens, *, end=None, read=None, **choice):
     A context that outgrows the model's window starts anew from its last half window.
     `read`, a list, receives the steps of every token that is read, the prompt's too.
     """
-    o = check_request(model, [prompt], max_new_tokens, end=end, **choice)
+    o = check_request(model, [prompt], **choice)
     context, window = [int(token) for token in prompt], model.config.block_size
     done = 0  # tokens of the context that are in the cache
     for u in uniform(o.seed, max_new_tokens):

@@ -299,7 +299,7 @@ def decode(
     if not (serves(model) and model.has_router):
         raise UserError(f"{directory} is of method {model.config.method}: give a PonderLM-3")
     for alpha in alphas:
-        check_request(model, [], 0, tau=tau, alpha=alpha)
+        check_request(model, [], tau=tau, alpha=alpha)
     _, _, windows = validation_windows(directory)
     val = torch.from_numpy(windows.tokens[:2_000_000].astype("int64"))
     # Times do not depend on what is said beyond the window, and RoPE knows no end.

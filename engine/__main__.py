@@ -26,8 +26,8 @@ class ManyOptions(Options):
     prefill: Literal["jacobi", "sequential", "auto"] = "auto"
     graphs: bool = True  # on CUDA, replay each pass as one graph
     # on a CPU: float32 is exact, bfloat16 and int8 are faster where reading the weights is what
-    # takes time; auto: the fastest here, measured
-    weights: Literal["float32", "bfloat16", "int8", "auto"] = "float32"
+    # takes time
+    weights: Literal["float32", "bfloat16", "int8"] = "float32"
 
 
 def show_many(events, n, max_new_tokens, end, show):
@@ -68,7 +68,7 @@ def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
         request.ids, o.max_new_tokens, end=request.end, read=request.read, seed=o.seed,
         temperature=o.temperature, top_k=o.top_k, top_p=o.top_p,
     )  # fmt: skip
-    request.describe(f"engine, weights {engine.weights}" if o.weights != "float32" else "engine")
+    request.describe(f"engine, weights {o.weights}")
 
     def show(i, sample, bar):
         if bar is not None and not file:

@@ -19,7 +19,7 @@ What `sample.stream` does for one sequence, with the same results. Four things m
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
@@ -31,9 +31,8 @@ from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import settle
 from engine.products import WEIGHTS, has_bfloat16
 from engine.request import Sample, check_request, choose_finite, not_finite, uniform
-from engine.rows import HostRows, Rows
-from engine.slot_step import fastest_weights
-from model import Count, Llama
+from engine.rows import Rows
+from model import Count
 from runtime import UserError, autocast, strict_dataclass
 
 PLACES = 16  # a CPU's passes see multiples of so many places
@@ -53,6 +52,9 @@ class Sequence:
     context: list[int]  # the tokens of its window, some of them not read yet
     uniform: torch.Tensor  # (max_new_tokens,) a random number for each token that is chosen
     read: list[int]  # steps of every token read
+    given: list[int] = field(default_factory=list)  # the tokens of its window when that began
+    given_steps: list[int] = field(default_factory=list)  # of these
+    logits: torch.Tensor | None = None  # (V,) after these, if they were read in parallel
     chosen: int = 0  # tokens chosen so far
     position: int = 0  # tokens of the context that are read
     length: int = 0  # places that it may have used in the cache
@@ -79,12 +81,10 @@ class EngineOptions:
     # of the former, see prefill.settle. None: 1e-5; in half precision, whose rounding keeps the
     # latents moving by 3e-3, it is 1e-2
     tolerance: Annotated[float, Field(ge=0, lt=1)] | None = None
-    max_passes: Count = 100
     # replay each pass as a CUDA graph; None: where there is CUDA. Elsewhere True runs passes of the
     # same static shapes
     graphs: bool | None = None
-    # in which products keep a float32 model on a CPU, see products.py; auto: the fastest here
-    weights: Literal[*WEIGHTS, "auto"] = "float32"
+    weights: Literal[WEIGHTS] = "float32"  # of a float32 model on a CPU, see products.py
 
 
 class Engine:
@@ -96,8 +96,8 @@ class Engine:
         batch_size, options: see EngineOptions.
 
     Raises:
-        UserError: a method that only sample.py decodes, a device without float64 (MPS), or a
-            dtype of integers.
+        UserError: a method that only sample.py decodes, a device without float64 (MPS), or
+            weights of few bits where they cannot be.
         pydantic.ValidationError: an option out of its range.
     """
 
@@ -111,14 +111,8 @@ class Engine:
             )
         self.model = model
         self.options = o = EngineOptions(batch_size=batch_size, **options)
-        check_request(model, [], 0, tau=o.tau, alpha=o.alpha)
+        check_request(model, [], tau=o.tau, alpha=o.alpha)
         self.device, self.dtype = weight.device, dtype or weight.dtype
-        if not self.dtype.is_floating_point:
-            raise UserError(f"dtype = {self.dtype}: products need float32, bfloat16 or float16")
-        if self.dtype == torch.float64 != weight.dtype:
-            raise UserError(
-                f"dtype = {self.dtype}, but the weights are {weight.dtype}: model.to(..)"
-            )
         on_gpu = self.device.type != "cpu"
         if self.device.type == "mps":
             raise UserError("the engine chooses tokens in float64, which MPS has not: --device cpu")
@@ -127,25 +121,18 @@ class Engine:
         self.tolerance = (1e-2 if rounds else 1e-5) if o.tolerance is None else o.tolerance
         self.precision = autocast(self.device, self.dtype if half else torch.float32)
         self.ahead = 2 if on_gpu else 0  # passes that may be under way when one is looked at
-        self.static = on_gpu or bool(o.graphs)
-        kind = Rows if self.static else HostRows
-        self.weights = self.pick_weights(o.weights)
-        self.rows = kind(model, batch_size, self.dtype, o.tau, o.alpha, self.weights)
+        graphs = on_gpu if o.graphs is None else o.graphs
+        self.static = on_gpu or graphs
+        if o.weights != "float32" and (on_gpu or self.dtype != torch.float32):
+            raise UserError(f"weights = {o.weights} is for float32 on a CPU; leave it")
+        if o.weights != "float32" and not has_bfloat16():
+            raise UserError(f"weights = {o.weights} needs a CPU with bfloat16 (AVX-512); leave it")
+        how = o.tau, o.alpha, o.weights, self.static
+        self.rows = Rows(model, batch_size, self.dtype, *how)
         self.cache = self.rows.cache
-        self.passes = Graphs(self.rows) if o.graphs or (o.graphs is None and on_gpu) else self.rows
+        self.passes = Graphs(self.rows) if graphs else self.rows
         self.running = []  # Sequence number i runs in row i
         self.stats = Stats()
-
-    def pick_weights(self, weights):
-        fitting = self.device.type == "cpu" and self.dtype == torch.float32
-        if weights == "auto":
-            choice = fitting and has_bfloat16() and self.model.model.Block is Llama.Block
-            return fastest_weights(self.model, self.options.batch_size) if choice else "float32"
-        if weights != "float32" and not fitting:
-            raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")
-        if weights != "float32" and not has_bfloat16():
-            raise UserError(f"weights = {weights} needs a CPU with bfloat16 (AVX-512); leave it")
-        return weights
 
     # -- Texts -------------------------------------------------------------------------------------
 
@@ -165,49 +152,34 @@ class Engine:
 
         A sequence also ends where `until`, called with (i, token) once for each token, says so.
         `read`, a list for each prompt, receives the steps of every token that is read.
-
-        Raises:
-            RuntimeError: another stream of this engine has begun, which has only one cache.
         """
         prompts, o = list(prompts), self.options
-        choice = check_request(
-            self.model, prompts, max_new_tokens, end=end, tau=o.tau, alpha=o.alpha, **choice
-        )
+        choice = check_request(self.model, prompts, tau=o.tau, alpha=o.alpha, **choice)
         how = choice.temperature, choice.top_k, choice.top_p
         waiting = deque(range(len(prompts) if max_new_tokens else 0))
-        running, under_way = [], deque()
-        self.running = running
+        self.running, under_way = [], deque()
         if self.static:
             longest = max(map(len, prompts), default=0) + max_new_tokens
             self.cache.reserve(self.places(min(longest, self.model.config.block_size)))
 
-        try:
-            while running or waiting:
-                if running is not self.running:
-                    raise RuntimeError(
-                        "another stream of this engine has begun: it takes two engines"
-                    )
-                while waiting and len(running) < o.batch_size:
-                    i = waiting.popleft()
-                    numbers = uniform(
-                        None if choice.seed is None else choice.seed + i, max_new_tokens
-                    )
-                    context = [int(token) for token in prompts[i]]
-                    running.append(Sequence(i, context, numbers, [] if read is None else read[i]))
-                found = self.begin(how)
-                start = time.perf_counter()  # reading prompts in parallel does not count
-                if not found:
-                    under_way.append(self.launch(how))
-                    found = self.collect(under_way.popleft()) if len(under_way) > self.ahead else []
-                events = [self.append(q, token, end, until) for q, token in found]
-                for row in reversed(range(len(running))):
-                    if running[row].state == "ended":
-                        self.drop(row)
-                self.stats.seconds += time.perf_counter() - start
-                yield from events
-        except UserError:  # what is not finite is in the cache, too
-            self.rows.forget()
-            raise
+        while self.running or waiting:
+            while waiting and len(self.running) < o.batch_size:
+                i = waiting.popleft()
+                numbers = uniform(None if choice.seed is None else choice.seed + i, max_new_tokens)
+                context = [int(token) for token in prompts[i]]
+                read_i = [] if read is None else read[i]
+                self.running.append(Sequence(i, context, numbers, read_i))
+            found = self.begin(how)
+            start = time.perf_counter()  # reading prompts in parallel does not count
+            if not found:
+                under_way.append(self.launch(how))
+                found = self.collect(under_way.popleft()) if len(under_way) > self.ahead else []
+            events = [self.append(q, token, end, until) for q, token in found]
+            for row in reversed(range(len(self.running))):
+                if self.running[row].state == "ended":
+                    self.drop(row)
+            self.stats.seconds += time.perf_counter() - start
+            yield from events
 
     def append(self, q, token, end, until):
         """A token more, with which a sequence may end. -> (prompt, token, steps)"""
@@ -236,7 +208,7 @@ class Engine:
             return self.options.prefill == "jacobi"
         longest = max(len(q.context) for q in sequences)
         many = len(self.running) >= MANY and longest <= SHORT
-        return not (many and self.device.type == "cpu" and self.weights == "float32")
+        return not (many and self.device.type == "cpu" and self.options.weights == "float32")
 
     def begin(self, choice):
         """Begin with the contexts of which nothing is in the cache.
@@ -253,6 +225,7 @@ class Engine:
             if len(q.context) > T:
                 q.context = q.context[-max(T // 2, 1) :]
             q.position, q.length, q.state = 0, 0, "running"
+            q.given, q.logits = list(q.context), None
         contexts, u = torch.zeros(len(new), T, dtype=torch.long), torch.zeros(len(new), T).double()
         for i, q in enumerate(sequences):
             contexts[i, : len(q.context)] = torch.tensor(q.context)
@@ -260,7 +233,8 @@ class Engine:
             u[i, : len(left)] = left
         found = []
         if self.reads_in_parallel(sequences):
-            tokens = choose_finite(self.read_shared(new, contexts), u[:, 0], *choice)
+            self.read_unknown(new, contexts)
+            tokens = choose_finite(torch.stack([q.logits for q in sequences]), u[:, 0], *choice)
             found = list(zip(sequences, tokens.tolist(), strict=True))
         else:
             tokens = contexts[:, 0]
@@ -274,45 +248,44 @@ class Engine:
         self.rows.begin(new, tokens, torch.tensor(counters), u, contexts)
         return found
 
-    def read_shared(self, rows, contexts):
-        """As `read_prompts`, but each context once: rows that share it get copies."""
-        first = {}  # of each context: the number of its first row among these
-        same = [first.setdefault(tuple(self.running[row].context), i) for i, row in enumerate(rows)]
-        if len(first) == len(rows):
-            return self.read_prompts(rows, contexts)
-        once = list(first.values())
-        before = [len(self.running[row].read) for row in rows]
-        logits = self.read_prompts([rows[i] for i in once], contexts[once])
+    def read_unknown(self, rows, contexts):
+        """Begin with the contexts (R, T) of rows, of which each is read once: a row copies what
+        another one began with, too."""
+        known = {tuple(q.given): i for i, q in enumerate(self.running) if q.logits is not None}
+        first = {}  # of each context that has to be read: the number of its first row among these
         for i, row in enumerate(rows):
-            q, known = self.running[row], self.running[rows[same[i]]]
-            if q is not known:
-                q.position, q.length = known.position, known.length
-                q.read += known.read[before[same[i]] :]
-                self.cache.copy(rows[same[i]], row, q.length)
-        at = {i: place for place, i in enumerate(once)}
-        return logits[[at[i] for i in same]]
+            first.setdefault(tuple(self.running[row].given), i)
+        unread = [i for given, i in first.items() if given not in known]
+        if unread:
+            self.read_prompts([rows[i] for i in unread], contexts[unread])
+        known = {given: rows[i] for given, i in first.items()} | known
+        for row in rows:
+            q, source = self.running[row], known[tuple(self.running[row].given)]
+            other = self.running[source]
+            q.position, q.length = len(q.given), len(q.given) + sum(other.given_steps)
+            q.logits, q.given_steps = other.logits, other.given_steps
+            q.read += q.given_steps
+            if row != source:
+                self.cache.copy(source, row, q.length)
 
     def read_prompts(self, rows, contexts):
-        """Read the contexts (R, T) of rows in parallel -> logits (R, V) after their last tokens."""
+        """Read the contexts (R, T) of rows in parallel, for steps and the logits at the end."""
         sequences = [self.running[row] for row in rows]
         lengths = torch.tensor([len(q.context) for q in sequences])
         idx = contexts[:, : lengths.max()]
         at, lengths, idx = (x.to(self.device) for x in (torch.tensor(rows), lengths, idx))
-        o = self.options
         with self.precision:
             found = settle(
-                self.model, idx, o.tau, o.alpha, lengths=lengths, tolerance=self.tolerance,
-                max_passes=o.max_passes,
+                self.model, idx, self.options.tau, self.options.alpha, lengths=lengths,
+                tolerance=self.tolerance,
                 cache=[PromptLayer(self.cache, i, at) for i in range(len(self.cache.layers))],
             )  # fmt: skip
-        for q, steps in zip(sequences, found.steps.tolist(), strict=True):
-            q.position = len(q.context)
-            q.read += steps[: q.position]
-            q.length = q.position + sum(steps)
-        self.stats.prompt_passes += found.passes
         h_hat = self.model.integrate(found.h, found.s, found.steps)
         rows = torch.arange(len(rows), device=self.device)
-        return self.rows.logits(h_hat[rows, lengths - 1])
+        logits = self.rows.logits(h_hat[rows, lengths - 1])  # (R, V)
+        for q, steps, of_row in zip(sequences, found.steps.tolist(), logits, strict=True):
+            q.given_steps, q.logits = steps[: len(q.given)], of_row
+        self.stats.prompt_passes += found.passes
 
     # -- One slot ----------------------------------------------------------------------------------
 

@@ -23,10 +23,6 @@ class SlotCache:
         self.dtype, self.device, self.block = dtype, device, BLOCK
         masked = torch.tensor(MASKED, device=device)
         self.masked = key_channels(masked, self.d, dtype)  # (d'-d,) of a key that is not there
-        self.forget()
-
-    def forget(self):
-        """Drop all that any row holds, also what is not finite and would come through a mask."""
         self.layers, self.seen = self.empty(0), {}
         self.used = 0  # places that any row has used so far: behind them all are empty
 

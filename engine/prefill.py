@@ -20,7 +20,6 @@ active                (R, T, S)       which of their slots are in a pass
 order                 (R, N)          the places t*S + k of these; a row with fewer is padded behind
 """
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -40,39 +39,24 @@ class Settled:
 
 
 @torch.no_grad()
-def settle(
-    model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, max_passes=None, cache=None
-):
+def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, cache=None):
     """All states of all tokens as decoding at tau has them, in parallel (sections 3.3, 3.4.1).
 
     A row is done when a pass has changed its latents by at most `tolerance` (relative norm) and
-    K-hat not at all. It then sits out, so that it does not depend on its neighbours.
+    K-hat not at all, after K*T + 1 passes at the latest, where it is exact. It then sits out, so
+    that it does not depend on its neighbours.
 
     Args:
         model: a PonderLM whose latents are a fixed point (model.iterates).
         idx: (B, T) token ids.
         tau, alpha: as PonderLM.ponder_token.
         lengths: (B,) tokens of each row, at least 1; padding follows them. None: T.
-        tolerance: with 0 it goes on until nothing moves, for at most K*T + 1 passes: exact.
-        max_passes: give up after so many, with a warning.
+        tolerance: with 0 it goes on until nothing moves.
         cache: one object a layer whose `attend` takes the place of the model's attention, and
             whose `rows` are told which rows a pass is about; see cache.PromptLayer.
-
-    Returns:
-        Settled. Where it gave up, `steps` are those that ran in the last pass.
-
-    Raises:
-        ValueError: a model without latents to iterate, no pass, ids that PonderLM.embed refuses, or
-            lengths that do not fit them.
     """
-    if not model.iterates:
-        raise ValueError(f"{model.config.method} has no latents to iterate: use its `states`")
-    if max_passes is not None and max_passes < 1:
-        raise ValueError(f"max_passes = {max_passes}: there has to be a pass")
     e = model.embed(idx)  # (B, T, D)
     (B, T), S, device = idx.shape, model.config.ponder_steps + 1, idx.device
-    if lengths is not None and not (lengths.min() >= 1 and lengths.max() <= T):
-        raise ValueError(f"lengths = {lengths.tolist()}: of {T} places a row has 1 to {T}")
     h = e.new_zeros(B, T, S, e.size(-1))
     s, log_w = (torch.zeros_like(x) for x in model.route(h))  # (B, T, S)
     steps = torch.zeros_like(idx)
@@ -87,11 +71,10 @@ def settle(
 
     # On a GPU, N is rounded up: for every new shape it would have to choose, or build, its kernels.
     block = 1 if device.type == "cpu" else 64
-    rows, slots, exact = torch.arange(B, device=device), 0, (S - 1) * T + 1
-    last = exact if max_passes is None else min(exact, max_passes)
+    rows, slots = torch.arange(B, device=device), 0
     following = wanted(rows)
     counts = following.flatten(1).sum(1).tolist()  # slots of each row in this pass
-    for passes in range(1, last + 1):  # noqa: B007
+    for passes in range(1, (S - 1) * T + 2):  # noqa: B007
         active = following
         slots += sum(counts)
         N = -(-max(counts) // block) * block
@@ -127,14 +110,6 @@ def settle(
         counts = [counts[i] for i in left]
         left = torch.tensor(left).to(device)
         rows, following = rows[left], following[left]
-    else:
-        if last < exact:
-            warnings.warn(
-                f"after {last} passes the latents still change by "
-                f"{(change / size)[left].max():.1e} (tolerance {tolerance:g}): allow more passes, "
-                "or read the prompt sequentially",
-                stacklevel=3,
-            )
-    steps = (ran - 1) * inside  # K-hat, unless it gave up
+    steps = (ran - 1) * inside
     h = h * (slot <= steps[..., None])[..., None]
     return Settled(h, s, log_w, steps, passes, slots)

@@ -49,7 +49,7 @@ def has_bfloat16():
 
 class Plain:
     def __init__(self, weight):
-        self.weight, self.inputs = weight.T.contiguous(), weight.size(1)
+        self.weight = weight.T.contiguous()
 
     def __call__(self, x):
         """x @ W. (A, D) -> (A, O)"""
@@ -65,7 +65,6 @@ class Plain:
 class Packed:
     def __init__(self, weight, rows):
         self.weight = onednn._reorder_linear_weight(weight.contiguous(), rows)
-        self.inputs = weight.size(1)
 
     def __call__(self, x):
         return onednn._linear_pointwise(x, self.weight, None, "none", [], "")
@@ -80,11 +79,13 @@ class Small:
     """Weights of fewer bits than the float32 of x and of the product."""
 
     def __init__(self, weight, rows, weights):
-        self.inputs, self.scale = weight.size(1), None
+        self.scale = None
         if weights == "int8":
             self.scale = weight.abs().amax(1).clamp(min=1e-30) / 127  # (O,)
             weight = (weight / self.scale[:, None]).round()
-        if self.scale is not None and rows <= FEW and self.inputs % 32 == 0:  # as its kernel wants
+        if (
+            self.scale is not None and rows <= FEW and weight.size(1) % 32 == 0
+        ):  # as its kernel wants
             codes, ones = weight.to(torch.int8), torch.ones_like(self.scale).bfloat16()
             self.product = lambda x: torch._weight_int8pack_mm(x, codes, ones)
         else:  # bfloat16 holds these whole numbers exactly

@@ -12,14 +12,13 @@ d, d'                              head width without and with the bias channel
 
 import math
 from collections.abc import Callable
-from timeit import repeat
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from attention import attend_to_cache, padded_width, query_channels
-from engine.products import WEIGHTS, gated, matrix
+from engine.products import gated, matrix
 from model import Llama
 from runtime import UserError, autocast
 
@@ -157,15 +156,3 @@ def make_step(model, batch_size, dtype, weights="float32"):
     if weights != "float32":
         raise UserError(f"weights = {weights} is for llama, not {model.model.name}; leave it")
     return BackboneStep(model, dtype)
-
-
-def fastest_weights(model, batch_size):
-    """Which of products.WEIGHTS makes the products of a slot fastest on this machine, measured."""
-    seconds = {}
-    for weights in WEIGHTS:
-        step = SlotStep(model, batch_size, torch.float32, weights)
-        products = [product for products in step.layers for product in products]
-        pairs = [(product, torch.ones(batch_size, product.inputs)) for product in products]
-        run = lambda: [product(x) for product, x in pairs]  # noqa: B023, E731
-        seconds[weights] = min(repeat(run, number=1, repeat=8))
-    return min(seconds, key=seconds.get)

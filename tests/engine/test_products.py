@@ -10,7 +10,6 @@ from conftest import needs_bfloat16, small_model
 from corpus.tokenizers import Tokenizer
 from engine.batching import Engine
 from engine.products import FEW, LARGE, WEIGHTS, Packed, Plain, Small, gated, matrix
-from engine.slot_step import fastest_weights
 from interop import INCLUDED, load
 from runtime import UserError
 
@@ -109,27 +108,10 @@ def test_loss(weights, tau, monkeypatch):
     assert exact < 6
 
 
-@needs_bfloat16
-def test_fastest_weights(monkeypatch):
-    """Catches a choice that is not the fastest of what was measured."""
-    seconds = iter([[3.0, 2.0], [1.0, 4.0], [2.0, 2.0]])
-    monkeypatch.setattr("engine.slot_step.repeat", lambda *args, **kwargs: next(seconds))
-    assert fastest_weights(small_model().float(), 2) == "bfloat16"
-
-
-def test_no_choice_of_weights():
-    """Catches `auto` that is refused where there is nothing to choose."""
-    neox = small_model(backbone="gpt_neox", num_key_value_heads=None).float()
-    for model, dtype in ((neox, None), (small_model().float(), torch.bfloat16)):
-        assert Engine(model, 2, weights="auto", dtype=dtype).weights == "float32"
-
-
 def test_cpu_without_bfloat16(monkeypatch):
-    """Catches a CPU without AVX-512 on which an engine of bfloat16, or `auto`, cannot begin."""
+    """Catches a CPU without AVX-512 on which an engine of bfloat16 cannot begin."""
     monkeypatch.setattr("engine.products.onednn", SimpleNamespace(_is_mkldnn_bf16_supported=bool))
     model = small_model().float()
-    expected = Engine(model, 2).generate([[1], [2]], 4, seed=0)
-    assert Engine(model, 2, weights="auto").generate([[1], [2]], 4, seed=0) == expected
     half = Engine(model, 2, dtype=torch.bfloat16)
     assert len(half.generate([[1], [2]], 4, seed=0)[1].tokens) == 4
     with pytest.raises(UserError, match="weights = int8 needs a CPU with bfloat16"):

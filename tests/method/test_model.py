@@ -126,7 +126,7 @@ def test_ablations(ablation, tau):
         out = model(idx, tau=tau, R=33)
     assert (decode(model, idx[0], tau)[0] - out.logits[0]).abs().max() < 1e-9
     expected = generate(model, [idx[0]], 8, tau=tau, temperature=0)
-    engine = Engine(model, tau=tau, tolerance=0, max_passes=99)
+    engine = Engine(model, tau=tau, tolerance=0)
     assert engine.generate([idx[0]], 8, temperature=0) == expected
 
     h, s, log_w = model.states(idx, R=33, tau=tau)
