@@ -21,11 +21,11 @@ from engine.request import (
     Sample,
     check_request,
     choose_finite,
-    replacing,
+    new_file,
     summary,
     uniform,
 )
-from runtime import autocast, command_line, progress
+from runtime import command_line, progress
 
 
 def stream(model, prompt, max_new_tokens, *, end=None, read=None, **choice):
@@ -84,7 +84,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     request, o = Request(options), options
     request.describe("simple")
     total, n, start = 0, len(request.ids), time.perf_counter()
-    with autocast(request.device, request.dtype), replacing(o.out, n) as file:
+    with new_file(o.out, n) as file:
         for i in progress(range(n), unit=" samples", leave=False, disable=file is None or None):
             seed = None if o.seed is None else o.seed + i
             pairs = stream(

@@ -13,14 +13,15 @@ from typing import Annotated, Literal
 import tyro
 
 from engine.batching import Engine
-from engine.request import Options, Request, Sample, replacing, summary
+from engine.request import Options, Request, Sample, new_file, summary
 from model import Count
-from runtime import command_line, progress, strict_dataclass
+from runtime import command_line, pick_precision, progress, strict_dataclass
 
 
 @strict_dataclass
 class ManyOptions(Options):
     batch_size: Count = 8  # how many sequences run at once
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"  # auto: bfloat16 where it is fast
     # jacobi: prompts in parallel; sequential: slot by slot, which auto takes for many short ones on
     # a CPU
     prefill: Literal["jacobi", "sequential", "auto"] = "auto"
@@ -31,36 +32,29 @@ class ManyOptions(Options):
 
 
 def show_many(events, n, max_new_tokens, end, show):
-    """A progress bar; `show(i, sample)` in the order of the prompts. -> the tokens generated
-
-    When it is interrupted, all samples that are finished are shown.
-    """
+    """A progress bar; `show(i, sample)` in the order of the prompts. -> the tokens generated"""
     samples, finished, shown = [Sample([], []) for _ in range(n)], set(), 0
-    try:
-        with progress(total=n * max_new_tokens, unit=" tokens", leave=False) as bar:
-            for i, token, steps in events:
-                samples[i].tokens.append(token)
-                samples[i].steps.append(steps)
-                left = max_new_tokens - len(samples[i].tokens)
-                if token == end or not left:
-                    finished.add(i)
-                    bar.update(left)
-                bar.update()
-                while shown in finished:
-                    show(shown, samples[shown], bar)
-                    shown += 1
-    finally:
-        for i in range(shown, n):
-            if i in finished:
-                show(i, samples[i], None)
+    with progress(total=n * max_new_tokens, unit=" tokens", leave=False) as bar:
+        for i, token, steps in events:
+            samples[i].tokens.append(token)
+            samples[i].steps.append(steps)
+            left = max_new_tokens - len(samples[i].tokens)
+            if token == end or not left:
+                finished.add(i)
+                bar.update(left)
+            bar.update()
+            while shown in finished:
+                show(shown, samples[shown], bar)
+                shown += 1
     return sum(len(sample.tokens) for sample in samples)
 
 
 def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
     request, o, start = Request(options), options, time.perf_counter()
     model, n = request.model, len(request.ids)
+    dtype = pick_precision(o.precision, request.device)
     engine = Engine(
-        model, min(o.batch_size, n), dtype=request.dtype, tau=request.choice["tau"], alpha=o.alpha,
+        model, min(o.batch_size, n), dtype=dtype, tau=request.choice["tau"], alpha=o.alpha,
         prefill=o.prefill, graphs=None if o.graphs else False,
         weights=o.weights,
     )  # fmt: skip
@@ -68,14 +62,14 @@ def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
         request.ids, o.max_new_tokens, end=request.end, read=request.read, seed=o.seed,
         temperature=o.temperature, top_k=o.top_k, top_p=o.top_p,
     )  # fmt: skip
-    request.describe(f"engine, weights {o.weights}")
+    request.describe(f"engine, precision {str(dtype)[6:]}, weights {o.weights}")
 
     def show(i, sample, bar):
-        if bar is not None and not file:
+        if not file:
             bar.clear()
         request.show(i, zip(sample.tokens, sample.steps, strict=True), file)
 
-    with replacing(o.out, n) as file:
+    with new_file(o.out, n) as file:
         if n == 1 and not file:
             total = request.show(0, ((token, steps) for _, token, steps in events), file)
         else:

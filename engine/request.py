@@ -15,12 +15,11 @@ from typing import Annotated, Literal
 
 import torch
 from pydantic import AfterValidator, Field
-from pydantic_core import from_json
 
 from corpus.tokenizers import load_tokenizer
 from interop import INCLUDED, find_model, load
 from model import Count, Given
-from runtime import UserError, pick_device, pick_precision, read_json, strict_dataclass, writing
+from runtime import UserError, pick_device, read_json, strict_dataclass, writing
 
 # -- Choosing a token ------------------------------------------------------------------------------
 
@@ -143,11 +142,9 @@ class Options(Sampling):
     max_new_tokens: Annotated[int, Field(ge=1, le=10**7)] = 200  # tokens to generate
     num_samples: Annotated[int, Field(ge=1, le=10**6)] = 1  # how many continuations of each prompt
     stop: bool = True  # a text ends where the model ends it
-    show_steps: bool = False  # colour each token by the steps taken before it was chosen, or read
-    out: Path | None = None  # write the samples to this file, one JSON a line, in place of printing
+    show_steps: bool = False  # colour each token by the steps taken before it was chosen
+    out: Path | None = None  # write the samples to this new file, one JSON a line, and print none
     device: str = "auto"  # auto, cpu, cuda or mps
-    # of the computation; a few queries at a time gain little from bfloat16
-    precision: Literal["auto", "float32", "bfloat16"] = "float32"
 
 
 def scored_tau(directory):
@@ -182,11 +179,10 @@ class Request:
 
     def __init__(self, options):
         o = self.options = options
-        texts = read_prompts(o.prompt, o.prompts, o.out)
+        texts = read_prompts(o.prompt, o.prompts)
         self.texts = [text for text in texts for _ in range(o.num_samples)]
         self.directory = find_model(o.run, otherwise=INCLUDED)
         self.device = pick_device(o.device)
-        self.dtype = pick_precision(o.precision, self.device)
         self.model = load(self.directory).to(self.device)
         self.tokenizer = load_tokenizer(self.directory / "tokenizer.json")
         if self.tokenizer.vocab_size > self.model.config.vocab_size and not self.tokenizer.padded:
@@ -208,7 +204,7 @@ class Request:
         K, window = self.model.config.ponder_steps, self.model.config.block_size
         print(
             f"{self.directory}: K = {K}, tau = {self.choice['tau']:g}, device {self.device.type}, "
-            f"precision {str(self.dtype)[6:]}, decoder {decoder}"
+            f"decoder {decoder}"
         )
         if long := [len(ids) for ids in self.ids if len(ids) > window]:
             print(
@@ -225,30 +221,20 @@ class Request:
         if file:
             return write_sample(file, self.texts[i], pairs, self.tokenizer, self.end)
         print(f"\n--- sample {i + 1} of {len(self.ids)}" if len(self.ids) > 1 else "")
+        print(self.texts[i], end="", flush=True)
         K = self.model.config.ponder_steps if self.options.show_steps else None
         printer = Printer(self.tokenizer, K, self.end)
-        for n, (token, steps) in enumerate(pairs, start=1):
-            if n == 1:  # now the steps of the prompt are known
-                printer.prompt(self.texts[i], self.ids[i], self.read[i][: self.fitting(i)])
+        for n, (token, steps) in enumerate(pairs, start=1):  # noqa: B007
             printer.token(token, steps)
         printer.close()
         return n
-
-    def fitting(self, i):
-        """How many tokens of a prompt are read: all, or the last half window of a longer one."""
-        n, window = len(self.ids[i]), self.model.config.block_size
-        return n if n <= window else max(window // 2, 1)
 
 
 # -- Prompts and samples ---------------------------------------------------------------------------
 
 
-def read_prompts(prompt, prompts, out=None):
-    """The texts to go on from: one, or the lines of a file without the empty ones. `out` is where
-    their samples will go; what holds anything but samples is refused here, before they take time.
-    """
-    if out is not None:
-        check_out(out, prompts)
+def read_prompts(prompt, prompts):
+    """The texts to go on from: one, or the lines of a file without the empty ones."""
     try:
         if prompts is None:
             text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
@@ -280,21 +266,10 @@ class Printer:
         self.tokenizer, self.K, self.end, self.color = tokenizer, K, end, sys.stdout.isatty()
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def prompt(self, text, ids, read):
-        """`read`: steps of the prompt's tokens that were read, of a long one the last.
-
-        A token is painted with the steps that were taken before it; of the first nothing is known.
-        """
-        if self.K is None or not text:
-            print(text, end="", flush=True)
-            return
-        for pair in zip(ids, [None] * (len(ids) - len(read) + 1) + read[:-1], strict=True):
-            self.token(*pair)
-
     def token(self, token, steps):
         hidden = token == self.end or token in self.tokenizer.begin
         piece = "" if hidden else self.decoder.decode(self.tokenizer.decode([token]))
-        if self.K is not None and piece and steps is not None:
+        if self.K is not None and piece:
             piece = paint(piece, steps, self.K, self.color)
         print(piece, end="", flush=True)
 
@@ -314,58 +289,30 @@ def write_sample(file, prompt, pairs, tokenizer, end):
     return len(tokens)
 
 
-def check_out(out, prompts):
-    """Refuse a place for samples before they take time: what is there, but samples, stays."""
-    if out.exists() and (not out.is_file() or (prompts and out.samefile(prompts))):
-        raise UserError(f"--out {out} is the file of prompts, or not a regular file: take another")
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}; make it first")
-    if out.exists() and out.stat().st_size:
-        first = None
-        with suppress(ValueError), out.open("rb") as file:
-            first = from_json(file.readline())
-        if not isinstance(first, dict) or first.keys() != {"prompt", "text", "tokens", "steps"}:
-            raise UserError(f"--out {out} holds something else than samples: take another")
-
-
 @contextmanager
-def replacing(out, n):
-    """A file that takes the place of `out` in the end, with the whole lines it has by then; or
-    None. Where an error ends it, what was in `out` before stays."""
+def new_file(out, n):
+    """A new file for n samples, which has whole lines in the end, whatever ends it; or None.
+
+    Raises:
+        FileExistsError: what is there already stays.
+    """
     if out is None:
         yield None
         return
-    part, target = out.with_name(out.name + ".part"), out
-    file = part.open("w", encoding="utf-8")
+    file = out.open("x", encoding="utf-8")
     try:
         yield file
-    except Exception:
-        target = part if out.exists() else out
-        raise
     finally:
         with suppress(OSError):  # of the line that a full disk did not take
             file.close()
-        lines = part.read_bytes().split(b"\n")[:-1]  # without the one that is not whole
-        if lines:
-            os.truncate(part, sum(len(line) + 1 for line in lines))
-            part.replace(target)
-            print(f"written: {target}, {len(lines)} of {n} samples")
-        else:
-            part.unlink()
+        lines = out.read_bytes().split(b"\n")[:-1]
+        os.truncate(out, sum(len(line) + 1 for line in lines))
+        print(f"written: {out}, {len(lines)} of {n} samples")
 
 
 def summary(read, K, total, start):
     """Print what a run of the decoder took; `read`: lists of steps, of all tokens read."""
-    if not total:
-        return
     speed = f"{total / (time.perf_counter() - start):.1f} tokens/s"
-    tokens, steps = sum(map(len, read)), sum(map(sum, read))
-    if K == 0:
-        print(f"\n{speed}")
-        return
-    slots, always = tokens + steps, tokens * (K + 1)
-    print(
-        f"\n{steps / tokens:.2f} of {K} pondering steps per token, prompts included; {slots:,} "
-        f"slots run and cached where always running {K} takes {always:,} "
-        f"({1 - slots / always:.0%} saved); {speed}"
-    )
+    steps = sum(map(sum, read)) / max(sum(map(len, read)), 1)
+    saved = f"{1 - (1 + steps) / (K + 1):.0%} of the slots saved"
+    print(f"\n{steps:.2f} of {K} pondering steps per token, prompts included, {saved}; {speed}")

@@ -110,11 +110,12 @@ def test_added_tokens(tmp_path):
 
 
 def test_beginning_is_not_shown(tmp_path, capsys):
-    """Catches a "<s>" that is printed before a prompt which has none."""
+    """Catches a "<s>" that is printed in a text which has none."""
     _, tokenizer = make_tokenizer(tmp_path, "llama 3")
     ids = tokenizer.begin + tokenizer.encode("the fox")
     printer = Printer(tokenizer, 3, tokenizer.end_of_text)
-    printer.prompt("the fox", ids, [0] * len(ids))
+    for token in ids:
+        printer.token(token, 0)
     printer.close()
     assert capsys.readouterr().out.replace("\u2080", "") == "the fox\n"
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from itertools import zip_longest
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from conftest import small_model
 from corpus.tokenizers import Tokenizer
 from engine.__main__ import ManyOptions, main, show_many
 from interop import load, save
-from runtime import UserError, command_line
+from runtime import UserError
 from sample import generate
-
-OLD = '{"prompt": "", "text": "", "tokens": [], "steps": []}\n'  # a file of samples
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +51,12 @@ def test_many_prompts(run, tmp_path, capsys):
         assert line["text"] == shown.decode("utf-8", "replace")
     assert written[0]["tokens"] != written[1]["tokens"]
     assert any(line["tokens"][-1] == 256 for line in written)
-    decode(run, out=out, prefill="sequential", graphs=True, **options)
-    assert [json.loads(line) for line in out.read_text().splitlines()] == written
+    before = out.read_text()
+    with pytest.raises(FileExistsError):  # what is there stays
+        decode(run, out=out, **options)
+    other = tmp_path / "other.jsonl"
+    decode(run, out=other, prefill="sequential", graphs=True, **options)
+    assert other.read_text() == out.read_text() == before
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -71,20 +72,6 @@ def test_samples_are_printed_whole(run, capsys, n):
     assert "pondering steps per token, prompts included" in printed
 
 
-def test_show_steps(run, capsys):
-    """Catches a prompt whose tokens have the steps of their neighbours, or lose a character, also
-    where several run at once."""
-    model, prompt = load(run), "é, a fox of 21 letters"  # longer than the window of 16
-    ids = list(prompt.encode())
-    with torch.no_grad():  # it is read from its last half window on
-        steps = model(torch.tensor([ids[-8:]]), tau=0.3).steps[0].tolist()
-    painted = "".join(f"{chr(i)}{chr(0x2080 + k)}" for i, k in zip_longest(ids[-7:], steps[:-1]))
-    for n in (1, 2):
-        decode(run, prompt=prompt, num_samples=n, show_steps=True, temperature=0, max_new_tokens=1)
-        printed = capsys.readouterr().out
-        assert printed.count(bytes(ids[:-7]).decode() + painted) == n and len(set(steps)) > 1
-
-
 def test_samples_come_as_soon_as_they_can():
     """Catches samples that are kept back until all are finished, or shown before those in front."""
     shown = []
@@ -98,48 +85,12 @@ def test_samples_come_as_soon_as_they_can():
     assert shown == [(0, [1, 3]), (1, [0]), (2, [2, 4])]
 
 
-@pytest.mark.parametrize(
-    "content,options,message",
-    [("", {}, "has no prompt in it"), ("a", dict(batch_size=-1), "batch_size = -1")],
-)
-def test_refused_commands(content, options, message, run, tmp_path):
-    """Catches an output file emptied before what is wrong is noticed, or said."""
-    file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    file.write_text(content)
-    out.write_text(OLD)
-    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-        command_line(lambda: decode(run, prompts=str(file), out=out, **options))
-    assert out.read_text() == OLD
-
-
 def test_another_method(tmp_path):
     """Catches a model that the engine cannot decode, refused without a word of what can."""
     save(small_model(method="looped", vocab_size=257).float(), tmp_path)
     Tokenizer.bytes().save(tmp_path / "tokenizer.json")
     with pytest.raises(UserError, match=r"python sample\.py"):
         decode(str(tmp_path))
-
-
-def test_interrupted(run, tmp_path, monkeypatch, capsys):
-    """Catches finished samples that are lost when those before them are not, and an old file that
-    is gone before there is anything new."""
-    out = tmp_path / "out.jsonl"
-
-    def interrupt(self, ids, max_new_tokens, **kwargs):
-        for i in finished:
-            yield i, 65, 1
-            yield i, 66, 2
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("engine.batching.Engine.stream", interrupt)
-    out.write_text(OLD)
-    for finished, expected in (((), OLD), ((0, 2), 2)):  # noqa: B007
-        with pytest.raises(KeyboardInterrupt):
-            decode(run, num_samples=4, out=out, max_new_tokens=2)
-        text = out.read_text()
-        assert text == expected or len(text.splitlines()) == expected
-    assert f"written: {out}, 2 of 4 samples" in capsys.readouterr().out
-    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["out.jsonl"]
 
 
 def test_tau_of_the_run(run, tmp_path, capsys):
