@@ -2,10 +2,10 @@
 
     python -m bench attention                 forward and backward of each backend, against plain
     python -m bench train                     a training step against plain forward and backward
-    python -m bench decode                    early exit against no exit, the cache, transformers
+    python -m bench decode                    early exit against no exit, prompts, transformers
 
 Prints a table, and writes it to <out>/attention-<device>.json, train-<preset>-<device>.json or
-decode-<run>-<device>.json; the first and the third draw it, too.
+decode-<run>-<device>.json.
 """
 
 import tyro

@@ -1,10 +1,9 @@
 """Soft-mask attention against plain causal attention: time and memory, forward and backward."""
 
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
-import pandas as pd
 import pydantic
 import torch
 
@@ -121,27 +120,4 @@ def attention(
     print_table(results["rows"], columns | {"memory / plain": "memory_ratio:.2f"})
     for row in results["refused"]:
         print("not run: {backend}, N = {N}, d = {d}: {why}".format(**row))
-    draw(results["rows"], file.with_suffix(".png"))
-    print(f"written: {file} and {file.with_suffix('.png').name}")
-
-
-def draw(rows, file):
-    from matplotlib.figure import Figure
-
-    frame = pd.DataFrame(rows)
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    axes = figure.subplots(1, 2)
-    titles = ("time_ratio", "time / plain causal attention"), ("MiB", "peak memory, MiB")
-    for axis, (key, title) in zip(axes, titles, strict=True):
-        for i, (backend, mine) in enumerate(frame.groupby("backend", sort=False)):
-            for (d, curve), style in zip(mine.groupby("d"), cycle(["-", "--", ":"]), strict=False):
-                axis.plot(curve.N, curve[key], f"C{i}o{style}", label=f"{backend}, d={d}")
-        lengths = sorted(frame.N.unique())
-        axis.set(xscale="log", yscale="log", xlabel="N, slots", title=title)
-        axis.set_xticks(lengths, [str(n) for n in lengths])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    ticks = (1, 1.15, 2, 4, 8)
-    axes[0].set_yticks(ticks, [str(t) for t in ticks])
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", handlelength=3)
-    figure.savefig(file, dpi=150)
+    print(f"written: {file}")

@@ -1,21 +1,18 @@
 """`python -m bench decode`: does every skipped slot save its time? Ratios of medians of one run.
 
 exit     adaptive against always running K steps: time against slots, of decoding alone
-others   tokens a second: against decoding without a cache, without CUDA graphs, and at K = 0
-         against transformers' Llama
-prompt   seconds to read a prompt: in parallel, slot by slot, and without leaving slots out
-context  milliseconds for a token with more and more slots before it
+others   tokens a second: against decoding without CUDA graphs, and at K = 0 against
+         transformers' Llama
+prompt   seconds to read a prompt: in parallel and slot by slot
 """
 
 import tempfile
-from collections import deque
 from dataclasses import fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
-import pandas as pd
 import pydantic
 import torch
 from pydantic import Field
@@ -23,33 +20,14 @@ from pydantic import Field
 from baselines import build, find
 from bench.timing import Some, machine, medians, print_table, write_results
 from engine.batching import Engine, serves
-from engine.prefill import settle
 from engine.products import WEIGHTS
 from engine.request import check_request
 from interop import find_model, load, save
 from model import Count, LlamaConfig
-from runtime import UserError, autocast, pick_device, progress
-from sample import stream
+from runtime import UserError, pick_device, progress
 from training.config import validation_windows
 
-PARTS = ("context", "prompt", "others", "exit")
-
-
-class How(NamedTuple):
-    """In which numbers to decode."""
-
-    precision: str = "float32"
-    weights: str = "float32"  # or of fewer bits, on a CPU, see engine/products.py
-
-    @property
-    def dtype(self):
-        return getattr(torch, self.precision)
-
-    def engine(self, model, batch_size, kind=Engine, **options):
-        return kind(model, batch_size, dtype=self.dtype, weights=self.weights, **options)
-
-
-HOW = How()
+PARTS = ("prompt", "others", "exit")
 
 
 def cells(label, *axes):
@@ -65,58 +43,14 @@ def prompts_of(val, n, length):
     return [val[start : start + length].tolist() for start in starts]
 
 
-class AtOnce(Engine):
-    """Prompts are given to read_prompts."""
-
-    def reads_in_parallel(self, sequences):
-        return True
-
-
-class SamePrompt(AtOnce):
-    """All sequences go on from one prompt, which is read once and then copied."""
-
-    known = None
-
-    def read_prompts(self, rows, contexts):
-        if self.known is None:
-            first = self.running[rows[0]]
-            before = len(first.read)
-            logits = super().read_prompts(rows[:1], contexts[:1])
-            kv = [layer[rows[0], :, : first.length].clone() for layer in self.cache.layers]
-            self.known = logits, kv, first.read[before:], first.length
-        logits, kv, steps, length = self.known
-        self.cache.reserve(length)
-        for row in rows:
-            q = self.running[row]
-            q.read[:], q.position, q.length = steps, len(q.context), length
-            for layer, known in zip(self.cache.layers, kv, strict=True):
-                layer[row, :, :length] = known
-        return logits.expand(len(rows), -1)
-
-
-class Unread(AtOnce):
-    """A prompt's slots are in the cache, all that it may take, but nobody has computed them."""
-
-    def read_prompts(self, rows, contexts):
-        for row in rows:
-            q, K = self.running[row], self.model.config.ponder_steps
-            q.read[:], q.position = len(q.context) * [K], len(q.context)
-            q.length = q.position * (K + 1)
-            self.cache.reserve(q.length)
-        V = self.model.config.vocab_size
-        return torch.zeros(len(rows), V, device=self.device)
-
-
-def timed(engine, prompts, new_tokens, samples=None, **choice):
-    """Generate; the seconds that count are those from the first new token on. `samples`, a list,
-    receives what is generated."""
-    before, made = engine.stats.seconds, engine.generate(prompts, new_tokens, **choice)
-    if samples is not None:
-        samples[:] = made
+def timed(engine, prompts, new_tokens, **choice):
+    """Generate -> the seconds from the first new token on, which are those that count."""
+    before = engine.stats.seconds
+    engine.generate(prompts, new_tokens, **choice)
     return engine.stats.seconds - before
 
 
-def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats, how=HOW):
+def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats, **how):
     """Adaptive against always K: which share of the skipped slots is saved time? (target: 0.9)
 
     The router is shifted by each alpha. Twice as many sequences as run at once are decoded, so that
@@ -125,18 +59,18 @@ def exit_rows(model, val, batch_sizes, lengths, new_tokens, tau, alphas, repeats
     rows = []
     for B, length in cells("early exit", batch_sizes, lengths):
         prompts = 2 * B * prompts_of(val, 1, length)
-        make = partial(how.engine, model, B, SamePrompt)
+        make = partial(Engine, model, B, prefill="jacobi", **how)
         engines = {alpha: make(tau=tau, alpha=alpha) for alpha in alphas}
         engines["always"] = make(tau=0)
-        samples = {name: [] for name in engines}  # the same in each round
         runs = {
-            name: partial(timed, engine, prompts, new_tokens, samples[name], seed=0)
+            name: partial(timed, engine, prompts, new_tokens, seed=0)
             for name, engine in engines.items()
         }
         seconds = medians(runs, repeats)
         tokens = 2 * B * (new_tokens - 1)  # the first is chosen when the prompt has been read
         for alpha in alphas:
-            steps = sum(sum(sample.steps[1:]) for sample in samples[alpha]) / tokens
+            slots = engines[alpha].stats.slots / (repeats + 1)  # of one round
+            steps = slots / tokens - 1
             slot_ratio = (1 + steps) / (1 + model.config.ponder_steps)
             time_ratio = seconds[alpha] / seconds["always"]
             row = {"batch": B, "prompt": length, "alpha": alpha}
@@ -162,41 +96,26 @@ def llama(config):
         return AutoModelForCausalLM.from_pretrained(directory).eval(), vanilla.eval()
 
 
-def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, how=HOW):
-    """Tokens a second and how many times that of the other way: after the prompt of recomputing all
-    for each token and, on CUDA, of always K without graphs; of transformers prompt included."""
-    rows, few = [], min(4, new_tokens)
-    device = model.lm_head.weight.device
+def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, **how):
+    """Tokens a second and how many times that of the other way: on CUDA, after the prompt, of
+    always K without graphs; of transformers, prompt included."""
+    rows, device = [], model.lm_head.weight.device
 
-    def compare(against, B, length, tokens, cache, other):
-        runs = {"cache": cache, "other": other}
-        seconds = medians(runs, repeats, device=device)
+    def compare(against, B, length, tokens, ours, other):
+        seconds = medians({"ours": ours, "theirs": other}, repeats, device=device)
         row = {"against": against, "batch": B, "prompt": length}
         row |= {f"{name}_tokens_per_second": B * tokens / seconds[name] for name in seconds}
-        rows.append(row | {"ratio": seconds["other"] / seconds["cache"]})
+        rows.append(row | {"ratio": seconds["theirs"] / seconds["ours"]})
 
-    @torch.no_grad()
-    @autocast(device, how.dtype)
-    def recompute(prompt):
-        idx = torch.tensor([prompt], device=device)
-        for _ in range(few):
-            found = settle(model, idx)
-            h_hat = model.integrate(found.h[:, -1:], found.s[:, -1:], found.steps[:, -1:])
-            idx = torch.cat([idx, model.lm_head(h_hat).argmax(-1)], dim=1)
-
-    for (length,) in cells("no cache", lengths):
-        prompts = prompts_of(val, 1, length)
-        cached = how.engine(model, 1, SamePrompt)
-        cached = partial(timed, cached, prompts, few + 1, temperature=0)
-        compare("no cache", 1, length, few, cached, partial(recompute, *prompts))
     for B, length in cells("no graphs", batch_sizes, lengths) if device.type == "cuda" else ():
         prompts = B * prompts_of(val, 1, length)
-        engines = [how.engine(model, B, SamePrompt, tau=0, graphs=on) for on in (True, False)]
+        options = dict(tau=0, prefill="jacobi")
+        engines = [Engine(model, B, graphs=on, **options, **how) for on in (True, False)]
         both = [partial(timed, e, prompts, new_tokens, temperature=0) for e in engines]
         compare("no graphs", B, length, new_tokens - 1, *both)
     try:
         theirs, ours = (m.to(device) for m in llama(model.config))
-        theirs.to(how.dtype)
+        theirs.to(how.get("dtype"))
     except ImportError:
         print("transformers is not installed: the comparison with its generate is left out")
         return rows
@@ -205,34 +124,20 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, how=HOW):
         idx = torch.tensor(prompts, device=device)
         settings = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(idx))
         settings |= dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
-        cached = how.engine(ours, B)
-        cached = partial(cached.generate, prompts, new_tokens, temperature=0)
+        mine = partial(Engine(ours, B, **how).generate, prompts, new_tokens, temperature=0)
         generate = partial(theirs.generate, idx, **settings)
-        compare("transformers", B, length, new_tokens, cached, generate)
+        compare("transformers", B, length, new_tokens, mine, generate)
     return rows
 
 
-def prompt_rows(model, val, lengths, alphas, repeats, how=HOW):
-    """Seconds to read one prompt: compacted Jacobi iteration against the other ways."""
+def prompt_rows(model, val, lengths, alphas, repeats, **how):
+    """Seconds to read one prompt in parallel, and how many times as long it takes slot by slot."""
     rows, device = [], model.lm_head.weight.device
-
-    @autocast(device, how.dtype)  # an engine has a precision of its own
-    def simple(prompt, alpha):
-        deque(stream(model, prompt, 1, temperature=0, alpha=alpha), maxlen=0)
-
-    @torch.no_grad()
-    @autocast(device, how.dtype)
-    def full(*args, **kwargs):
-        model.fixed_point(*args, **kwargs)
-
     for length, alpha in cells("prompts", lengths, dict.fromkeys((0.0, *alphas[-1:]))):
         (prompt,) = prompts_of(val, 1, length)
-        idx, ways = torch.tensor([prompt], device=device), ("jacobi", "sequential")
-        engines = {p: how.engine(model, 1, alpha=alpha, prefill=p) for p in ways}
+        ways = "jacobi", "sequential"
+        engines = {p: Engine(model, 1, alpha=alpha, prefill=p, **how) for p in ways}
         runs = {p: partial(e.generate, [prompt], 1, temperature=0) for p, e in engines.items()}
-        runs["simple"] = partial(simple, prompt, alpha)
-        near = 1e-5 if how.precision == "float32" else 1e-2  # as an engine's
-        runs["full"] = partial(full, idx, tau=1e-4, alpha=alpha, tolerance=near)
         warm_up = int(device.type == "cuda")  # where the first call loads libraries
         seconds = medians(runs, repeats, warm_up, device)
         slots = engines["sequential"].stats.slots / (repeats + warm_up)
@@ -240,22 +145,8 @@ def prompt_rows(model, val, lengths, alphas, repeats, how=HOW):
         row["passes"] = engines["jacobi"].stats.prompt_passes // (repeats + warm_up)
         row["slot_ratio"] = slots / (length * (model.config.ponder_steps + 1))
         row |= {f"{name}_seconds": value for name, value in seconds.items()}
-        others = ("sequential", "simple", "full")
-        rows.append(row | {f"{n}_ratio": seconds[n] / seconds["jacobi"] for n in others})
+        rows.append(row | {"sequential_ratio": seconds["sequential"] / seconds["jacobi"]})
     return rows
-
-
-def context_rows(model, contexts, repeats, how=HOW):
-    """Milliseconds for a token of K+1 slots, with so many slots before it: the mean of eight."""
-    engine, S = how.engine(model, 1, Unread, tau=0), model.config.ponder_steps + 1
-    prompts = {n: [max(n // S, 1) * [0]] for n in contexts}
-    runs = {n: partial(timed, engine, prompts[n], 9, temperature=0) for n in contexts}
-    seconds = medians(runs, repeats)
-    first = seconds[contexts[0]]
-    return [
-        {"slots": n, "milliseconds": 1e3 * seconds[n] / 8, "ratio": seconds[n] / first}
-        for n in contexts
-    ]
 
 
 @pydantic.validate_call
@@ -267,7 +158,6 @@ def decode(
     new_tokens: Annotated[int, Field(ge=2)] = 32,
     tau: float = 1e-4,
     alphas: Some[float] = (0.0, -2.0, -4.0),
-    contexts: Some[Count] = (64, 512, 1024, 2048, 4096, 8192),
     precision: Literal["float32", "bfloat16"] = "float32",
     weights: Literal[WEIGHTS] = "float32",
     repeats: Count = 3,
@@ -276,7 +166,7 @@ def decode(
 ):
     """Early-exit decoding: what skipped slots save, and how fast the rest is.
 
-    The results are written as they come; early exit is drawn, too.
+    The results are written as they come.
 
     Args:
         run: directory of a trained PonderLM-3; by default the newest in out/
@@ -286,7 +176,6 @@ def decode(
         new_tokens: to generate for each
         tau: where early exit stops, in the comparison with always K
         alphas: shifts of the router, which sweep the executed steps
-        contexts: slots in the cache, for the cost of a context
         precision: of the matrix products
         weights: how an engine on a CPU keeps them
         repeats: rounds
@@ -303,21 +192,21 @@ def decode(
     _, _, windows = validation_windows(directory)
     val = torch.from_numpy(windows.tokens[:2_000_000].astype("int64"))
     # Times do not depend on what is said beyond the window, and RoPE knows no end.
-    trained, longest = model.config.block_size, max(contexts) // (model.config.ponder_steps + 1)
-    window = max(trained, max(prompts) + new_tokens, longest + 9)
+    window = max(model.config.block_size, max(prompts) + new_tokens)
     model.config = replace(model.config, block_size=window)
-    how, sizes = How(precision, weights), (batch_sizes, prompts, new_tokens)
+    how = dict(dtype=getattr(torch, precision), weights=weights)
+    sizes = batch_sizes, prompts, new_tokens
     measurements = {
-        "context": partial(context_rows, model, contexts),
         "prompt": partial(prompt_rows, model, val, prompts, alphas),
         "others": partial(other_rows, model, val, *sizes),
         "exit": partial(exit_rows, model, val, *sizes, tau, alphas),
     }
-    results = {"machine": machine(device), "run": directory.name, "tau": tau, **how._asdict()}
+    results = {"machine": machine(device), "run": directory.name, "tau": tau}
+    results |= {"precision": precision, "weights": weights}
     results["parameters"] = sum(p.numel() for p in model.parameters())
     file = out / f"decode-{directory.name}-{device.type}.json"
     for part in parts:
-        results[part] = measurements[part](repeats, how)
+        results[part] = measurements[part](repeats, **how)
         write_results(file, results)
     print(results["machine"], results["run"], f"{results['parameters']:,} parameters, tau {tau:g}")
     print(f"{precision}, weights {weights}, median of {repeats}")
@@ -326,9 +215,6 @@ def decode(
         print(f"\n{title}")
         print_table(results[part], columns)
     print(f"written: {file}")
-    if "exit" in results:
-        draw(results["exit"], file.with_suffix(".png"))
-        print(f"drawn: {file.with_suffix('.png')}")
 
 
 TABLES = {
@@ -340,34 +226,14 @@ TABLES = {
         | {"time": "time_ratio:.2f", "saved": "saved:.2f"},
     ),
     "others": (
-        "no cache, no graphs: after the prompt; transformers: K = 0, untrained, prompt included",
+        "no graphs: after the prompt; transformers: K = 0, untrained, prompt included",
         {"against": "against", "batch": "batch", "prompt": "prompt"}
-        | {"tok/s": "cache_tokens_per_second:.1f", "theirs": "other_tokens_per_second:.1f"}
+        | {"tok/s": "ours_tokens_per_second:.1f", "theirs": "theirs_tokens_per_second:.1f"}
         | {"ratio": "ratio:.2f"},
     ),
     "prompt": (
-        "seconds to read a prompt in parallel; of the other ways the ratio to it",
+        "seconds to read a prompt in parallel; slot by slot the ratio to it",
         {"prompt": "prompt", "alpha": "alpha:g", "slots": "slot_ratio:.2f", "passes": "passes"}
-        | {"parallel": "jacobi_seconds:.3f", "slot by slot": "sequential_ratio:.2f"}
-        | {"simple": "simple_ratio:.2f", "full": "full_ratio:.2f"},
-    ),
-    "context": (
-        "milliseconds for a token of K+1 slots",
-        {"slots before it": "slots", "ms": "milliseconds:.2f", "ratio": "ratio:.2f"},
+        | {"parallel": "jacobi_seconds:.3f", "slot by slot": "sequential_ratio:.2f"},
     ),
 }
-
-
-def draw(rows, file):
-    """Early exit: what is left of the time against what is left of the slots."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 4.5), layout="constrained")
-    axis = figure.subplots()
-    axis.axline((0, 0), slope=1, color="#999999", lw=1, label="all skipped slots are saved time")
-    for (batch, prompt), mine in pd.DataFrame(rows).groupby(["batch", "prompt"]):
-        axis.plot(mine.slot_ratio, mine.time_ratio, "o", label=f"batch {batch}, prompt {prompt}")
-    axis.set(xlabel="slots / always K", ylabel="time / always K", xlim=(0, None), ylim=(0, None))
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
-    figure.savefig(file, dpi=150)

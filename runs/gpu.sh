@@ -28,7 +28,7 @@ if [ -n "${TRY:-}" ]; then
   toy_evaluation=(--windows 3)
   toy_attention=(--lengths 64 --widths 56 --repeats 1)
   toy_step=(--windows 1 --R 1 --repeats 1 --no-compile)
-  toy_decoding=(--batch-sizes 1 --prompts 8 --new-tokens 4 --contexts 16 --repeats 1)
+  toy_decoding=(--batch-sizes 1 --prompts 8 --new-tokens 4 --repeats 1)
 fi
 
 for part in "${@:?which part: a, b, c or d}"; do

@@ -21,7 +21,7 @@ from analysis.measuring import measure, open_subject, tau_rows
 from baselines import all_methods
 from bench import attention as bench_attention
 from bench import training_step
-from bench.decoding import context_rows, exit_rows, other_rows, prompt_rows
+from bench.decoding import exit_rows, other_rows, prompt_rows
 from corpus.preparation import Windows
 from engine.batching import Engine
 from engine.rows import Rows
@@ -301,9 +301,9 @@ def test_bench(tmp_path, monkeypatch):
         model.to("cuda")
         others = other_rows(model, val, (1,), (5,), 3, 1)
         assert exit_rows(model, val, (1,), (5,), 3, 0.3, (0.0,), 1)
-        assert prompt_rows(model, val, (5,), (0.0,), 1) and context_rows(model, (4,), 1)
+        assert prompt_rows(model, val, (5,), (0.0,), 1)
     assert len(read_json(tmp_path / "train-tiny-cuda.json")["rows"]) == 5
-    assert [row["against"] for row in others] == ["no cache", "no graphs"]
+    assert [row["against"] for row in others] == ["no graphs"]
 
 
 # -- How often the host waits ----------------------------------------------------------------------

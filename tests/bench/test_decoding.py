@@ -6,9 +6,6 @@ from conftest import needs_bfloat16, small_model
 from pydantic import ValidationError
 
 from bench.decoding import (
-    How,
-    SamePrompt,
-    context_rows,
     decode,
     exit_rows,
     llama,
@@ -19,11 +16,6 @@ from bench.decoding import (
 from engine.batching import Engine
 from interop import save
 from runtime import UserError
-
-
-@pytest.fixture(scope="module")
-def model():
-    return small_model(seed=2, block_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -57,44 +49,23 @@ def test_llama_beside_a_ponderlm():
     assert ours.config.hidden_size == model.config.hidden_size and ours.config.method == "vanilla"
 
 
-def test_same_prompt(model):
-    """Catches a prompt that is copied with a slot too many, or read again for each sequence."""
-    prompts, settings = 5 * [[3, 1, 4, 1, 5]], dict(seed=0, temperature=1.0)
-    engine, other = SamePrompt(model, 2, tau=0.3), Engine(model, 2, tau=0.3, prefill="jacobi")
-    for _ in range(2):
-        assert engine.generate(prompts, 6, **settings) == other.generate(prompts, 6, **settings)
-    once = Engine(model, 1, tau=0.3, prefill="jacobi")
-    once.generate(prompts[:1], 1)
-    assert engine.stats.prompt_passes == once.stats.prompt_passes
+INT8 = pytest.param(dict(weights="int8"), marks=needs_bfloat16)
 
 
-INT8 = pytest.param(How(weights="int8"), marks=needs_bfloat16)
-
-
-@pytest.mark.parametrize("how", [How(), How("bfloat16"), INT8], ids="-".join)
-def test_rows(model, val, how):
+@pytest.mark.parametrize("how", [{}, dict(dtype=torch.bfloat16), INT8], ids=str)
+def test_rows(val, how):
     """Catches a measurement that crashes, or counts other slots than were run."""
     alphas, single = (0.0, -4.0), small_model(seed=2, block_size=64).float()
-    full, less = exit_rows(single, val, (2,), (5,), 4, 0.3, alphas, 1, how)
+    full, less = exit_rows(single, val, (2,), (5,), 4, 0.3, alphas, 1, **how)
     assert 0 < less["slot_ratio"] < full["slot_ratio"] < 1 and less["time_ratio"] > 0
     assert less["slot_ratio"] == pytest.approx((1 + less["steps"]) / 4)
     for row in (full, less):  # of 4 samples of 4 tokens, of which the first comes of the prompt
-        engine = how.engine(single, 2, tau=0.3, alpha=row["alpha"], prefill="jacobi")
+        engine = Engine(single, 2, tau=0.3, alpha=row["alpha"], prefill="jacobi", **how)
         engine.generate(4 * prompts_of(val, 1, 5), 4, seed=0)
         assert (1 + row["steps"]) * 4 * 3 == pytest.approx(engine.stats.slots)
     always = less["tokens_per_second"] * less["time_ratio"]
     assert less["always_tokens_per_second"] == pytest.approx(always)
-    against = [row["against"] for row in other_rows(single, val, (2,), (5,), 4, 1, how)]
-    assert against == ["no cache", "transformers"]
-    for row in prompt_rows(single, val, (5,), alphas, 1, how):
+    against = [row["against"] for row in other_rows(single, val, (2,), (5,), 4, 1, **how)]
+    assert against == ["transformers"]
+    for row in prompt_rows(single, val, (5,), alphas, 1, **how):
         assert 0.25 <= row["slot_ratio"] <= 1 <= row["passes"] <= 16
-    assert [row["slots"] for row in context_rows(single, (4, 16), 1, how)] == [4, 16]
-
-
-def test_context(monkeypatch):
-    """Catches a token that is timed behind other slots than the row says, or not to its end."""
-    seen, launch = [], Engine.launch
-    watch = lambda self, how: seen.append(self.running[0].length) or launch(self, how)  # noqa: E731
-    monkeypatch.setattr(Engine, "launch", watch)
-    context_rows(small_model(block_size=64).float(), (16,), 1)
-    assert seen == 2 * list(range(16, 16 + 8 * 4))

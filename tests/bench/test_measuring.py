@@ -80,8 +80,7 @@ def test_memory_of_a_gpu(monkeypatch):
 
 
 def test_attention(tmp_path, capsys, threads):
-    """Catches a command that crashes, ratios to something else than plain attention, and results
-    without their picture."""
+    """Catches a command that crashes, and ratios to something else than plain attention."""
     attention.attention((64,), (8,), repeats=1, device="cpu", out=tmp_path)
     rows = json.loads((tmp_path / "attention-cpu.json").read_text())["rows"]
     assert [row["backend"] for row in rows] == ["plain", "sdpa", "eager"]
@@ -90,7 +89,6 @@ def test_attention(tmp_path, capsys, threads):
         ratio = row["milliseconds"] / rows[0]["milliseconds"]
         assert row["time_ratio"] == pytest.approx(ratio) and row["MiB"] >= 0
         assert re.search(rf"{row['backend']} +{row['milliseconds']:.1f} ", shown)
-    assert (tmp_path / "attention-cpu.png").stat().st_size > 1000
 
 
 def test_forms_that_fail(tmp_path, threads, monkeypatch):

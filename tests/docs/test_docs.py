@@ -40,7 +40,7 @@ SHORT = {  # appended to a command, so that it takes seconds
     "evaluation": "--windows 3",
     "bench attention": "--lengths 256 --widths 56 --repeats 1",
     "bench train": "--preset tiny --windows 1 --repeats 1",
-    "bench decode": "--batch-sizes 1 --prompts 4 --new-tokens 2 --repeats 1 --contexts 8",
+    "bench decode": "--batch-sizes 1 --prompts 4 --new-tokens 2 --repeats 1",
     "corpus lookup": "--lines 200",
 }
 # Forms that are no more: a page that shows one sends its reader to an error.
