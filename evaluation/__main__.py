@@ -20,7 +20,7 @@ from evaluation.harness import harness_lm
 from evaluation.perplexity import score_texts, show
 from interop import INCLUDED, find_model, load
 from model import Count, Given, strict_dataclass
-from runtime import UserError, command_line, pick_device, read_json, write_json
+from runtime import UserError, command_line, pick_device, write_json
 
 
 @strict_dataclass
@@ -40,8 +40,7 @@ class Options:
     trust: bool = False  # let the tasks of that folder run Python, which the harness does
     batch_tokens: Count = 4096  # how many tokens are scored at once
     device: str = "auto"  # auto, cpu, cuda or mps
-    # write the numbers to this file, as JSON; tasks that are in it are not done again
-    out: Path | None = None
+    out: Path | None = None  # write the numbers to this new file, as JSON
 
     def __post_init__(self):
         """Refuse what runs Python unasked, or would fail when all the work is done."""
@@ -50,11 +49,8 @@ class Options:
                 f"--include-path {self.include_path}: the harness runs what Python its YAML files "
                 "and their templates name; read them, then say --trust"
             )
-        out = self.out
-        if out and (out.is_dir() or not out.parent.is_dir()):
-            raise UserError(f"--out {out} is a folder, or in none: name a file in one that exists")
-        if out and out.exists() and self.tasks is None and "soft" not in read_json(out):
-            raise UserError(f"--out {out} has no losses of texts: give another file")
+        if self.out and (self.out.exists() or not self.out.parent.is_dir()):
+            raise UserError(f"--out {self.out} is there already, or in no folder: name a new file")
 
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
@@ -67,10 +63,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     if o.tasks is not None:
         tokenizer = load_tokenizer(directory / "tokenizer.json")
         lm = harness_lm(model, tokenizer, tau, o.batch_tokens)
-        report = benchmarks.run(
-            lm, directory, o.tasks, num_fewshot=o.num_fewshot, limit=o.limit,
-            include_path=o.include_path, out=o.out,
-        )  # fmt: skip
+        report = benchmarks.run(lm, directory, o)
         benchmarks.show(report, model.config)
         return
     result = score_texts(model, directory, o.data, tau, o.windows, o.batch_tokens)

@@ -7,7 +7,6 @@ The harness has the tasks, writes the prompts and judges the answers; it fetches
 once. The model that it asks is in harness.py.
 """
 
-import hashlib
 import logging
 import math
 import time
@@ -16,8 +15,7 @@ from importlib.util import find_spec
 
 from baselines.cost import PAPER, cost
 from evaluation.harness import Count
-from interop import shards
-from runtime import UserError, read_json, write_json
+from runtime import UserError, write_json
 
 # The paper's table: task, heading.
 COLUMNS = {
@@ -70,43 +68,26 @@ def find_tasks(names, include_path):
     return manager
 
 
-def digest(files):
-    """Tells models and tasks apart: a hash of these files."""
-    found = hashlib.sha256()
-    for file in files:
-        with open(file, "rb") as stream:
-            found.update(hashlib.file_digest(stream, "sha256").digest())
-    return found.hexdigest()[:16]
-
-
-def run(lm, directory, tasks, *, num_fewshot, limit, include_path, out):
-    """Evaluate tasks one after the other; what `out` has of them already is not done again.
+def run(lm, directory, options):
+    """Evaluate tasks one after the other; `options.out` has each as soon as it is done.
 
     Returns:
-        What is written to `out`: settings, and for each task the harness's results, beside them
-        what was read for it.
+        What is written there: settings, and for each task the harness's results, beside them what
+        was read for it.
 
     Raises:
-        UserError: an unknown task, no network, a request that the model cannot answer,
-            or results of something else in `out`.
+        UserError: an unknown task, no network, or a request that the model cannot answer.
     """
     from lm_eval import simple_evaluate
 
-    names = tasks.split(",")
-    files = [directory / "config.json", directory / "tokenizer.json", *shards(directory)]
-    if include_path:
-        files += [f for f in sorted(include_path.rglob("*")) if f.is_file() and f != out]
-    settings = {"files": digest(files), "lm_eval": version("lm_eval"), "tau": lm.tau}
-    settings |= {"num_fewshot": num_fewshot, "limit": limit}
-    report = read_json(out) if out and out.exists() else settings | {"tasks": {}}
-    if {key: report.get(key) for key in settings} != settings:
-        raise UserError(f"{out} has results of another model, tasks or options: give another file")
-    left = [name for name in names if name not in report["tasks"]]
-    manager = find_tasks(left, include_path) if left else None
-    for name in left:
+    o, names = options, options.tasks.split(",")
+    report = {"run": str(directory), "lm_eval": version("lm_eval"), "tau": lm.tau}
+    report |= {"num_fewshot": o.num_fewshot, "limit": o.limit, "tasks": {}}
+    manager = find_tasks(names, o.include_path)
+    for name in names:
         lm.count, start = Count(), time.perf_counter()
         found = simple_evaluate(
-            lm, tasks=[name], num_fewshot=num_fewshot, limit=limit, task_manager=manager,
+            lm, tasks=[name], num_fewshot=o.num_fewshot, limit=o.limit, task_manager=manager,
             bootstrap_iters=1000, log_samples=False,
         )  # fmt: skip
         report["tasks"][name] = vars(lm.count) | {
@@ -114,12 +95,9 @@ def run(lm, directory, tasks, *, num_fewshot, limit, include_path, out):
             "results": found["results"],
             "documents": {task: n["effective"] for task, n in found["n-samples"].items()},
         }
-        if out is not None:
-            write_json(out, report)
-    return report | {
-        "run": str(directory),
-        "tasks": {name: report["tasks"][name] for name in names},
-    }
+        if o.out is not None:
+            write_json(o.out, report)
+    return report
 
 
 def mean_steps(entries):

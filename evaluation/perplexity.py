@@ -9,7 +9,6 @@ perplexity      exp(loss)                  depends on the tokenizer
 bits_per_byte   loss * tokens / bytes / ln 2   does not
 """
 
-import hashlib
 import math
 from pathlib import Path
 
@@ -42,11 +41,11 @@ def score_texts(model, directory, data, tau, windows, batch_tokens):
     if data is None:
         _, _, val = validation_windows(directory)
         texts, name = [val.tokens[:].tolist()], f"validation tokens of {directory}"
-        size, sha256 = val.tokens.bytes, None
+        size = val.tokens.bytes
     else:
         tokenizer = load_tokenizer(directory / "tokenizer.json")
         (texts, raw), name = texts_of(data, tokenizer), data
-        size, sha256 = len(raw), hashlib.sha256(raw).hexdigest()
+        size = len(raw)
     cuts = [window for ids in texts for window in cut(ids, model.config.block_size)]
     if not cuts:
         raise UserError(f"{name} has no token to predict; give more text")
@@ -55,7 +54,7 @@ def score_texts(model, directory, data, tau, windows, batch_tokens):
     result = summarise(score(model, cuts, tau, batch_tokens), model.config)
     result |= {"run": str(directory), "text": name, "tau": tau}
     if size is not None and complete:
-        result |= {"bytes": size, "sha256": sha256}
+        result["bytes"] = size
         for kind in ("soft", "hard"):
             nats = result[kind]["loss"] * result["tokens"]
             result[kind]["bits_per_byte"] = nats / size / math.log(2)

@@ -11,7 +11,7 @@ our own                 "format": "ponderlm-3"       every field of the method's
 Hugging Face Llama      "model_type": "llama"        K = 0, embedding scale 1
 Hugging Face GPT-NeoX   "model_type": "gpt_neox"     the same, as Pythia
 official PonderLM-2     one of these two, and        K = num_latent_thoughts, method ponderlm2
-                        num_latent_thoughts          (`load` can be told that it is looped)
+                        num_latent_thoughts
 
 Only JSON and safetensors are read: loading a model never runs code from its files. A setting that
 is not understood is refused by name: a misread model would talk nonsense. Beside its
@@ -76,12 +76,8 @@ def newest_run(out, file):
 # -- config.json -----------------------------------------------------------------------------------
 
 
-def read_config(directory, method=None):
+def read_config(directory):
     """The settings of a directory of weights, a PonderConfig or a subclass of it.
-
-    Args:
-        method: None, or 'looped' where an official directory holds the looped model of that code:
-            its config.json may be the same as that of a PonderLM-2.
 
     Raises:
         UserError: a file that is missing or damaged, unknown or missing fields, wrong values, or a
@@ -96,7 +92,7 @@ def read_config(directory, method=None):
             )
         raise UserError(f"{directory} holds no trained model: it has no {SINGLE}")
     way_out = "; copy it anew from where it came"
-    if of_run := any(directory.glob("step-*")):
+    if any(directory.glob("step-*")):  # it is the folder of a run
         way_out = "; train.py --resume takes it from the last checkpoint"
     file = directory / "config.json"
     content = read_json(file, way_out=way_out)
@@ -104,21 +100,17 @@ def read_config(directory, method=None):
         content = content.get("ponder", {})
     form = content.pop("format", None)
     try:
-        if form == FORMAT:
-            config = parse_config(content)
-        elif form is None:
-            config = parse_config(asdict(PonderConfig()) | from_others(content, method))
-        else:
+        if form is None:
+            return parse_config(asdict(PonderConfig()) | from_others(content))
+        if form != FORMAT:
             raise UserError(f"format {form!r}: only {FORMAT!r} is known")
-        if method not in (None, config.method):
-            raise UserError(f"it is a {config.method}, not a {method}")
-        return config
+        return parse_config(content)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise UserError(
             f"{file}: a field is missing or of a wrong type: {error!r}{way_out}"
         ) from None
     except UserError as error:  # of others it may be whole, and of a kind that is not known here
-        raise UserError(f"{file}: {error}{way_out * (of_run or form == FORMAT)}") from None
+        raise UserError(f"{file}: {error}{way_out * (form == FORMAT)}") from None
 
 
 def parse_config(content):
@@ -197,9 +189,9 @@ ROPE_OF = {
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def from_others(config, method=None):
+def from_others(config):
     """config.json of a Llama, a GPT-NeoX or an official PonderLM-2 -> the fields of PonderConfig
-    that it sets. `method`: see read_config.
+    that it sets.
 
     Raises:
         UserError: something that PonderConfig cannot represent, by the name of its field.
@@ -214,7 +206,7 @@ def from_others(config, method=None):
     given |= {ours: config.get(theirs, default) for ours, (theirs, default) in names.items()}
     given["embed_scale"] = None if config.get("scale_embeds") else 1.0
     ponders = config.get("recurrent_model", bool(config.get("num_latent_thoughts")))
-    return given | (from_ponderlm2(config, method) if ponders else {})
+    return given | (from_ponderlm2(config) if ponders else {})
 
 
 def check_only(config, only):
@@ -266,21 +258,9 @@ def write_rope(config):
     return written | {"rope_parameters": rope}
 
 
-def from_ponderlm2(config, method=None):
-    """The fields that the official code of PonderLM-2 adds to others'.
-
-    The looped model of that code runs the stack of layers K more times, without latents. A released
-    script trains it with 3 Jacobi iterations in config.json, which it does not follow.
-    """
+def from_ponderlm2(config):
+    """The fields that the official code of PonderLM-2 adds to others'."""
     K, J = config["num_latent_thoughts"], config["num_jacobi_iterations"]
-    if method == "looped":
-        return dict(method="looped", ponder_steps=K)
-    if J == 0:
-        print(
-            "note: num_jacobi_iterations = 0 is read as a PonderLM-2 without refinements; of the "
-            "looped model of that code make a directory of ours: "
-            "python -m interop DIR --to OTHER --method looped"
-        )
     refinements = (J, J)
     if config.get("random_jacobi_iterations"):  # what the code draws from in training
         refinements = (2, 4) if config["model_type"] == "gpt_neox" else (2, 3)
@@ -422,16 +402,13 @@ def write_directory(directory, config, tensors):
 # -- Models ----------------------------------------------------------------------------------------
 
 
-def load(directory, method=None):
+def load(directory):
     """The model of a directory of weights, whatever its method, in float32 on the CPU, to evaluate.
-
-    Args:
-        method: see read_config.
 
     Raises:
         UserError: as read_config and read_tensors; or tensors that do not fit the config.
     """
-    config, tensors = read_config(directory, method), dict(read_tensors(directory))
+    config, tensors = read_config(directory), dict(read_tensors(directory))
     table = tensors.get("model.embed_tokens.weight")
     if config.tie_word_embeddings and table is not None:
         head = tensors.setdefault("lm_head.weight", table)

@@ -4,12 +4,10 @@ python -m interop DIR                                what it holds
 python -m interop DIR --to OTHER                     write it anew; without pondering as others do
 python -m interop DIR --to OTHER --transformers      as a model that transformers runs
 python -m interop DIR --to OTHER --half              in half the size
-python -m interop DIR --to OTHER --method looped     of the looped model of PonderLM-2's code
 """
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
 
 import tyro
 
@@ -25,7 +23,6 @@ def main(
     directory: tyro.conf.Positional[str],
     to: Path | None = None,
     half: bool = False,
-    method: Literal["looped"] | None = None,
     transformers: bool = False,
     tau: float | None = None,
 ):
@@ -36,18 +33,15 @@ def main(
         to: a new directory. A model without pondering becomes a Hugging Face Llama or GPT-NeoX,
             which transformers loads, any other one a directory of our own
         half: weights in float16, 2 bytes each, read as float32 again
-        method: what a directory of PonderLM-2's code holds where config.json does not tell
         transformers: what transformers' AutoModelForCausalLM and AutoTokenizer load, of any method
         tau: where that stops by default; None: as sample.py, where the run was scored, else 1e-4
     """
-    if tau is not None and not transformers:
-        raise UserError("--tau without --transformers: it would change nothing; leave it out")
     if transformers and to is None:
         raise UserError("--transformers writes a directory: say which with --to")
     if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
         raise UserError(f"{to} exists already; give a new directory")
     place = locate(directory)
-    model = load(place, method)
+    model = load(place)
     config = model.config
     size = sum(p.numel() for p in model.parameters())
     print(f"{place}: {config.method}, K = {config.ponder_steps}, {size:,} parameters")

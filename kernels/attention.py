@@ -4,18 +4,15 @@ Each has the arguments of `attention.eager` and is tested against it.
 
     dense          the softmax is kept for the backward pass; short texts on a CPU
     cudnn, flash   torch's kernel of that name
-    fa4            the package flash-attn-4, called by torch
     flex           compiled by torch's FlexAttention, where the bias needs no channel
 """
 
 import math
-import pkgutil
 from functools import lru_cache
 from statistics import median
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn import attention as kernels
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -69,24 +66,9 @@ def cudnn(q, k, v, key_bias):
         return sdpa(q, k, v, key_bias)
 
 
-def flash(q, k, v, key_bias, version=None):
-    """Through torch's flash kernel: its own, or the 'FA4' of a package."""
-    use_flash(version)
+def flash(q, k, v, key_bias):
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return sdpa(q, k, v, key_bias)
-
-
-def use_flash(version):
-    """Make 'FA4' torch's flash kernel, or, None, its own again. The backward pass takes it, too."""
-    if has_versions() and kernels.current_flash_attention_impl() != version:
-        if version:
-            kernels.activate_flash_attention_impl(version)
-        else:
-            kernels.restore_flash_attention_impl()
-
-
-def fa4(q, k, v, key_bias):
-    return flash(q, k, v, key_bias, "FA4")
 
 
 def flex(q, k, v, key_bias):
@@ -116,22 +98,15 @@ def causal_blocks(N, device):
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device=device)
 
 
-ON_CUDA = dict(cudnn=cudnn, flash=flash, fa2=fa2, fa4=fa4, flex=flex)
+ON_CUDA = dict(cudnn=cudnn, flash=flash, fa2=fa2, flex=flex)
 FORMS = dict(eager=eager, dense=dense, sdpa=sdpa) | ON_CUDA
 
 
-def has_versions():
-    """Whether this torch can change the version of its flash kernel, and back."""
-    return hasattr(kernels, "restore_flash_attention_impl")
-
-
 @lru_cache
-def installed(name):
-    """Whether 'module:name' can be imported. (To find the module is not enough: a part of
-    flash-attn-4 stands where flash-attn would.)"""
+def has_flash_attn():
     try:
-        pkgutil.resolve_name(name)
-    except (ImportError, AttributeError):
+        from flash_attn import flash_attn_func  # noqa: F401
+    except ImportError:
         return False
     return True
 
@@ -144,12 +119,7 @@ def missing(name, device, dtype):
     if name != "flex":
         found[f"half precision (this is {dtype})"] = dtype in HALF
     if name == "fa2":
-        package = installed("flash_attn:flash_attn_func")
-        found["the package flash-attn (not installed)"] = package
-    if name == "fa4":
-        package = installed("flash_attn.cute.interface:_flash_attn_fwd")
-        found["the package flash-attn-4 (not installed)"] = package
-        found[f"torch 2.13 (this is {torch.__version__})"] = has_versions()
+        found["the package flash-attn (not installed)"] = has_flash_attn()
     return [what for what, is_there in found.items() if not is_there]
 
 
@@ -191,7 +161,6 @@ def fastest(shape, G, device, dtype, *, biased=True, compiled=False):
             times[name] = median(milliseconds(name, shape, G, biased, device=device, dtype=dtype))
         except Exception as error:  # a kernel of others fails in any way
             failed[name] = (str(error).strip() or repr(error)).splitlines()[0]
-    use_flash(None)
     torch.cuda.empty_cache()
     measured = ", ".join(f"{name} {times[name]:.2f}" for name in sorted(times, key=times.get))
     reasons = "".join(f"; not {name}: {reason:.80}" for name, reason in failed.items())

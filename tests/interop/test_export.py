@@ -378,7 +378,6 @@ def test_command(directory, tmp_path, capsys):
     for message, wrong in (
         ("exists already", dict(to=directory, transformers=True)),
         ("tau = 2 is not a probability", dict(to=tmp_path / "x", transformers=True, tau=2)),
-        ("--tau without --transformers", dict(to=tmp_path / "x", tau=0.1)),
         ("say which with --to", dict(transformers=True)),
     ):
         with pytest.raises(UserError, match=message):

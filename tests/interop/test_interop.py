@@ -237,28 +237,11 @@ def test_official_text(tmp_path):
     assert [s.tokens for s in samples] == expected["sequences"][:, prompt.size(1) :].tolist()
 
 
-@pytest.mark.parametrize("J", [0, 3])
-def test_official_loop(tmp_path, capsys, J):
-    """Catches the looped model of the same code that cannot be read, with the number of iterations
-    that the released script writes, or with none."""
-    expected, _ = official(tmp_path / "loop", "loop_K2.safetensors", num_jacobi_iterations=J)
-    interop_main(str(tmp_path / "loop"), to=tmp_path / "ours", method="looped")
-    assert "note" not in capsys.readouterr().out
-    model = load(tmp_path / "ours")
-    assert (model.config.method, model.config.ponder_steps) == ("looped", 2)
-    actual = logits(model, expected["input_ids"])
-    torch.testing.assert_close(actual, expected["logits"], atol=1e-5, rtol=0)
-    make_llama(tmp_path / "llama")
-    with pytest.raises(UserError, match="it is a vanilla, not a looped"):
-        load(tmp_path / "llama", "looped")
-
-
-def test_no_refinement(tmp_path, capsys):
-    """Catches a PonderLM-2 of zero refinements taken for the looped model, without a word: its
-    logits are those of the official code's pass before the refinement."""
+def test_no_refinement(tmp_path):
+    """Catches a PonderLM-2 of zero refinements taken for another model: its logits are
+    those of the official code's pass before the refinement."""
     expected, _ = official(tmp_path, "fwd_K2_J1.safetensors", num_jacobi_iterations=0)
     model = load(tmp_path)
-    assert "note: num_jacobi_iterations = 0 is read as a PonderLM-2" in capsys.readouterr().out
     assert model.config.method == "ponderlm2" and model.config.refinements == (0, 0)
     with torch.no_grad():
         actual = model(expected["input_ids"], R=0).logits
@@ -286,29 +269,20 @@ def test_official_settings(tmp_path):
     "fields,message",
     [
         (dict(model_type="qwen2"), "model_type = 'qwen2': it has to be 'llama' or 'gpt_neox'"),
-        (dict(model_type=None), "model_type = None"),
         (dict(architectures=["LlamaForSequenceClassification"]), "architectures = "),
         (dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
         (dict(attention_bias=True), "attention_bias = True"),
-        (dict(mlp_bias=True), "mlp_bias = True"),
-        (dict(sliding_window=4096), "sliding_window = 4096"),
         (dict(quantization_config={"bits": 4}), "quantization_config = "),
         (dict(interpolation=True), "interpolation = True"),
         (dict(hidden_size=None), "hidden_size = None: it should be a valid integer"),
-        (dict(max_position_embeddings=64.0), "block_size = 64.0"),
-        (dict(rms_norm_eps=float("nan")), "rms_norm_eps = nan"),
-        (dict(rope_parameters={"rope_theta": -1}), "rope_theta = -1"),
-        (dict(scale_embeds="x"), "scale_embeds = 'x'"),
         (dict(num_key_value_heads=3), "4 heads cannot share 3"),
         (dict(rope_parameters={"rope_type": "yarn"}), "rope_parameters is of type 'yarn'"),
         (
             dict(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2}),
             "rope_scaling is of type 'linear'",
         ),
-        (dict(rope_parameters=LLAMA3 | {"factor": -1}), "factor = -1"),
         (dict(rope_parameters="llama3"), "wrong type"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
-        (dict(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5"),
         (dict(recurrent_model=True), "num_latent_thoughts"),
         (dict(format="x"), "format 'x'"),
         (dict(vocab_size=62), "do not fit"),
@@ -328,16 +302,11 @@ def test_refused(tmp_path, fields, message):
 @pytest.mark.parametrize(
     "fields,message",
     [
-        (dict(architectures=["GPTNeoXForTokenClassification"]), "architectures = "),
         (dict(hidden_act="gelu_new"), "hidden_act = 'gelu_new'"),
-        (dict(attention_bias=False), "attention_bias = False"),
-        (dict(use_parallel_residual="yes"), "use_parallel_residual = 'yes'"),
         (dict(layer_norm_eps=None), "rms_norm_eps = None"),
         (dict(rope_parameters=None, rotary_pct=2.0), "rotary_pct = 2.0"),
-        (dict(rope_parameters=None, rotary_emb_base=-1), "rope_theta = -1"),
         (dict(num_attention_heads=3), "hidden_size = 32 is not divisible by 3 heads"),
         (dict(intermediate_size=50), "6 of another shape"),
-        (dict(tie_word_embeddings=True), "tie_word_embeddings, but lm_head.weight differs"),
     ],
     ids=str,
 )
@@ -397,14 +366,10 @@ NORM = "model.norm.weight"
         (only_pickle, "pickle"),
         (lambda d: (d / interop.SINGLE).unlink(), "has no model.safetensors"),
         (tensor_file(lambda b: b[: len(b) // 2]), "damaged or no safetensors file"),
-        (tensor_file(lambda b: b[:100]), "damaged or no safetensors file"),
-        (tensor_file(lambda b: b[:4]), "damaged or no safetensors file"),
         (tensor_file(lambda b: b""), "damaged or no safetensors file"),
         (tensor_file(lambda b: b[:8] + b"#" + b[9:]), "damaged or no safetensors file"),
         (tensor_file(lambda b: struct.pack("<Q", 2**60) + b[8:]), "damaged or no safetensors file"),
-        (tensor_file(lambda b: b"\x80\x02pickle"), "damaged or no safetensors file"),
         (tensor_file(lambda b: b"version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
-        (change_tensor(NORM, lambda x: x.to(torch.int8)), "norm.weight is of type torch.int8"),
         (change_tensor(NORM, lambda x: x.to(torch.float8_e4m3fn)), "quantized"),
         (change_tensor(NORM, lambda x: x * float("nan")), "norm.weight has numbers that are not"),
         (

@@ -1,18 +1,14 @@
 """The further forms of attention, each against the definition, and the choice among them."""
 
-import sys
-import types
-
 import pytest
 import torch
 from conftest import assert_is_attention, attention_inputs, outputs_and_gradients
 from torch.backends import cuda as flags
-from torch.nn import attention as torch_kernels
 from torch.nn.attention import flex_attention as flex_module
 
 from attention import BACKENDS, MASKED, eager, fa2, sdpa
 from kernels import attention
-from kernels.attention import dense, fa4, fastest, find, flash, flex
+from kernels.attention import dense, fastest, find, flex
 from runtime import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -83,7 +79,7 @@ def test_flex_is_compiled_once_a_length(flex_on_cpu):
     assert len(made) == 2
 
 
-@pytest.mark.parametrize("name", ["cudnn", "flash", "fa4"])
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
 def test_kernels_by_name(name, monkeypatch):
     """Catches a kernel that is not the one named, and a choice that outlives the call."""
     found = []
@@ -94,42 +90,9 @@ def test_kernels_by_name(name, monkeypatch):
         return args[0]
 
     monkeypatch.setattr(attention, "sdpa", form)
-    monkeypatch.setattr(attention, "use_flash", lambda version: found.append(version))
     attention.FORMS[name](*attention_inputs())
-    version = {"cudnn": [], "flash": [None], "fa4": ["FA4"]}[name]
-    assert found == [*version, (name == "cudnn", name != "cudnn", False, False)]
+    assert found == [(name == "cudnn", name == "flash", False, False)]
     assert flags.cudnn_sdp_enabled() and flags.math_sdp_enabled()
-
-
-@pytest.mark.skipif(not attention.has_versions(), reason="needs torch 2.13")
-def test_version_of_flash(monkeypatch):
-    """Catches FA4 that is registered again for every call, or stays where `flash` is asked for."""
-    made, removed = [], []
-    handle = types.SimpleNamespace(remove=lambda: removed.append(1))
-    known = torch_kernels._registry._FLASH_ATTENTION_IMPLS
-    monkeypatch.setitem(known, "FA4", lambda: made.append(1) or handle)
-    leaves = attention_inputs()
-    for form in (fa4, fa4, flash, flash):
-        torch.testing.assert_close(form(*leaves), eager(*leaves), atol=1e-11, rtol=0)
-    assert (len(made), len(removed)) == (1, 1)
-
-
-def test_flash_attn_4_is_not_2(monkeypatch, tmp_path):
-    """Catches fa2 that is taken, and fails, where flash-attn-4 alone is installed: its package
-    makes flash_attn a name without flash_attn_func."""
-    (tmp_path / "flash_attn/cute").mkdir(parents=True)
-    (tmp_path / "flash_attn/cute/__init__.py").touch()
-    (tmp_path / "flash_attn/cute/interface.py").write_text("_flash_attn_fwd = _flash_attn_bwd = 1")
-    monkeypatch.syspath_prepend(tmp_path)
-    attention.installed.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(attention, "has_versions", lambda: True)
-        assert find("fa4", CUDA) is fa4
-        with pytest.raises(UserError, match=r"'fa2' needs the package flash-attn \(not installed"):
-            find("fa2", CUDA)
-    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
-        del sys.modules[name]
-    attention.installed.cache_clear()
 
 
 def test_fastest(monkeypatch, capsys):
@@ -162,7 +125,7 @@ def test_fastest(monkeypatch, capsys):
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or not attention.installed("flash_attn:flash_attn_func"),
+    not torch.cuda.is_available() or not attention.has_flash_attn(),
     reason="needs CUDA and flash-attn",
 )
 def test_fa2_on_cuda():
