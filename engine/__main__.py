@@ -25,7 +25,6 @@ class ManyOptions(Options):
     # jacobi: prompts in parallel; sequential: slot by slot, which auto takes for many short ones on
     # a CPU
     prefill: Literal["jacobi", "sequential", "auto"] = "auto"
-    graphs: bool = True  # on CUDA, replay each pass as one graph
     # on a CPU: float32 is exact, bfloat16 and int8 are faster where reading the weights is what
     # takes time
     weights: Literal["float32", "bfloat16", "int8"] = "float32"
@@ -55,8 +54,7 @@ def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
     dtype = pick_precision(o.precision, request.device)
     engine = Engine(
         model, min(o.batch_size, n), dtype=dtype, tau=request.choice["tau"], alpha=o.alpha,
-        prefill=o.prefill, graphs=None if o.graphs else False,
-        weights=o.weights,
+        prefill=o.prefill, weights=o.weights,
     )  # fmt: skip
     events = engine.stream(
         request.ids, o.max_new_tokens, end=request.end, read=request.read, seed=o.seed,

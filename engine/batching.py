@@ -20,20 +20,18 @@ What `sample.stream` does for one sequence, with the same results. Four things m
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import Field
 
 from attention import HALF, decoding_kernels
 from engine.cache import PromptLayer
 from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import settle
-from engine.products import WEIGHTS, has_bfloat16
+from engine.products import has_bfloat16
 from engine.request import Sample, check_request, choose_finite, not_finite, uniform
 from engine.rows import Rows
-from model import Count
-from runtime import UserError, autocast, strict_dataclass
+from runtime import UserError, autocast
 
 PLACES = 16  # a CPU's passes see multiples of so many places
 MANY, SHORT = 8, 64  # from so many rows on, up to so many tokens, prompts are read slot by slot
@@ -71,64 +69,57 @@ class Stats:
     seconds: float = 0.0  # that they took, with the choice of tokens
 
 
-@strict_dataclass
-class EngineOptions:
-    batch_size: Count = 8  # sequences that run at once
-    tau: float = 1e-4  # as PonderLM.ponder_token
-    alpha: float = 0.0
-    # prompts in parallel, or slot by slot; auto: in parallel, but many short ones on a CPU
-    prefill: Literal["jacobi", "sequential", "auto"] = "auto"
-    # of the former, see prefill.settle. None: 1e-5; in half precision, whose rounding keeps the
-    # latents moving by 3e-3, it is 1e-2
-    tolerance: Annotated[float, Field(ge=0, lt=1)] | None = None
-    # replay each pass as a CUDA graph; None: where there is CUDA. Elsewhere True runs passes of the
-    # same static shapes
-    graphs: bool | None = None
-    weights: Literal[WEIGHTS] = "float32"  # of a float32 model on a CPU, see products.py
-
-
 class Engine:
     """Decodes with a PonderLM whose latents are a fixed point: PonderLM-3, PonderLM-2 and vanilla.
 
     Args:
         model: in evaluation mode. Part of it is copied: do not change it afterwards.
+        batch_size: sequences that run at once.
         dtype: of the matrix products and the cache; None: that of the weights.
-        batch_size, options: see EngineOptions.
+        tau, alpha: as PonderLM.ponder_token.
+        prefill: how prompts are read: in parallel (jacobi), slot by slot (sequential), or (auto) in
+            parallel, but many short ones on a CPU slot by slot.
+        tolerance: of the first, see prefill.settle. None: 1e-5; in half precision, whose rounding
+            keeps the latents moving by 3e-3, 1e-2.
+        graphs: replay each pass as a CUDA graph; None: where there is CUDA. Elsewhere True runs
+            passes of the same static shapes.
+        weights: of a float32 model on a CPU, see products.py.
 
     Raises:
         UserError: a method that only sample.py decodes, a device without float64 (MPS), or
             weights of few bits where they cannot be.
-        pydantic.ValidationError: an option out of its range.
     """
 
     @torch.inference_mode()
-    def __init__(self, model, batch_size=8, *, dtype=None, **options):
+    def __init__(
+        self, model, batch_size=8, *, dtype=None, tau=1e-4, alpha=0.0, prefill="auto",
+        tolerance=None, graphs=None, weights="float32",
+    ):  # fmt: skip
         config, weight = model.config, model.lm_head.weight
         if not serves(model):
             raise UserError(
                 f"{config.method} routes, or keeps its cache, in a way that the engine does not "
                 "know: decode it with python sample.py"
             )
-        self.model = model
-        self.options = o = EngineOptions(batch_size=batch_size, **options)
-        check_request(model, [], tau=o.tau, alpha=o.alpha)
+        check_request(model, [], tau=tau, alpha=alpha)
+        self.model, self.batch_size, self.tau, self.alpha = model, batch_size, tau, alpha
+        self.prefill, self.weights = prefill, weights
         self.device, self.dtype = weight.device, dtype or weight.dtype
         on_gpu = self.device.type != "cpu"
         if self.device.type == "mps":
             raise UserError("the engine chooses tokens in float64, which MPS has not: --device cpu")
+        if weights != "float32" and (on_gpu or self.dtype != torch.float32):
+            raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")
+        if weights != "float32" and not has_bfloat16():
+            raise UserError(f"weights = {weights} needs a CPU with bfloat16 (AVX-512); leave it")
         half = self.dtype in HALF
         rounds = half or weight.dtype in HALF
-        self.tolerance = (1e-2 if rounds else 1e-5) if o.tolerance is None else o.tolerance
+        self.tolerance = (1e-2 if rounds else 1e-5) if tolerance is None else tolerance
         self.precision = autocast(self.device, self.dtype if half else torch.float32)
         self.ahead = 2 if on_gpu else 0  # passes that may be under way when one is looked at
-        graphs = on_gpu if o.graphs is None else o.graphs
+        graphs = on_gpu if graphs is None else graphs
         self.static = on_gpu or graphs
-        if o.weights != "float32" and (on_gpu or self.dtype != torch.float32):
-            raise UserError(f"weights = {o.weights} is for float32 on a CPU; leave it")
-        if o.weights != "float32" and not has_bfloat16():
-            raise UserError(f"weights = {o.weights} needs a CPU with bfloat16 (AVX-512); leave it")
-        how = o.tau, o.alpha, o.weights, self.static
-        self.rows = Rows(model, batch_size, self.dtype, *how)
+        self.rows = Rows(model, batch_size, self.dtype, tau, alpha, weights, self.static)
         self.cache = self.rows.cache
         self.passes = Graphs(self.rows) if graphs else self.rows
         self.running = []  # Sequence number i runs in row i
@@ -153,8 +144,8 @@ class Engine:
         A sequence also ends where `until`, called with (i, token) once for each token, says so.
         `read`, a list for each prompt, receives the steps of every token that is read.
         """
-        prompts, o = list(prompts), self.options
-        choice = check_request(self.model, prompts, tau=o.tau, alpha=o.alpha, **choice)
+        prompts = list(prompts)
+        choice = check_request(self.model, prompts, tau=self.tau, alpha=self.alpha, **choice)
         how = choice.temperature, choice.top_k, choice.top_p
         waiting = deque(range(len(prompts) if max_new_tokens else 0))
         self.running, under_way = [], deque()
@@ -163,7 +154,7 @@ class Engine:
             self.cache.reserve(self.places(min(longest, self.model.config.block_size)))
 
         while self.running or waiting:
-            while waiting and len(self.running) < o.batch_size:
+            while waiting and len(self.running) < self.batch_size:
                 i = waiting.popleft()
                 numbers = uniform(None if choice.seed is None else choice.seed + i, max_new_tokens)
                 context = [int(token) for token in prompts[i]]
@@ -204,11 +195,11 @@ class Engine:
     def reads_in_parallel(self, sequences):
         """Whether that is the way to read the contexts of sequences. Many short ones read together
         slot by slot are faster on a CPU."""
-        if self.options.prefill != "auto":
-            return self.options.prefill == "jacobi"
+        if self.prefill != "auto":
+            return self.prefill == "jacobi"
         longest = max(len(q.context) for q in sequences)
         many = len(self.running) >= MANY and longest <= SHORT
-        return not (many and self.device.type == "cpu" and self.options.weights == "float32")
+        return not (many and self.device.type == "cpu" and self.weights == "float32")
 
     def begin(self, choice):
         """Begin with the contexts of which nothing is in the cache.
@@ -251,14 +242,15 @@ class Engine:
     def read_unknown(self, rows, contexts):
         """Begin with the contexts (R, T) of rows, of which each is read once: a row copies what
         another one began with, too."""
-        known = {tuple(q.given): i for i, q in enumerate(self.running) if q.logits is not None}
-        first = {}  # of each context that has to be read: the number of its first row among these
+        known = {tuple(q.given): row for row, q in enumerate(self.running) if q.logits is not None}
+        unread = []
         for i, row in enumerate(rows):
-            first.setdefault(tuple(self.running[row].given), i)
-        unread = [i for given, i in first.items() if given not in known]
+            given = tuple(self.running[row].given)
+            if given not in known:
+                known[given] = row
+                unread.append(i)
         if unread:
             self.read_prompts([rows[i] for i in unread], contexts[unread])
-        known = {given: rows[i] for given, i in first.items()} | known
         for row in rows:
             q, source = self.running[row], known[tuple(self.running[row].given)]
             other = self.running[source]
@@ -276,8 +268,7 @@ class Engine:
         at, lengths, idx = (x.to(self.device) for x in (torch.tensor(rows), lengths, idx))
         with self.precision:
             found = settle(
-                self.model, idx, self.options.tau, self.options.alpha, lengths=lengths,
-                tolerance=self.tolerance,
+                self.model, idx, self.tau, self.alpha, lengths=lengths, tolerance=self.tolerance,
                 cache=[PromptLayer(self.cache, i, at) for i in range(len(self.cache.layers))],
             )  # fmt: skip
         h_hat = self.model.integrate(found.h, found.s, found.steps)
@@ -299,7 +290,7 @@ class Engine:
         if places > self.places(self.model.config.block_size) + self.ahead:
             raise RuntimeError("a bug: a row stands still, and its sequence does not end")
         if self.static:
-            A = min(rounded(A), self.options.batch_size)
+            A = min(rounded(A), self.batch_size)
             places = min(max(rounded(places), self.cache.block), self.cache.layers[0].size(2))
         else:
             places = -(-places // PLACES) * PLACES

@@ -23,8 +23,6 @@ from runtime import UserError, pick_device, read_json, strict_dataclass, writing
 
 # -- Choosing a token ------------------------------------------------------------------------------
 
-Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-
 
 @strict_dataclass
 class Sampling:
@@ -33,7 +31,7 @@ class Sampling:
     tau: Annotated[float, Field(ge=0, le=1)] = 1e-4  # stop when the mask score is below; 0: never
     # shift the router towards more (> 0) or fewer (< 0) steps
     alpha: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
-    temperature: Temperature = 1.0  # 0 is greedy
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  # 0 is greedy
     top_k: Count | None = None  # choose among the k most probable tokens
     # choose among the fewest tokens that hold this probability
     top_p: Annotated[float, Field(ge=1e-30, le=1)] | None = None
@@ -134,14 +132,13 @@ class Options(Sampling):
     # stop when the mask score is below; 0: never; auto: where the training found that it costs
     # hardly anything (train.py --tau-cost); by default where the run was scored, else 1e-4
     tau: Tau | None = None
-    temperature: Temperature = 0.8  # 0 is greedy
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.8  # 0 is greedy
     # directory of a model, or its name on the Hub; by default the newest, else models/shakespeare
     run: Given | None = None
     prompt: str = ""  # text to go on from; - reads it from standard input
     prompts: Given | None = None  # file of prompts, one a line; empty lines do not count
     max_new_tokens: Annotated[int, Field(ge=1, le=10**7)] = 200  # tokens to generate
     num_samples: Annotated[int, Field(ge=1, le=10**6)] = 1  # how many continuations of each prompt
-    stop: bool = True  # a text ends where the model ends it
     show_steps: bool = False  # colour each token by the steps taken before it was chosen
     out: Path | None = None  # write the samples to this new file, one JSON a line, and print none
     device: str = "auto"  # auto, cpu, cuda or mps
@@ -185,14 +182,10 @@ class Request:
         self.device = pick_device(o.device)
         self.model = load(self.directory).to(self.device)
         self.tokenizer = load_tokenizer(self.directory / "tokenizer.json")
-        if self.tokenizer.vocab_size > self.model.config.vocab_size and not self.tokenizer.padded:
-            raise UserError(
-                f"{self.directory}: the tokenizer has more tokens than the model; not its own?"
-            )
         begin, end = self.tokenizer.begin, self.tokenizer.end_of_text
         # An empty prompt is where a document begins.
         self.ids = [begin + self.tokenizer.encode(text) or [end or 0] for text in self.texts]
-        self.end, self.read = end if o.stop else None, [[] for _ in self.texts]
+        self.end, self.read = end, [[] for _ in self.texts]
         self.choice = {field.name: getattr(o, field.name) for field in fields(Sampling)}
         if o.tau in (None, "auto"):
             find = chosen_tau if o.tau == "auto" else scored_tau
@@ -206,11 +199,10 @@ class Request:
             f"{self.directory}: K = {K}, tau = {self.choice['tau']:g}, device {self.device.type}, "
             f"decoder {decoder}"
         )
-        if long := [len(ids) for ids in self.ids if len(ids) > window]:
+        if long := sum(len(ids) > window for ids in self.ids):
             print(
-                f"note: {len(long)} of {len(self.ids)} prompts do not fit the window of {window} "
-                f"tokens, the longest has {max(long)}; of these the last {max(window // 2, 1)} "
-                "tokens are read"
+                f"note: {long} of {len(self.ids)} prompts do not fit the window of {window} "
+                f"tokens; of these the last {max(window // 2, 1)} are read"
             )
         if self.options.show_steps and not self.options.out:
             color = sys.stdout.isatty()

@@ -55,7 +55,7 @@ def test_many_prompts(run, tmp_path, capsys):
     with pytest.raises(FileExistsError):  # what is there stays
         decode(run, out=out, **options)
     other = tmp_path / "other.jsonl"
-    decode(run, out=other, prefill="sequential", graphs=True, **options)
+    decode(run, out=other, prefill="sequential", **options)
     assert other.read_text() == out.read_text() == before
 
 
