@@ -63,8 +63,7 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     if o.tasks is not None:
         tokenizer = load_tokenizer(directory / "tokenizer.json")
         lm = harness_lm(model, tokenizer, tau, o.batch_tokens)
-        report = benchmarks.run(lm, directory, o)
-        benchmarks.show(report, model.config)
+        benchmarks.show_table(benchmarks.run(lm, directory, o), model.config)
         return
     result = score_texts(model, directory, o.data, tau, o.windows, o.batch_tokens)
     show(result)

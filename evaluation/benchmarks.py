@@ -69,7 +69,8 @@ def find_tasks(names, include_path):
 
 
 def run(lm, directory, options):
-    """Evaluate tasks one after the other; `options.out` has each as soon as it is done.
+    """Evaluate tasks one after the other, each of which is printed, and in `options.out`, as soon
+    as it is done.
 
     Returns:
         What is written there: settings, and for each task the harness's results, beside them what
@@ -79,6 +80,7 @@ def run(lm, directory, options):
         UserError: an unknown task, no network, or a request that the model cannot answer.
     """
     from lm_eval import simple_evaluate
+    from lm_eval.utils import make_table
 
     o, names = options, options.tasks.split(",")
     report = {"run": str(directory), "lm_eval": version("lm_eval"), "tau": lm.tau}
@@ -90,11 +92,15 @@ def run(lm, directory, options):
             lm, tasks=[name], num_fewshot=o.num_fewshot, limit=o.limit, task_manager=manager,
             bootstrap_iters=1000, log_samples=False,
         )  # fmt: skip
-        report["tasks"][name] = vars(lm.count) | {
+        entry = report["tasks"][name] = vars(lm.count) | {
             "seconds": time.perf_counter() - start,
             "results": found["results"],
             "documents": {task: n["effective"] for task, n in found["n-samples"].items()},
         }
+        print(f"\n{make_table(found)}{name}: {mean_steps([entry]):.2f} steps a token")
+        if entry["cut"]:
+            print(f"note: {entry['cut']:,} of {entry['requests']:,} contexts lost their beginning: "
+                  f"the window has {lm.model.config.block_size} tokens")  # fmt: skip
         if o.out is not None:
             write_json(o.out, report)
     return report
@@ -105,32 +111,13 @@ def mean_steps(entries):
     return sum(e["steps"] for e in entries) / max(sum(e["tokens"] for e in entries), 1)
 
 
-def show(report, config):
-    """Print the metrics of each task, and the paper's table if one of its nine is among them."""
-    tasks = report["tasks"]
-    print(f"\n{'task':24}{'metric':28}{'value':>9}{'stderr':>9}{'documents':>11}{'steps':>7}")
-    for name, entry in tasks.items():
-        steps = mean_steps([entry])
-        for task, metrics in entry["results"].items():
-            for key, value in metrics.items():
-                metric, _, filtered = key.partition(",")
-                if not filtered or metric.endswith("_stderr"):
-                    continue
-                error = metrics.get(f"{metric}_stderr,{filtered}")
-                error = f"{error:.4f}" if isinstance(error, float) else "-"
-                metric += "" if filtered == "none" else f" ({filtered})"
-                documents = entry["documents"].get(task, "")
-                value = f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
-                print(f"{task:24}{metric:28}{value:>9}{error:>9}{documents:>11}{steps:7.2f}")
-        if entry["cut"]:
-            print(f"{name:24}note: {entry['cut']:,} of {entry['requests']:,} contexts lost their "
-                  f"beginning: the window has {config.block_size} tokens")  # fmt: skip
-    if mine := {name: entry for name, entry in tasks.items() if name in COLUMNS}:
-        show_table(mine, report["num_fewshot"] or 0, report["limit"], config)
-
-
-def show_table(tasks, shots, limit, config):
-    """The paper's table: a row of this model, and PonderLM-3's as it is printed there."""
+def show_table(report, config):
+    """The paper's table, if one of its nine tasks is among those of the report: a row of this
+    model, and PonderLM-3's as it is printed there."""
+    tasks = {name: entry for name, entry in report["tasks"].items() if name in COLUMNS}
+    shots, limit = report["num_fewshot"] or 0, report["limit"]
+    if not tasks:
+        return
     results = [tasks[name]["results"][name] if name in tasks else {} for name in COLUMNS]
     ours = [100 * result.get("acc,none", math.nan) for result in results]
     flops = cost(config, mean_steps(tasks.values())).paper_flops / 1e9

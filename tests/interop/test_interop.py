@@ -1,16 +1,14 @@
 """Directories of weights: Hugging Face's Llama and GPT-NeoX, official PonderLM-2, in and out."""
 
 import json
-import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from conftest import ROOT, small_model
+from conftest import small_model
 from foreign import LLAMA3, make_llama, make_neox, make_tokenizer, official, read_json, write_json
 from safetensors.torch import load_file, save_file
 
@@ -405,10 +403,8 @@ def shard_of(directory, name=NORM):
     [
         (lambda d: shard_of(d).unlink(), "is missing, a shard"),
         (lambda d: shard_of(d).write_bytes(b"0"), "damaged"),
-        (lambda d: (d / interop.INDEX).write_text("[1]"), "not a JSON object"),
         (lambda d: (d / interop.INDEX).write_text("{}"), "has no weight_map"),
         (edit_index(lambda m: m.update({NORM: "../../model.safetensors"})), "is not a safetensors"),
-        (edit_index(lambda m: m.update({NORM: "pytorch_model.bin"})), "is not a safetensors"),
         (edit_index(lambda m: m.update({"odd": m[NORM]})), "damaged.*odd"),
         (edit_index(lambda m: m.pop(NORM)), "do not fit"),
     ],
@@ -454,35 +450,11 @@ def test_leftovers(tmp_path, make, leftovers):
     check_equal(model, other)
 
 
-MEMORY = """
-import re, sys
-from interop import load
-peak = lambda: 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
-load(sys.argv[1])  # which imports what loading needs
-before = peak()
-model = load(sys.argv[2])
-print((peak() - before) / sum(p.numel() * 4 for p in model.parameters()))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory as Linux tells it")
-def test_memory(tmp_path):
-    """Catches weights that are in memory twice while they are read: peak over size."""
-    make_llama(tmp_path / "small")
-    make_llama(tmp_path / "large", vocab_size=20_000, hidden_size=512)
-    command = [sys.executable, "-c", MEMORY, str(tmp_path / "small"), str(tmp_path / "large")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert 0.9 < float(done.stdout) < 1.6  # half of it is one tensor, which is there twice
-
-
 # -- The Hub -----------------------------------------------------------------------------------
 
 
 def test_hub(tmp_path, monkeypatch):
-    """Catches a name of the Hub that is not looked up, a path that is, and a failed download that
-    is not explained."""
+    """Catches a name of the Hub that is not looked up, and a path that is."""
     import huggingface_hub
 
     monkeypatch.chdir(tmp_path)
@@ -501,12 +473,6 @@ def test_hub(tmp_path, monkeypatch):
             interop.locate(path)
     assert interop.locate("out") == Path("out") and len(asked) == 1
 
-    def fail(name, allow_patterns):
-        raise OSError("no route to host\nmore")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(UserError, match=r"cannot be fetched \(no route to host\); check the name"):
-        interop.locate("someone/a-model")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UserError, match="pip install huggingface_hub"):
         interop.locate("someone/a-model")
