@@ -101,7 +101,7 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, cac
         fed_back = F.pad(following[..., 1:], (0, 1)).flatten(1)[..., None]  # the outputs that are
         change = ((after - before) * fed_back).flatten(1).norm(dim=1)  # (R,)
         size = (after * fed_back).flatten(1).norm(dim=1)
-        moving = ~(change <= tolerance * size) | (following != active).flatten(1).any(1)
+        moving = (change > tolerance * size) | (following != active).flatten(1).any(1)
         # All that the host has to know of a pass, in one copy.
         moves, counts = torch.stack([moving, following.flatten(1).sum(1)]).tolist()
         left = [i for i, moves_on in enumerate(moves) if moves_on]

@@ -92,7 +92,7 @@ class Rows:
         """The next slot of rows 0 .. A-1, which see the first `places` of the cache.
 
         Args:
-            choice: temperature, top_k and top_p, see choosing.choose.
+            choice: temperature, top_k and top_p, see request.choose.
 
         Returns:
             (2, A): the steps of the token that has now been read, -1 where none has; and the token
@@ -122,7 +122,7 @@ class Rows:
             tokens = self.following(position, position - given, done, choice)
             e = self.embed(tokens[at].clamp(min=0))
             self.x[at] = torch.where(done[at][:, None], e, self.x[at])
-            out[0, at], out[1] = torch.where(done, steps, -1)[at], tokens
+            out = torch.stack([torch.where(done, steps, -1), tokens])
         return out
 
     def following(self, position, number, done, choice):

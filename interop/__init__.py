@@ -370,22 +370,6 @@ def read_tensors(directory):
             raise UserError(f"{file} is damaged or no safetensors file: {error}") from None
 
 
-def differences(found, expected):
-    """What keeps tensors from being those of a model, both by name; '' if nothing does."""
-    shared = found.keys() & expected.keys()
-    shapes = {name: (tuple(found[name].shape), tuple(expected[name].shape)) for name in shared}
-    kinds = {
-        "missing": expected.keys() - found.keys(),
-        "unknown": found.keys() - expected.keys(),
-        "of another shape": {f"{x} is {a}, not {b}" for x, (a, b) in shapes.items() if a != b},
-    }
-    return "; ".join(
-        f"{len(names)} {what}: {', '.join(sorted(names)[:3])}" + ", .." * (len(names) > 3)
-        for what, names in kinds.items()
-        if names
-    )
-
-
 def write_directory(directory, config, tensors):
     """Write both files, each under a temporary name first, so that no half-written file remains."""
     directory = Path(directory)
@@ -416,9 +400,11 @@ def load(directory):
             raise UserError(f"{directory}: tie_word_embeddings, but lm_head.weight differs")
     with torch.device("meta"):  # the tensors that were read become its parameters
         model = build(config)
-    if wrong := differences(tensors, model.state_dict()):
-        raise UserError(f"{directory}: the tensors do not fit config.json: {wrong}")
-    model.load_state_dict(tensors, assign=True)
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:  # which names what is missing, unknown or of another shape
+        wrong = " ".join(str(error).split())
+        raise UserError(f"{directory}: the tensors do not fit config.json: {wrong:.400}") from None
     model.tie()
     return model.eval()
 

@@ -22,7 +22,7 @@ import torch
 from baselines import build, configure, find, unused_settings
 from corpus.preparation import is_prepared, open_tokenizer
 from corpus.tokenizers import load_tokenizer
-from interop import differences, load, locate, read_config
+from interop import load, locate, read_config
 from model import LlamaConfig
 from runtime import UserError
 
@@ -147,12 +147,13 @@ def carried_over(base, config):
         rows = tensors["router.proj.weight"]
         copies = rows[-1:].expand(config.ponder_steps - K, -1)
         tensors["router.proj.weight"] = torch.cat([rows, copies])
-    if wrong := differences(tensors, model.state_dict()):
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError:
         raise UserError(
             f"{config.method} has weights for each step, so that one of {K} steps cannot go on "
-            f"with {config.ponder_steps}; leave --ponder-steps at {K} ({wrong})"
-        )
-    model.load_state_dict(tensors)
+            f"with {config.ponder_steps}; leave --ponder-steps at {K}"
+        ) from None
     return model
 
 

@@ -355,22 +355,24 @@ def test_lm_eval(directory):
 def test_command(directory, tmp_path, capsys):
     """Catches a tau of the run that is lost, a K = 0 that is no Llama, a directory that is
     overwritten."""
+
+    def exported_config(source, name):
+        interop_main(str(source), to=tmp_path / name, transformers=True, half=name == "scored")
+        return json.loads((tmp_path / name / "generation_config.json").read_text())
+
+    run = tmp_path / "run"
     config = json.loads((directory / "generation_config.json").read_text())
     assert config["tau"] == 0.1 and config["eos_token_id"] == config["pad_token_id"] == 256
-    (tmp_path / "run" / "train.json").write_text('{"config": {"tau": 0.25}}')
-    interop_main(str(tmp_path / "run"), to=tmp_path / "scored", transformers=True, half=True)
-    config = json.loads((tmp_path / "scored" / "generation_config.json").read_text())
-    assert config["tau"] == 0.25 and read_json(tmp_path / "scored")["dtype"] == "float16"
-    interop_main(str(directory), to=tmp_path / "again", transformers=True)
-    again = json.loads((tmp_path / "again" / "generation_config.json").read_text())
-    assert again["tau"] == scored_tau(directory) == 0.1
-    IdTokenizer(257).save(tmp_path / "run" / "tokenizer.json")
-    interop_main(str(tmp_path / "run"), to=tmp_path / "ids", transformers=True)
+    assert exported_config(directory, "again")["tau"] == scored_tau(directory) == 0.1
+    (run / "train.json").write_text('{"config": {"tau": 0.25}}')
+    assert exported_config(run, "scored")["tau"] == 0.25
+    assert read_json(tmp_path / "scored")["dtype"] == "float16"
+    IdTokenizer(257).save(run / "tokenizer.json")
+    exported_config(run, "ids")
     assert "no tokenizer is written" in capsys.readouterr().out
-    assert not (tmp_path / "ids" / "tokenizer.json").exists()
-    save(small_model(vocab_size=257, ponder_steps=0).float(), tmp_path / "plain")
-    Tokenizer.bytes().save(tmp_path / "plain" / "tokenizer.json")
-    interop_main(str(tmp_path / "plain"), to=tmp_path / "llama", transformers=True)
+    save(small_model(vocab_size=257, ponder_steps=0).float(), run)
+    Tokenizer.bytes().save(run / "tokenizer.json")
+    assert exported_config(run, "llama")["eos_token_id"] == 256
     assert "a Hugging Face Llama" in capsys.readouterr().out
     llama = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
     assert llama.generation_config.eos_token_id == llama.config.eos_token_id == 256
@@ -381,5 +383,5 @@ def test_command(directory, tmp_path, capsys):
         ("say which with --to", dict(transformers=True)),
     ):
         with pytest.raises(UserError, match=message):
-            interop_main(str(tmp_path / "run"), **wrong)
+            interop_main(str(directory), **wrong)
     assert not (tmp_path / "x").exists()

@@ -134,12 +134,6 @@ def test_lacking_fields(tmp_path, make, kwargs, lacking):
 @pytest.mark.parametrize(
     "fields",
     [
-        dict(rope_parameters=None, rope_scaling={"rope_type": "default", "rope_theta": 50.0}),
-        dict(
-            rope_parameters=None, rope_theta=7.0,
-            rope_scaling={"rope_type": "default", "rope_theta": 50.0},
-        ),
-        dict(rope_scaling=LLAMA3 | {"rope_theta": 50.0}),
         dict(rope_parameters={"rope_type": "default"}, rope_theta=50.0),
         dict(rope_parameters=None, rope_scaling=None, rope_theta=None),
         dict(hidden_act="swish"),
@@ -263,9 +257,19 @@ def test_official_settings(tmp_path):
 # -- What cannot be read -----------------------------------------------------------------------
 
 
+OF_NEOX = [
+    (dict(hidden_act="gelu_new"), "hidden_act = 'gelu_new'"),
+    (dict(layer_norm_eps=None), "rms_norm_eps = None"),
+    (dict(rope_parameters=None, rotary_pct=2.0), "rotary_pct = 2.0"),
+    (dict(num_attention_heads=3), "hidden_size = 32 is not divisible by 3 heads"),
+    (dict(intermediate_size=50), "size mismatch for model.layers.0"),
+]
+
+
 @pytest.mark.parametrize(
     "fields,message",
     [
+        *OF_NEOX,
         (dict(model_type="qwen2"), "model_type = 'qwen2': it has to be 'llama' or 'gpt_neox'"),
         (dict(architectures=["LlamaForSequenceClassification"]), "architectures = "),
         (dict(hidden_act="gelu"), "hidden_act = 'gelu'"),
@@ -284,33 +288,14 @@ def test_official_settings(tmp_path):
         (dict(recurrent_model=True), "num_latent_thoughts"),
         (dict(format="x"), "format 'x'"),
         (dict(vocab_size=62), "do not fit"),
-        (dict(num_hidden_layers=3), r"fit config.json: 9 missing: \S+, \S+, \S+, ..$"),
+        (dict(num_hidden_layers=3), "fit config.json: .*Missing key"),
         (dict(tie_word_embeddings=True), "tie_word_embeddings, but lm_head.weight differs"),
     ],
     ids=str,
 )  # fmt: skip
 def test_refused(tmp_path, fields, message):
-    """Catches a Llama that is read as another model than it is."""
-    make_llama(tmp_path)
-    write_json(tmp_path, read_json(tmp_path) | fields)
-    with pytest.raises(UserError, match=message):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "fields,message",
-    [
-        (dict(hidden_act="gelu_new"), "hidden_act = 'gelu_new'"),
-        (dict(layer_norm_eps=None), "rms_norm_eps = None"),
-        (dict(rope_parameters=None, rotary_pct=2.0), "rotary_pct = 2.0"),
-        (dict(num_attention_heads=3), "hidden_size = 32 is not divisible by 3 heads"),
-        (dict(intermediate_size=50), "6 of another shape"),
-    ],
-    ids=str,
-)
-def test_refused_neox(tmp_path, fields, message):
-    """Catches a GPT-NeoX that is read as another model than it is."""
-    make_neox(tmp_path)
+    """Catches a Llama or a GPT-NeoX that is read as another model than it is."""
+    (make_neox if (fields, message) in OF_NEOX else make_llama)(tmp_path)
     write_json(tmp_path, read_json(tmp_path) | fields)
     with pytest.raises(UserError, match=message):
         load(tmp_path)
@@ -372,9 +357,9 @@ NORM = "model.norm.weight"
         (change_tensor(NORM, lambda x: x * float("nan")), "norm.weight has numbers that are not"),
         (
             change_tensor(NORM, lambda x: x[:5]),
-            r"fit config.json: 1 of another shape: model.norm.weight is \(5,\), not \(32,\)$",
+            "fit config.json: .*size mismatch for model.norm.weight",
         ),
-        (change_tensor("odd", lambda _: torch.ones(2)), "do not fit config.json: 1 unknown: odd$"),
+        (change_tensor("odd", lambda _: torch.ones(2)), "fit config.json: .*Unexpected key.*odd"),
     ],
 )  # fmt: skip
 def test_damaged_tensors(tmp_path, damage, message):
@@ -423,7 +408,7 @@ def test_table_is_missing(tmp_path):
     tensors = load_file(tmp_path / interop.SINGLE)
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     save_file(tensors, tmp_path / interop.SINGLE)
-    with pytest.raises(UserError, match=r"1 missing: model\.embed_tokens\.weight$"):
+    with pytest.raises(UserError, match=r"Missing key.*model\.embed_tokens\.weight"):
         load(tmp_path)
 
 
