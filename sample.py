@@ -11,6 +11,7 @@ nothing. `python -m engine` has the same flags and decodes many sequences at onc
 """
 
 import time
+from operator import index
 from typing import Annotated
 
 import tyro
@@ -35,7 +36,7 @@ def stream(model, prompt, max_new_tokens, *, end=None, read=None, **choice):
     `read`, a list, receives the steps of every token that is read, the prompt's too.
     """
     o = check_request(model, [prompt], **choice)
-    context, window = [int(token) for token in prompt], model.config.block_size
+    context, window = [*map(index, prompt)], model.config.block_size
     done = 0  # tokens of the context that are in the cache
     for u in uniform(o.seed, max_new_tokens):
         if len(context) > window:

@@ -20,6 +20,7 @@ What `sample.stream` does for one sequence, with the same results. Four things m
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from operator import index
 from typing import Literal
 
 import torch
@@ -28,7 +29,7 @@ from attention import HALF, decoding_kernels
 from engine.cache import PromptLayer
 from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import settle
-from engine.products import has_bfloat16
+from engine.products import WEIGHTS, has_bfloat16
 from engine.request import Sample, check_request, choose_finite, not_finite, uniform
 from engine.rows import Rows
 from runtime import UserError, autocast
@@ -108,6 +109,8 @@ class Engine:
         on_gpu = self.device.type != "cpu"
         if self.device.type == "mps":
             raise UserError("the engine chooses tokens in float64, which MPS has not: --device cpu")
+        if weights not in WEIGHTS:
+            raise ValueError(f"weights = {weights!r}: it should be one of {', '.join(WEIGHTS)}")
         if weights != "float32" and (on_gpu or self.dtype != torch.float32):
             raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")
         if weights != "float32" and not has_bfloat16():
@@ -157,7 +160,7 @@ class Engine:
             while waiting and len(self.running) < self.batch_size:
                 i = waiting.popleft()
                 numbers = uniform(None if choice.seed is None else choice.seed + i, max_new_tokens)
-                context = [int(token) for token in prompts[i]]
+                context = [*map(index, prompts[i])]
                 read_i = [] if read is None else read[i]
                 self.running.append(Sequence(i, context, numbers, read_i))
             found = self.begin(how)
@@ -195,11 +198,10 @@ class Engine:
     def reads_in_parallel(self, sequences):
         """Whether that is the way to read the contexts of sequences. Many short ones read together
         slot by slot are faster on a CPU."""
-        if self.prefill != "auto":
-            return self.prefill == "jacobi"
         longest = max(len(q.context) for q in sequences)
         many = len(self.running) >= MANY and longest <= SHORT
-        return not (many and self.device.type == "cpu" and self.weights == "float32")
+        slow = many and self.device.type == "cpu" and self.weights == "float32"
+        return dict(jacobi=True, sequential=False, auto=not slow)[self.prefill]
 
     def begin(self, choice):
         """Begin with the contexts of which nothing is in the cache.

@@ -305,6 +305,9 @@ def new_file(out, n):
 def summary(read, K, total, start):
     """Print what a run of the decoder took; `read`: lists of steps, of all tokens read."""
     speed = f"{total / (time.perf_counter() - start):.1f} tokens/s"
-    steps = sum(map(sum, read)) / max(sum(map(len, read)), 1)
-    saved = f"{1 - (1 + steps) / (K + 1):.0%} of the slots saved"
-    print(f"\n{steps:.2f} of {K} pondering steps per token, prompts included, {saved}; {speed}")
+    steps = sum(map(sum, read)) / sum(map(len, read))
+    saved = f"{1 - (1 + steps) / (K + 1):.0%} of the slots saved; "
+    ponders = (
+        f"{steps:.2f} of {K} pondering steps per token, prompts included, {saved}" if K else ""
+    )
+    print(f"\n{ponders}{speed}")

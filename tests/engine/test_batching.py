@@ -270,6 +270,13 @@ def test_nothing_to_do(model):
     assert [sample.tokens for sample in engine.generate([[1], [2]], 0)] == [[], []]
 
 
+def test_no_ids(model):
+    """Catches ids that are rounded without a word."""
+    for decode in (Engine(model).generate, lambda *args: generate(model, *args)):
+        with pytest.raises(TypeError, match="float"):
+            decode([[1.7]], 1)
+
+
 def test_end_token(model):
     """Catches a sequence that goes on behind its end, or ends before it."""
     texts = prompts(8, 5)
