@@ -130,7 +130,8 @@ def sample_by_command(run, **options):
 def test_show_steps(run, monkeypatch, capsys):
     """Catches a token that is painted with another one's steps, and an end that is shown."""
     pairs = [(102, 1), (0xC3, 0), (0xA9, 3), (120, 2), (256, 2)]  # a character of two tokens
-    monkeypatch.setattr("sample.stream", lambda *args, **kwargs: iter(pairs))
+    said = lambda *args, read, **kwargs: read.append(1) or iter(pairs)  # noqa: E731
+    monkeypatch.setattr("sample.stream", said)
     sample_by_command(run, prompt="a", show_steps=True)
     assert "\naf₁é₃x₂\n" in capsys.readouterr().out
 
