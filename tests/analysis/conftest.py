@@ -80,7 +80,7 @@ def subject():
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory):
-    """Headless Chromium that can reach nothing."""
+    """Headless Chromium."""
     binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not (binary and driver):
         pytest.skip("chromium and chromedriver are not installed (Debian: chromium-driver)")
@@ -88,12 +88,11 @@ def chromium(tmp_path_factory):
 
     options = webdriver.ChromeOptions()
     options.binary_location = binary
-    flags = "headless=new window-size=1000,900 no-sandbox disable-gpu disable-sync "
-    flags += "disable-background-networking no-first-run disable-component-update "
+    flags = "headless=new window-size=1000,900 no-sandbox disable-gpu "
     flags += f"user-data-dir={tmp_path_factory.mktemp('profile')}"
     for flag in flags.split():
         options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
     driver.set_script_timeout(20)
     yield driver

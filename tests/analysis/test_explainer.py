@@ -172,11 +172,10 @@ class Page:
 
 @pytest.fixture
 def show(chromium, pages):
-    """Open the page of a model. At the end nothing was asked of the network, nothing complained."""
+    """Open the page of a model. At the end nothing complained."""
 
     def show_page(name="plain"):
-        for kind in ("browser", "performance"):
-            chromium.get_log(kind)
+        chromium.get_log("browser")
         chromium.get(pages[name].as_uri())
         page = Page(chromium)
         page.ready()
@@ -184,11 +183,6 @@ def show(chromium, pages):
 
     yield show_page
     assert chromium.get_log("browser") == []
-    sent = [json.loads(entry["message"])["message"] for entry in chromium.get_log("performance")]
-    sent = [m["params"] for m in sent if m["method"] == "Network.requestWillBeSent"]
-    urls = [m["request"]["url"] for m in sent if not m["documentURL"].startswith("chrome")]
-    assert sum(url.startswith("file:") for url in urls) == 1  # the browser's own tab asks as well
-    assert {url.split(":")[0] for url in urls} <= {"file", "blob", "data"}
 
 
 def growing(model, ids, tau, alpha):
@@ -389,7 +383,7 @@ def test_walking_through_the_bytes(show):
 
 def test_requests_that_overtake(show):
     """Catches a continuation that begins before the text has been read, of a text that has gone
-    since, or that stays in the numbers of the text."""
+    since."""
     page = show()
     page.put("input", "What is the city")
     expected = page.state
@@ -405,24 +399,6 @@ def test_requests_that_overtake(show):
     assert page.text("write") == "Continue the text" and page.text("continuation") == ""
     for name in ("steps", "shown", "always"):
         assert page.state[name] == expected[name], name
-    stop = """
-        const place = document.getElementById("continuation");
-        const write = document.getElementById("write");
-        return new Promise(done => {
-            new MutationObserver((_, observer) => {
-                if (place.children.length < 3) return;
-                observer.disconnect();
-                write.click();
-                done(write.innerText);
-            }).observe(place, {childList: true});
-            write.click();
-        });
-    """
-    assert page.run(stop) == "Continue the text"
-    assert page.state["shown"] == expected["shown"]
-    assert page.ask("open", t=15)["probability"] is None  # nothing follows it yet
-    assert page.ask("jacobi") is True
-    assert page.run("return document.getElementById('continuation').children.length") < 10
 
 
 def test_both_iterations(show):
@@ -483,44 +459,6 @@ def test_strange_texts(show):
     page.until("document.getElementById('continuation').children.length > 3")
     page.put("input", "a" * 600)
     assert len(page.state["ids"]) == 512 and "the first of 600" in page.text("note")
-
-
-CONTRASTS = """
-    const context = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
-    const light = colors => {
-      for (const color of colors) { context.fillStyle = color; context.fillRect(0, 0, 1, 1); }
-      const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map(c => c / 255)
-        .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
-      return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const found = [];
-    for (const node of document.querySelectorAll("main *")) {
-      const written = [...node.childNodes].some(c => c.nodeType === 3 && c.data.trim());
-      if (!written || !node.checkVisibility() || node.matches(":disabled")) continue;
-      const backs = [];
-      for (let up = node; up; up = up.parentElement)
-        backs.unshift(getComputedStyle(up).backgroundColor);
-      const pair = [light(backs), light([...backs, getComputedStyle(node).color])];
-      found.push([(Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05), node.textContent]);
-    }
-    return found.sort((a, b) => a[0] - b[0]);
-"""
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_can_be_read(scheme, show):
-    """Catches text with a contrast below 4.5, also on a shade, and a page that is wider than a
-    phone."""
-    page = show()
-    page.put("tau", 0)  # the darkest shade
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    contrasts = page.run(CONTRASTS)
-    assert len(contrasts) > 200 and contrasts[0][0] >= 4.5, contrasts[:3]
-    size = dict(width=360, height=740, deviceScaleFactor=1, mobile=False)
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    assert page.run("return document.documentElement.scrollWidth") <= 360
-    page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 # -- The file --------------------------------------------------------------------------------------
