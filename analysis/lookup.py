@@ -5,7 +5,7 @@ import torch
 
 from analysis.comparing import Comparison, curve_names, draw_curves, over_seeds
 from analysis.measuring import open_subject, stopped
-from analysis.tables import new_figure, save_figure, tabulate
+from analysis.tables import new_figure, save_figure
 from corpus.lookup import CHAINS, LOOKUPS, lookups_asked
 from model import Given, strict_dataclass
 from training.config import Share
@@ -39,16 +39,6 @@ def lookup_rows(runs, tau, device, data=None):
     return frame.sort_values("K", kind="stable")
 
 
-def lookup_table(frame):
-    """Accuracy and executed steps, a column for each number of lookups."""
-    curve = ["method", "K", "lookups"]
-    cells = tabulate(frame, {"accuracy": "accuracy:.3f", "steps": "steps:.2f"})
-    cells = frame[curve].join(cells).astype({"K": int}).set_index(curve)
-    cells = cells.stack().unstack("lookups", sort=False)
-    cells.columns = [f"{n} lookup" + "s"[: n - 1] if n else "filler" for n in cells.columns]
-    return cells.rename_axis(["method", "K", ""]).reset_index()
-
-
 @strict_dataclass
 class Lookup(Comparison):
     """Does depth follow difficulty? Models that were trained on the lookup task."""
@@ -61,7 +51,9 @@ class Lookup(Comparison):
         def rows(runs, device):
             return lookup_rows(runs, self.tau, device, self.data)
 
-        frame = self.frame("lookup", lookup_table, rows)
+        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "lookups": "lookups:.0f"}
+        columns |= {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"}
+        frame = self.frame("lookup", columns, rows)
         x = "lookups that the next token takes (0: filler)"
         figure, (left, right) = new_figure(x, "", panels=2)
         for axes, y in ((left, "accuracy"), (right, "steps")):
