@@ -56,39 +56,6 @@ def measured(path, config):
     return {"tau": config.tau, "steps": hard["steps"], **losses}
 
 
-def explainer_page(path, file, tau=None):
-    """The run at `path` -> the page `file`. tau: where its slider starts; None: the run's own.
-
-    Raises:
-        UserError: no run, or one that the page cannot run, see `check`.
-    """
-    run, config, _ = read_run(path)
-    model = load(path)
-    check(path, model, load_tokenizer(path / "tokenizer.json"))
-    tensors, weights = packed(model)
-    of_model = model.config
-    derived = {name: getattr(of_model, name) for name in ("key_value_heads", "head_width", "scale")}
-    payload = {
-        "config": asdict(of_model) | derived | {"offset": of_model.offset},
-        "tensors": tensors,
-        "tau": config.tau if tau is None else tau,
-    }
-    write_page(
-        file,
-        "explainer.html",
-        payload=payload,
-        weights=weights,
-        config=of_model,
-        K=of_model.ponder_steps,
-        parameters=sum(p.numel() for p in model.parameters()),
-        numbers=measured(run, config),
-        data=Path(config.data).name,
-        steps=config.steps,
-        text=TEXT,
-        root=os.path.relpath(ROOT, file.resolve().parent).replace(os.sep, "/"),
-    )
-
-
 @strict_dataclass
 class Explainer:
     """A model of bytes on a page that runs it: a text's thinking time, live as one types."""
@@ -102,4 +69,30 @@ class Explainer:
     def draw(self):
         path = find_model(self.run, otherwise=INCLUDED)
         of_run = Path("out") if path == INCLUDED and self.run is None else path / "report"
-        explainer_page(path, self.out or of_run / "explainer.html", self.tau)
+        file = self.out or of_run / "explainer.html"
+        run, config, _ = read_run(path)
+        model = load(path)
+        check(path, model, load_tokenizer(path / "tokenizer.json"))
+        tensors, weights = packed(model)
+        shape = model.config
+        names = "key_value_heads", "head_width", "scale", "offset"
+        derived = {name: getattr(shape, name) for name in names}
+        payload = {
+            "config": asdict(shape) | derived,
+            "tensors": tensors,
+            "tau": config.tau if self.tau is None else self.tau,
+        }
+        write_page(
+            file,
+            "explainer.html",
+            payload=payload,
+            weights=weights,
+            config=shape,
+            K=shape.ponder_steps,
+            parameters=sum(p.numel() for p in model.parameters()),
+            numbers=measured(run, config),
+            data=Path(config.data).name,
+            steps=config.steps,
+            text=TEXT,
+            root=os.path.relpath(ROOT, file.resolve().parent).replace(os.sep, "/"),
+        )

@@ -219,13 +219,6 @@ def token_table(frame, most=10):
     return tabulate(shown.assign(text="“" + shown.text + "”"), columns)
 
 
-def compound_table(frame):
-    inside, at_end = frame.non_terminal_tokens[0], frame.terminal_tokens[0]
-    columns = {"steps": "steps:.0f", f"inside, {inside:.0f} tokens": "non_terminal:.2%"}
-    columns |= {f"last token of a word, {at_end:.0f}": "terminal:.2%"}
-    return tabulate(frame, columns)
-
-
 @strict_dataclass
 class Tokens(Study):
     """Which tokens and words get how many steps; long words, inside and at their end."""
@@ -240,7 +233,10 @@ class Tokens(Study):
             return token_rows(self.measured, tokenizer, T, self.words)
 
         frame = self.frame("tokens", token_table, lambda: compute()[0])
-        compound = self.frame("compound", compound_table, lambda: compute()[1])
+        columns = {"steps": "steps:.0f", "inside a word": "non_terminal:.2%"}
+        columns |= {"of tokens": "non_terminal_tokens:.0f", "at its end": "terminal:.2%"}
+        columns |= {"of": "terminal_tokens:.0f"}
+        compound = self.frame("compound", columns, lambda: compute()[1])
         figure, (left, right) = new_figure("", "", panels=2)
         named = frame[(frame.kind == "word") & (frame["count"] > 0)]
         names = named.text + "\n" + named["count"].astype(int).astype(str)

@@ -74,7 +74,8 @@ def pages(tmp_path_factory):
         run = write_run(folder / name, model_of(name))
         analyze.main(["explainer", "--run", str(run)])
         made[name] = run / "report/explainer.html"
-    explainer.explainer_page(INCLUDED, made.setdefault("included", folder / "included.html"), TAU)
+    made["included"] = folder / "included.html"
+    explainer.Explainer(str(INCLUDED), TAU, made["included"]).draw()
     return made
 
 
@@ -449,4 +450,4 @@ def test_refusals(tmp_path):
         (odd, "has the vocabulary 300; the page runs 257 alone"),
     ):
         with pytest.raises(UserError, match=message):
-            explainer.explainer_page(run, page)
+            explainer.Explainer(str(run), out=page).draw()
