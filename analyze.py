@@ -15,7 +15,7 @@ Of several runs, written to out/analyze/:
 
     python analyze.py pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
     python analyze.py depth --runs out/pareto/tiny/*      loss against the step budget K
-    python analyze.py frontier --runs out/frontier/*      differences to a method at equal steps
+    python analyze.py frontier --runs out/frontier/*      differences to PonderLM-2 at equal steps
     python analyze.py lookup --runs out/lookup/*          accuracy where the difficulty is known
 
 A figure comes with its numbers (<figure>.csv) and their table (.md), and --redraw draws it again

@@ -14,12 +14,13 @@ frontier    no other row is better in steps or perplexity and not worse in the o
 
 import math
 from dataclasses import dataclass, fields, replace
+from itertools import combinations, count
 from pathlib import Path
 from textwrap import fill
 
 import pandas as pd
 
-from analysis.tables import LINES, MARKERS, new_figure, save, save_figure, tabulate
+from analysis.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, tabulate
 from baselines import all_methods, configure, find
 from baselines.cost import cost
 from interop import load, read_config
@@ -53,71 +54,43 @@ class Run:
 
     @property
     def recipe(self):
-        """{setting: value}, see above. Where the run began from another, that one's recipe."""
-        return recipe_of(self.config)
+        """{setting: value}, see above; of what it began from, whether it began from anything."""
+        found = vars(self.config) | vars(self.config.model)
+        found["init_from"] = self.config.init_from is not None
+        left_out = LEFT_OUT if self.method.iterates else LEFT_OUT | {"refinements"}
+        return {name: value for name, value in found.items() if name not in left_out}
 
+    def title(self, among):
+        """The title of its method and those settings `among` its recipe that are not at their
+        defaults, numbers in six digits: 'PonderLM-3, penalty_weight 0'."""
 
-def recipe_of(config):
-    """The recipe of a training (TrainConfig)."""
-    found = vars(config) | vars(config.model)
-    found = {name: value for name, value in found.items() if name not in LEFT_OUT}
-    if not find(config.model.method).iterates:
-        del found["refinements"]
-    if config.init_from:
-        found["init_from"] = beginning(config.init_from)
-    return found
+        def readable(value):
+            if isinstance(value, tuple):  # as the flag has it
+                return " ".join(map(readable, value))
+            return f"{value:g}" if isinstance(value, float) else str(value)
 
-
-def beginning(place):
-    """What a run began from, as text: method, K and recipe of a run, which are the same for all of
-    its seeds; of anything else, or where it is gone, its place."""
-    try:
-        _, config, _ = read_run(place)
-    except UserError:
-        return place
-    among = recipe_of(config).keys() - BACKBONE  # which both share
-    return f"({name_of(config, among)}, K {config.model.ponder_steps})"
-
-
-def name_of(config, among):
-    """The title of a run's method and those settings `among` its recipe that are not at their
-    defaults, numbers in six digits: 'PonderLM-3, penalty_weight 0'."""
-
-    def readable(value):
-        if isinstance(value, tuple):  # as the flag has it
-            return " ".join(map(readable, value))
-        return f"{value:g}" if isinstance(value, float) else str(value)
-
-    method = config.model.method
-    defaults = vars(TrainConfig()) | vars(configure(PonderConfig(), method))
-    recipe = recipe_of(config)
-    odd = [name for name in sorted(among) if recipe[name] != defaults[name]]
-    return ", ".join([find(method).title, *(f"{name} {readable(recipe[name])}" for name in odd)])
+        recipe, model = self.recipe, configure(PonderConfig(), self.shape.method)
+        defaults = vars(TrainConfig()) | vars(model) | {"init_from": False}
+        odd = [name for name in sorted(among) if recipe[name] != defaults[name]]
+        return ", ".join([self.method.title, *(f"{name} {readable(recipe[name])}" for name in odd)])
 
 
 def read_runs(directories):
-    """The whole and finished ones among some runs; the others are named.
+    """The finished ones among some runs; the others are named.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or a damaged one.
     """
     runs = []
     for path in map(Path, directories):
         if not (path / "results.json").is_file():
             print(f"left out, not a finished run: {path}")
             continue
-        try:
-            _, config, corpus = read_run(path)
-            run = Run(path, config, read_config(path), corpus, read_results(path))
-            if (K := run.shape.ponder_steps) < run.results["hard"]["steps"]:
-                raise UserError(f"{path}/results.json: more steps than its {K}")
-        except (UserError, OSError) as error:
-            print(f"left out, damaged: {error}")
-            continue
-        runs.append(run)
+        _, config, corpus = read_run(path)
+        runs.append(Run(path, config, read_config(path), corpus, read_results(path)))
     if not runs:
         raise UserError(
-            "no whole and finished run among those given: name some, for instance --runs out/*, "
+            "no finished run among those given: name some, for instance --runs out/*, "
             "or train one: python train.py"
         )
     return runs
@@ -138,7 +111,7 @@ def group_runs(runs):
         own = {field.name for field in fields(kind.Config)} - BACKBONE
         named = own - {"block_size", "refinements"} - LEFT_OUT | differing(mine)
         for run in sorted(mine, key=lambda run: run.shape.ponder_steps):
-            group = groups.setdefault((name_of(run.config, named), run.shape.ponder_steps), [])
+            group = groups.setdefault((run.title(named), run.shape.ponder_steps), [])
             for other in group:
                 if other.config.seed == run.config.seed:
                     same = f"{other.path} and {run.path} are the same training"
@@ -149,12 +122,13 @@ def group_runs(runs):
 
 def differing(runs):
     """The settings in which runs of one method differ from others with the same K."""
-    recipes, found = [(run.shape.ponder_steps, run.recipe) for run in runs], set()
-    for K, recipe in recipes:
-        for other_K, other in recipes:
-            if other_K == K:
-                found |= {name for name in recipe if recipe[name] != other[name]}
-    return found
+    return {
+        name
+        for a, b in combinations(runs, 2)
+        if a.shape.ponder_steps == b.shape.ponder_steps
+        for name, value in a.recipe.items()
+        if value != b.recipe[name]
+    }
 
 
 def check_comparable(runs, one_text=True):
@@ -165,7 +139,7 @@ def check_comparable(runs, one_text=True):
     Raises:
         UserError: they are scored on different texts, or windows of them.
     """
-    first, odd = runs[0], {}
+    first = runs[0]
     for run in runs:
         for what, differ in (
             ("corpora", one_text and not is_same(first.corpus, run.corpus)),
@@ -174,12 +148,9 @@ def check_comparable(runs, one_text=True):
         ):
             if differ:
                 raise UserError(f"{first.path} and {run.path} are scored on different {what}")
-        of_method = vars(run.config.model).keys() - BACKBONE | {"tau"}
-        for name in run.recipe.keys() - of_method:
-            if run.recipe[name] != first.recipe[name]:
-                odd.setdefault(name, {str(first.recipe[name])}).add(str(run.recipe[name]))
-    for name, values in sorted(odd.items()):
-        print(f"note: the runs differ in {name}, too: {', '.join(sorted(values))}")
+    for name in ("steps", "batch_size", "learning_rate"):
+        if len(values := {getattr(run.config, name) for run in runs}) > 1:
+            print(f"note: the runs differ in {name}, too: {', '.join(map(str, sorted(values)))}")
 
 
 def over_seeds(runs, measure, by=(), one_text=True):
@@ -217,45 +188,35 @@ class Comparison:
 
     def frame(self, name, table, rows):
         """The numbers of a figure: what `rows` makes of runs and device, or as saved."""
-        if self.redraw and self.runs:
-            raise UserError("--redraw takes the saved numbers and --runs makes new ones; give one")
         found = None if self.redraw else rows(read_runs(self.runs), pick_device(self.device))
         return save(self.out, name, found, table)[0]
 
 
-# -- Curves ----------------------------------------------------------------------------------------
+def curve_names(frame):
+    """Method and K of each row; K alone where there is one method."""
+    K = "K = " + frame.K.map("{:.0f}".format)
+    return K if frame.method.nunique() == 1 else frame.method + ", " + K
 
 
-def method_of(name):
-    """The method of a row: the one with the longest title that its name begins with.
+def draw_curves(axes, frame, names, x, y):
+    """One curve for each of `names` (rows,), its points named by K, with the spread of the seeds.
 
-    Raises:
-        UserError: no title fits.
+    A method, which is what comes before the comma of a name, has a colour; its variants differ in
+    marker and line.
     """
-    kinds = [kind for kind in all_methods() if name.startswith(kind.title)]
-    if not kinds:
-        raise UserError(f"no method has a title that {name!r} begins with; see baselines/")
-    return max(kinds, key=lambda kind: len(kind.title))
-
-
-def draw_curves(axes, frame, x, y):
-    """One curve for each method of the rows, its points named by K, with the seeds' spread."""
-    seen = []
-    for name, curve in frame.groupby("method", sort=False):
-        kind = method_of(name)
-        variant = seen.count(kind)
-        seen.append(kind)
-        following = MARKERS[(MARKERS.find(kind.marker) + variant) % len(MARKERS)]
-        spread = [curve.get(f"{axis}_std", pd.Series(0.0)).fillna(0) for axis in (x, y)]
-        xerr, yerr = (deviations if deviations.any() else None for deviations in spread)
+    variants = {}  # of each method
+    for name, curve in frame.groupby(names, sort=False):
+        variant = variants.setdefault(name.split(",")[0], count())
+        color, i = COLORS[[*variants.values()].index(variant) % len(COLORS)], next(variant)
         axes.errorbar(
-            curve[x], curve[y], xerr=xerr, yerr=yerr, label=fill(name, 90), color=kind.color,
-            marker=following if variant else kind.marker, linestyle=LINES[variant % len(LINES)],
-            linewidth=1.2, elinewidth=0.6, capsize=2, markersize=10, markerfacecolor="white",
+            curve[x], curve[y], xerr=curve.get(f"{x}_std"), yerr=curve.get(f"{y}_std"),
+            label=fill(name, 90), color=color, marker=MARKERS[i % len(MARKERS)],
+            linestyle=LINES[i % len(LINES)], linewidth=1.2, elinewidth=0.6, capsize=2,
+            markersize=10, markerfacecolor="white",
         )  # fmt: skip
         place = {"fontsize": 7, "ha": "center", "va": "center_baseline", "clip_on": True}
         for at_x, at_y, K in zip(curve[x], curve[y], curve.K, strict=True):
-            axes.text(at_x, at_y, f"{K:.0f}", color=kind.color, zorder=5, **place)
+            axes.text(at_x, at_y, f"{K:.0f}", color=color, zorder=5, **place)
 
 
 # -- Perplexity against executed steps (section 4.1) -----------------------------------------------
@@ -270,13 +231,13 @@ def on_frontier(points):
 def stopped_at(run, taus, device):
     """A run with a router, hard-stopped at each of `taus`: (tau, results as `evaluate` has them).
     At the tau that it has these are known."""
-    for tau in dict.fromkeys(taus):
+    for tau in taus:
         if tau == run.config.tau:
             yield tau, run.results["hard"]
             continue
         _, _, val = validation_windows(run.path)
-        count = reported(run.config, val)
-        yield tau, evaluate(load(run.path).to(device), val, count, device, tau=tau)
+        windows = reported(run.config, val)
+        yield tau, evaluate(load(run.path).to(device), val, windows, device, tau=tau)
 
 
 def at_other_taus(runs, taus, device):
@@ -331,13 +292,11 @@ class Pareto(Comparison):
         labels = "executed extra steps per token (points: K)", "perplexity per token"
         figure, panels = new_figure(*labels, panels=1 + far)  # all; and what is near the frontier
         for axes in panels:
-            draw_curves(axes, frame, "steps", "perplexity")
+            draw_curves(axes, frame, frame.method, "steps", "perplexity")
             look = {"where": "post", "color": "#BBBBBB", "zorder": 0, "label": "frontier"}
             axes.step(best.steps, best.perplexity, **look)
         panels[-1].set_ylim(low - margin, high + margin)
-        look = {"loc": "outside lower center", "ncols": 2 * len(panels), "handlelength": 5}
-        figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, **look)
-        save_figure(figure, self.out / "pareto.png")
+        save_figure(figure, self.out / "pareto.png", legend_of=panels[0])
 
 
 # -- Loss against the step budget (section 4.4) ----------------------------------------------------
@@ -345,21 +304,13 @@ class Pareto(Comparison):
 
 @strict_dataclass
 class Depth(Comparison):
-    """PonderLM-3's loss against its step budget K: table and figure. Other methods are left out."""
+    """The loss against the step budget K: table and figure."""
 
     def draw(self):
-        def rows(runs, device):
-            mine = [run for run in runs if run.method.has_router]
-            if not mine:
-                raise UserError("none of the runs is a PonderLM-3; train one: python train.py")
-            return pareto_rows(mine)
-
         columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "loss": "loss:.4f"}
         columns |= {"extra steps": "steps:.2f", "training forwards": "training_forwards:.1f"}
-        frame = self.frame("depth", columns, rows)
+        frame = self.frame("depth", columns, lambda runs, device: pareto_rows(runs))
         figure, (axes,) = new_figure("K, the step budget", "validation loss, nats per token")
-        draw_curves(axes, frame, "K", "loss")
+        draw_curves(axes, frame, frame.method, "K", "loss")
         axes.set_xticks(sorted(frame.K.unique()))
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-        save_figure(figure, self.out / "depth.png")
+        save_figure(figure, self.out / "depth.png", legend_of=axes)

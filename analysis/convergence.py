@@ -51,15 +51,13 @@ def convergence_rows(model, idx, most=12):
 def exponential_fit(n, errors):
     """errors = A L^n by least squares on log(errors) -> L, A and R^2 of the logarithms.
 
-    Errors below 1e-12 of the largest, which rounding makes, are left out; NaN, three times, where
-    less than two are left.
+    Errors below 1e-12 of the largest, which rounding makes, are left out.
     """
     n, errors = np.array(n, dtype=float), np.array(errors, dtype=float)
     kept = errors > 1e-12 * errors.max()
-    if kept.sum() < 2:
+    if kept.sum() < 2:  # an s that nobody learned has no errors
         return math.nan, math.nan, math.nan
     x, y = n[kept], np.log(errors[kept])
     slope, intercept = np.polyfit(x, y, 1)
-    spread = ((y - y.mean()) ** 2).sum()
-    r2 = 1 - ((y - slope * x - intercept) ** 2).sum() / spread if spread else 1.0
+    r2 = 1 - ((y - slope * x - intercept) ** 2).sum() / ((y - y.mean()) ** 2).sum()
     return math.exp(slope), math.exp(intercept), float(r2)

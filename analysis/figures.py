@@ -4,7 +4,6 @@ measuring.py, convergence.py and words.py make a frame of numbers, which is kept
 Here stand what its table shows, columns or a function that makes the cells, and `draw` (tables.py).
 """
 
-from dataclasses import fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +19,7 @@ from analysis.tables import COLORS, new_figure, save, save_figure, show, tabulat
 from analysis.words import token_rows
 from interop import find_model
 from model import Count, Given, strict_dataclass
-from runtime import UserError, pick_device, write_json
+from runtime import UserError, pick_device
 from training.config import Share
 from training.validation import TAUS
 
@@ -40,50 +39,31 @@ class Study:
     redraw: bool = False  # from the numbers saved there, without the model
     device: str = "auto"  # auto, cpu, cuda or mps
 
-    needs = "has_router"  # what the method must have, see measuring.open_subject
-    reference = None
+    needs = "has_router"  # what the method must have: see baselines
 
     def __post_init__(self):
-        changed = {f.name for f in fields(self) if getattr(self, f.name) != f.default}
-        if (changed := sorted(changed - {"run", "out", "redraw"})) and self.redraw:
-            names = ", ".join(f"--{name}" for name in changed)
-            raise UserError(f"--redraw takes the saved numbers and cannot follow {names}")
         kept = self.redraw and (self.run or self.out)  # needs no model
         self.path = Path(kept or find_model(self.run))
-        name = "report" if (self.path / "train.json").exists() else f"../report-{self.path.name}"
-        # Beside a checkpoint, not in it: it may go away, with all that it holds.
-        self.out, self.tables = self.out or self.path / name, {}
-        if not self.redraw:  # now, rather than after minutes of measuring
-            self.out.mkdir(parents=True, exist_ok=True)
+        self.out, self.tables = self.out or self.path / "report", {}
 
     @cached_property
     def subject(self):
         """The model and its text, when they are first needed."""
         device = pick_device(self.device)
-        return measuring.open_subject(self.path, self.windows, self.tau, device, self.needs)
+        found = measuring.open_subject(self.path, self.windows, self.tau, device)
+        if not (found.model.config.ponder_steps and getattr(found.model, self.needs)):
+            what = {"has_router": "has no router", "iterates": "is not trained by iterating"}
+            raise UserError(f"{self.path} is of method {found.model.method}: it {what[self.needs]}")
+        return found
 
     @cached_property
     def measured(self):
         return measuring.measure(self.subject)
 
-    @cached_property
-    def difficulties(self):
-        """{name: (n,)}: the loss before pondering; with --reference also that of another model."""
-        found = {"h(0) alone": self.measured.difficulty}
-        if self.reference:
-            return found | {"K = 0 model": measuring.reference_losses(self.subject, self.reference)}
-        print("note: only the model's own h(0) says what is difficult; --reference RUN, a model")
-        print("      trained with --method vanilla, would be a second opinion")
-        return found
-
-    def frame(self, name, table, compute, windows=None):
+    def frame(self, name, table, compute):
         """The numbers of a figure, computed or as saved; printed as a table."""
         rows = None if self.redraw else compute()
         frame, self.tables[name] = save(self.out, name, rows, table)
-        if not self.redraw:
-            tokens = self.subject.rows[:windows, 1:].numel()
-            about = {"run": str(self.path), "tokens": tokens, "tau": self.subject.tau}
-            write_json(self.out / f"{name}.json", about | {"reference": self.reference})
         return frame
 
 
@@ -106,15 +86,10 @@ class Converge(Study):
     needs = "iterates"
 
     def draw(self):
-        few = 8  # windows: float64, and many passes
-
         def compute():
-            subject = self.subject
-            if not subject.model.config.ponder_steps:
-                raise UserError(f"{self.path} has K = 0: nothing is fed back that could converge")
-            return convergence_rows(subject.model, subject.rows[:few, :-1])
+            return convergence_rows(self.subject.model, self.subject.rows[:8, :-1])
 
-        frame = self.frame("converge", converge_table, compute, few)
+        frame = self.frame("converge", converge_table, compute)
         labels = "refinement passes after the ladder", "RMSE to the fixed point"
         (figure, (axes,)), n = new_figure(*labels), frame.refinements
         for key, name, marker, color in (
@@ -144,7 +119,6 @@ def bucket_table(frame):
     columns = {"difficulty by": "difficulty_by", "bucket": "bucket"}
     columns |= {"tokens": "tokens:.0f", "difficulty": "difficulty:.3f"}
     columns |= {"steps": "steps:.2f"} | {f"ΔCE_{i}": f"gain_{i}:.3f" for i in steps}
-    columns |= {f"ΔCE_{i}, not renormalised": f"raw_gain_{i}:.3f" for i in steps}
     return tabulate(frame, columns)
 
 
@@ -154,6 +128,14 @@ class Buckets(Study):
 
     # a trained model without pondering, on the same text: its losses are a second difficulty
     reference: Given | None = None
+
+    @cached_property
+    def difficulties(self):
+        """{name: (n,)}: the loss before pondering; with --reference also that of another model."""
+        found = {"h(0) alone": self.measured.difficulty}
+        if self.reference:
+            found["K = 0 model"] = measuring.reference_losses(self.subject, self.reference)
+        return found
 
     def draw(self):
         def compute(rows):
@@ -237,29 +219,24 @@ def token_table(frame, most=10):
     return tabulate(shown.assign(text="“" + shown.text + "”"), columns)
 
 
-def compound_table(frame):
-    inside, at_end = frame.non_terminal_tokens[0], frame.terminal_tokens[0]
-    columns = {"steps": "steps:.0f", f"inside, {inside:.0f} tokens": "non_terminal:.2%"}
-    columns |= {f"last token of a word, {at_end:.0f}": "terminal:.2%"}
-    return tabulate(frame, columns)
-
-
 @strict_dataclass
 class Tokens(Study):
     """Which tokens and words get how many steps; long words, inside and at their end."""
 
     # words to look for; their steps are those after their last token. The paper has a, the, of
     words: tuple[str, ...] = ("a", "an", "the", "of", "in", "to", "on", "for", "and", "is")
-    least: Count = 50  # leave out tokens that occur less often
 
     def draw(self):
         @cache
         def compute():
             T, tokenizer = self.subject.rows.size(1) - 1, self.subject.tokenizer
-            return token_rows(self.measured, tokenizer, T, self.words, self.least)
+            return token_rows(self.measured, tokenizer, T, self.words)
 
         frame = self.frame("tokens", token_table, lambda: compute()[0])
-        compound = self.frame("compound", compound_table, lambda: compute()[1])
+        columns = {"steps": "steps:.0f", "inside a word": "non_terminal:.2%"}
+        columns |= {"of tokens": "non_terminal_tokens:.0f", "at its end": "terminal:.2%"}
+        columns |= {"of": "terminal_tokens:.0f"}
+        compound = self.frame("compound", columns, lambda: compute()[1])
         figure, (left, right) = new_figure("", "", panels=2)
         named = frame[(frame.kind == "word") & (frame["count"] > 0)]
         names = named.text + "\n" + named["count"].astype(int).astype(str)
@@ -286,30 +263,23 @@ class Tau(Study):
     taus: tuple[Share, ...] = (0, 1e-6, 1e-5, *reversed(TAUS), 0.7, 1)  # where pondering stops
 
     def draw(self):
-        columns = {"tau": "tau:g", "precision": "precision", "loss": "loss:.4f"}
-        columns |= {"perplexity": "perplexity:.4f", "steps": "steps:.2f", "Δloss": "change:+.1e"}
+        columns = {"tau": "tau:g", "loss": "loss:.4f", "perplexity": "perplexity:.4f"}
+        columns |= {"steps": "steps:.2f", "Δloss": "change:+.1e"}
         columns |= {"mean absolute Δloss": "moved:.1e", "chosen by cost": "chosen"}
         frame = self.frame("tau", columns, lambda: measuring.tau_rows(self.subject, self.taus))
-        curve = frame[frame.precision == "float32"]
-        rounded = frame[frame.precision == "bfloat16"].iloc[0]
         figure, panels = new_figure("tau; 0 at the left edge", "", panels=3)
         moved = "mean absolute Δloss of a token\nto tau = 0, nats"
         ways = ("perplexity", "perplexity"), ("steps", "executed steps"), ("moved", moved)
         for axes, (key, label), color in zip(panels, ways, COLORS, strict=False):
-            shown = curve[(curve[key] != 0) | (key == "steps")]  # no 0 on the logarithmic axis
-            axes.plot(shown.tau, shown[key], "o-", color=color)
-            axes.axvline(rounded.tau, color="#777777", linestyle=":")
-            for tau in curve.tau[curve.chosen == 1]:
+            axes.plot(frame.tau, frame[key], "o-", color=color, label="hard-stopped at tau")
+            for tau in frame.tau[frame.chosen == 1]:
                 axes.axvline(tau, color="#009E73", label="chosen by its cost")
             axes.set_xscale("symlog", linthresh=1e-6)
             axes.set(xlim=(0, 1.3), ylabel=label)
-        lowest = curve.perplexity.min()
+        lowest = frame.perplexity.min()
         panels[0].set_ylim(0.99 * lowest, 1.15 * lowest)  # the rest is of no use to anyone
-        panels[2].set_yscale("log")
-        label = "what rounding to bfloat16 moves"
-        panels[2].axhline(rounded.moved, color="#0072B2", linestyle="--", label=label)
-        panels[2].legend(fontsize=8)
-        save_figure(figure, self.out / "tau.png")
+        panels[2].set_yscale("symlog", linthresh=1e-7)
+        save_figure(figure, self.out / "tau.png", legend_of=panels[0])
 
 
 ALL = (Converge, Buckets, Shift, Tokens, Tau)

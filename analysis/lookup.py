@@ -1,20 +1,14 @@
 """Does depth follow difficulty, where that is known? The lookup task (corpus/lookup.py)."""
 
-from dataclasses import replace
-from itertools import cycle
-from typing import Annotated
-
 import pandas as pd
 import torch
-from pydantic import Field
 
-from analysis.comparing import Comparison, over_seeds
+from analysis.comparing import Comparison, curve_names, draw_curves, over_seeds
 from analysis.measuring import open_subject, stopped
-from analysis.tables import COLORS, MARKERS, new_figure, save_figure, tabulate
+from analysis.tables import new_figure, save_figure
 from corpus.lookup import CHAINS, LOOKUPS, lookups_asked
 from model import Given, strict_dataclass
 from training.config import Share
-from training.warm_start import deeper
 
 
 @torch.no_grad()
@@ -22,42 +16,27 @@ def answers(subject):
     """Of each token that takes a known number of lookups: that number, whether the next token is
     predicted (the most probable one), and the executed steps -> (n,) each, decoded at tau."""
     found = []
-    for x, y, h_hat, steps in stopped(subject, subject.tau, label="answers"):
+    for x, y, h_hat, steps in stopped(subject, subject.tau):
         right = subject.model.lm_head(h_hat).argmax(-1) == y
         asked = lookups_asked(x, subject.tokenizer)
         found.append([values[asked >= 0].cpu() for values in (asked, right, steps)])
     return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
-def lookup_rows(runs, tau, device, data=None, more_steps=0):
+def lookup_rows(runs, tau, device, data=None):
     """One row for each method, K and number of lookups, 0 for filler, over the seeds.
 
-    Asked of at most 1024 lines, of the corpus `data` if that is given, with `more_steps` than K.
+    Asked of at most 1024 lines, of the corpus `data` if that is given.
     """
 
     def numbers(run):
-        subject = open_subject(run.path, 1024, tau, device, "", data)
-        if more_steps:
-            subject = replace(subject, model=deeper(subject.model, more_steps))
-        asked, right, steps = answers(subject)
+        asked, right, steps = answers(open_subject(run.path, 1024, tau, device, data))
         tokens = pd.DataFrame({"accuracy": right.double(), "steps": steps.double()})
         found = tokens.groupby(asked.numpy()).mean().reindex([0, *LOOKUPS])
         return found.rename_axis("lookups").reset_index()
 
     frame = over_seeds(runs, numbers, by=["lookups"], one_text=not data)
-    if more_steps:
-        frame["method"] += f", {more_steps} more steps"
     return frame.sort_values("K", kind="stable")
-
-
-def lookup_table(frame):
-    """Accuracy and executed steps, a column for each number of lookups."""
-    curve = ["method", "K", "lookups"]
-    cells = tabulate(frame, {"accuracy": "accuracy:.3f", "steps": "steps:.2f"})
-    cells = frame[curve].join(cells).astype({"K": int}).set_index(curve)
-    cells = cells.stack().unstack("lookups", sort=False)
-    cells.columns = [f"{n} lookup" + "s"[: n - 1] if n else "filler" for n in cells.columns]
-    return cells.rename_axis(["method", "K", ""]).reset_index()
 
 
 @strict_dataclass
@@ -67,26 +46,20 @@ class Lookup(Comparison):
     tau: Share | None = None  # where pondering stops; by default where each run scored it
     # the prepared corpus that all are asked about; by default what each was trained on
     data: Given | None = None
-    more_steps: Annotated[int, Field(ge=0)] = 0  # than each was trained with, its last one again
 
     def draw(self):
         def rows(runs, device):
-            return lookup_rows(runs, self.tau, device, self.data, self.more_steps)
+            return lookup_rows(runs, self.tau, device, self.data)
 
-        frame = self.frame("lookup", lookup_table, rows)
+        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "lookups": "lookups:.0f"}
+        columns |= {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"}
+        frame = self.frame("lookup", columns, rows)
         x = "lookups that the next token takes (0: filler)"
         figure, (left, right) = new_figure(x, "", panels=2)
-        curves, alone = frame.groupby(["method", "K"], sort=False), frame.method.nunique() == 1
-        looks = zip(cycle(COLORS), cycle(MARKERS), strict=True)
-        for ((name, K), rows), (color, marker) in zip(curves, looks, strict=False):
-            look = {"color": color, "marker": marker, "capsize": 2, "elinewidth": 0.6}
-            look["label"] = f"K = {K:.0f}" if alone else f"{name}, K = {K:.0f}"
-            left.errorbar(rows.lookups, rows.accuracy, rows.get("accuracy_std"), **look)
-            right.errorbar(rows.lookups, rows.steps, rows.get("steps_std"), **look)
+        for axes, y in ((left, "accuracy"), (right, "steps")):
+            draw_curves(axes, frame, curve_names(frame), "lookups", y)
         left.axhline(1 / CHAINS, color="#777777", linestyle=":", label="guessing; lookups - 1")
         right.plot(LOOKUPS, [n - 1 for n in LOOKUPS], color="#777777", linestyle=":")
         left.set_ylabel("share of right answers")
         right.set_ylabel("executed steps")
-        look = {"loc": "outside lower center", "ncols": 3, "fontsize": 8}
-        figure.legend(*left.get_legend_handles_labels(), **look)
-        save_figure(figure, self.out / "lookup.png")
+        save_figure(figure, self.out / "lookup.png", legend_of=left)

@@ -5,7 +5,6 @@ x, y                       (n,)            the tokens that are read, and those t
 steps        K-hat         (n,)            steps executed after reading x, at tau
 s, w         s, w          (n, K+1)        step distribution and mask score
 ce           CE_i          (n, K+1)        loss, integration truncated after step i, renormalised
-raw_ce       ce_i          (n, K+1)        the same not renormalised, as in the training penalty
 difficulty   l_t           (n,)            loss before any additional computation
 gain         Delta CE_i    (n, K)          CE_{i-1} - CE_i, the marginal utility of step i
 
@@ -22,16 +21,15 @@ import numpy as np
 import pandas as pd
 import torch
 
-from baselines import find
 from corpus.preparation import Windows
 from corpus.tokenizers import Tokenizer
 from engine.prefill import settle
-from interop import load, read_config
+from interop import load
 from model import PonderLM
-from runtime import UserError, autocast, progress
-from training.config import TrainConfig, validation_windows
+from runtime import UserError, progress
+from training.config import validation_windows
 from training.runs import read_results
-from training.validation import reported, truncate
+from training.validation import truncate
 
 BATCH = 32  # windows at a time
 BUCKETS = ("easy", "medium", "hard")
@@ -42,43 +40,33 @@ class Subject:
     """A trained model and the validation windows that it is measured on."""
 
     path: Path
-    config: TrainConfig
     model: PonderLM
     tokenizer: Tokenizer
     val: Windows
     rows: torch.Tensor  # (windows, T+1) token ids
     tau: float
 
-    def batches(self, label):
+    def batches(self):
         """Inputs and targets (B, T) of the windows, with a progress bar."""
-        for rows in progress(self.rows.split(BATCH), desc=label, leave=False):
+        for rows in progress(self.rows.split(BATCH), desc="windows", leave=False):
             yield rows[:, :-1], rows[:, 1:]
 
 
-def open_subject(path, windows=256, tau=None, device="cpu", needs="has_router", data=None):
+def open_subject(path, windows=256, tau=None, device="cpu", data=None):
     """A run's model with the first `windows` of its validation windows.
 
     Args:
-        windows: None: those that the run's reported losses are of.
         tau: None: where the run was scored.
-        needs: what its method must have, `has_router` or `iterates` (see baselines); or "".
         data: a prepared corpus whose windows take the place of its own.
 
     Raises:
-        UserError: there is no run, its corpus has changed, or its method lacks what is needed.
+        UserError: there is no run, or its corpus has changed.
     """
-    method = find(read_config(path).method)
-    if needs and not getattr(method, needs):
-        fitting = {"has_router": "with a learned router", "iterates": "that feed states back"}
-        raise UserError(
-            f"{path} is of method {method.method}; this figure is for methods {fitting[needs]}"
-        )
     config, tokenizer, val = validation_windows(path, data)
     tau = config.tau if tau is None else tau
-    windows = reported(config, val) if windows is None else min(windows, val.count)
-    rows = np.stack([val.window(i) for i in range(windows)])
+    rows = np.stack([val.window(i) for i in range(min(windows, val.count))])
     rows = torch.from_numpy(rows).to(device)
-    return Subject(Path(path), config, load(path).to(device), tokenizer, val, rows, tau)
+    return Subject(Path(path), load(path).to(device), tokenizer, val, rows, tau)
 
 
 # -- Tokens ----------------------------------------------------------------------------------------
@@ -91,7 +79,6 @@ class Measured(NamedTuple):
     s: torch.Tensor
     w: torch.Tensor
     ce: torch.Tensor
-    raw_ce: torch.Tensor
 
     @property
     def difficulty(self):
@@ -100,51 +87,42 @@ class Measured(NamedTuple):
 
 
 @torch.no_grad()
-def measure(subject, label="tokens"):
+def measure(subject):
     """What each token costs and takes -> Measured, on the CPU.
 
     All K steps run, with soft masks, so that CE_i is known beyond the step where a token stops;
     `steps` is where its mask score says to stop.
     """
     model, batches = subject.model, []
-    for x, y in subject.batches(label):
+    for x, y in subject.batches():
         # Of the iteration's default tolerance the mean keeps nothing, a single token 0.01 nats.
         h, s, log_w = model.fixed_point(x, tolerance=1e-6)
-        depths = range(s.size(-1))
-        ce, raw_ce = (
-            torch.stack([model.cross_entropy(truncate(h, s, i, norm), y) for i in depths], dim=-1)
-            for norm in (True, False)
-        )
+        ce = [model.cross_entropy(truncate(h, s, i), y) for i in range(s.size(-1))]
         steps = model.executed(log_w, subject.tau)
-        batch = (x, y, steps, s, log_w.exp(), ce, raw_ce)
+        batch = (x, y, steps, s, log_w.exp(), torch.stack(ce, dim=-1))
         batches.append([values.flatten(0, 1).cpu() for values in batch])
     return Measured(*map(torch.cat, zip(*batches, strict=True)))
 
 
 @torch.no_grad()
-def stopped(subject, tau, alpha=0.0, dtype=torch.float32, label="tokens"):
-    """The windows as decoding has them, hard-stopped at tau: x, y, h_hat and the executed steps.
-
-    What is done with each of them is computed in `dtype`, too. In bfloat16 rounding keeps the
-    iteration moving by 3e-3 a pass, which sets its tolerance. In float32 it is that of evaluation.
-    """
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    for x, y in subject.batches(label):
-        with autocast(x.device, dtype):
-            if subject.model.iterates:
-                found = settle(subject.model, x, tau, alpha, tolerance=tolerance)
-                h, s, steps = found.h, found.s, found.steps
-            else:
-                h, s, log_w = subject.model.states(x, tau=tau)
-                steps = subject.model.executed(log_w, tau)
-            yield x, y, subject.model.integrate(h, s, steps), steps
+def stopped(subject, tau, alpha=0.0):
+    """The windows as decoding has them, hard-stopped at tau: x, y, h_hat and the executed steps."""
+    model = subject.model
+    for x, y in subject.batches():
+        if model.iterates:
+            found = settle(model, x, tau, alpha, tolerance=1e-5)
+            h, s, steps = found.h, found.s, found.steps
+        else:
+            h, s, log_w = model.states(x, tau=tau)
+            steps = model.executed(log_w, tau)
+        yield x, y, model.integrate(h, s, steps), steps
 
 
 @torch.no_grad()
-def decoded(subject, *args, **kwargs):
+def decoded(subject, tau, alpha=0.0):
     """Loss and executed steps of each token, by the arguments of `stopped` -> (n,) each."""
     losses, executed = [], []
-    for _, y, h_hat, steps in stopped(subject, *args, **kwargs):
+    for _, y, h_hat, steps in stopped(subject, tau, alpha):
         losses.append(subject.model.cross_entropy(h_hat, y).flatten().cpu())
         executed.append(steps.flatten().cpu())
     return torch.cat(losses), torch.cat(executed)
@@ -182,25 +160,16 @@ def by_each(difficulties, rows):
     return pd.concat(frames, names=["difficulty_by"]).reset_index()
 
 
-@torch.no_grad()
 def reference_losses(subject, path):
     """The loss of each token by another model, on the same windows -> (n,).
 
     Raises:
-        UserError: it is not a vanilla model, or was trained on another text or with other windows.
+        UserError: its text, tokenizer or windows are others.
     """
-    if (method := read_config(path).method) != "vanilla":
-        raise UserError(f"--reference {path} is of method {method}: it has to be a vanilla model")
-    _, tokenizer, val = validation_windows(path)
-    other, mine = load(path).to(subject.rows.device), subject.val
-    same = tokenizer.digest == subject.tokenizer.digest and val.block_size == mine.block_size
-    if not (same and np.array_equal(val.tokens[:], mine.tokens[:])):
+    other = open_subject(path, len(subject.rows), device=subject.rows.device)
+    if not torch.equal(other.rows, subject.rows):
         raise UserError(f"{path} and {subject.path} differ in corpus, tokenizer or window")
-    batches = [
-        other.cross_entropy(other.integrate(*other.states(x)[:2]), y).flatten().cpu()
-        for x, y in subject.batches("the other model")
-    ]
-    return torch.cat(batches)
+    return decoded(other, other.tau)[0]
 
 
 def bucket_rows(measured, difficulty):
@@ -210,10 +179,10 @@ def bucket_rows(measured, difficulty):
     a token that h^(0) got wrong by chance counts as hard, and any step seems to help it. By
     another model's loss it does not.
     """
+    ce = measured.ce.double().T  # (K+1, n)
     columns = {"difficulty": difficulty.double(), "steps": measured.steps}
-    for form, ce in (("", measured.ce.double().T), ("raw_", measured.raw_ce.double().T)):
-        columns |= {f"{form}ce_{i}": loss for i, loss in enumerate(ce)}
-        columns |= {f"{form}gain_{i}": ce[i - 1] - ce[i] for i in range(1, len(ce))}
+    columns |= {f"ce_{i}": loss for i, loss in enumerate(ce)}
+    columns |= {f"gain_{i}": ce[i - 1] - ce[i] for i in range(1, len(ce))}
     return means(pd.DataFrame(columns), thirds(difficulty)).rename_axis("bucket")
 
 
@@ -225,10 +194,7 @@ def difficulty_rows(measured, difficulty):
 
 def shifted(subject, alphas):
     """Loss and steps of each token with the router shifted by 0 and by each alpha, {alpha: ..}."""
-    return {
-        alpha: decoded(subject, subject.tau, alpha, label=f"alpha {alpha:g}")
-        for alpha in sorted({0, *alphas})
-    }
+    return {alpha: decoded(subject, subject.tau, alpha) for alpha in sorted({0, *alphas})}
 
 
 def shift_rows(found, difficulty):
@@ -244,23 +210,18 @@ def shift_rows(found, difficulty):
 
 
 def tau_rows(subject, taus):
-    """Loss and executed steps hard-stopped at each tau; and how far bfloat16 moves them -> rows.
+    """Loss and executed steps hard-stopped at each tau -> rows.
 
-    change is the difference of the mean loss to that of all K steps in float32, moved the mean over
-    tokens of the absolute difference, chosen 1 at the tau that the training chose by its cost.
+    change is the difference of the mean loss to that of all K steps, moved the mean over tokens of
+    the absolute difference, chosen 1 at the tau that the training chose by its cost.
     """
-    if not taus:
-        raise UserError("--taus is empty: give at least one")
     results = read_results(subject.path) if (subject.path / "results.json").exists() else {}
-    chosen = (results.get("chosen") or {}).get("tau")  # None: of a checkpoint, or an older run
-    taus = {*taus, chosen} - {None}
-    full, _ = decoded(subject, 0.0, label="tau 0")
+    chosen = (results.get("chosen") or {}).get("tau")  # None of a checkpoint
+    full, _ = decoded(subject, 0.0)
     rows = []
-    for tau, dtype in [*((t, torch.float32) for t in sorted(taus)), (subject.tau, torch.bfloat16)]:
-        base = full if dtype == torch.float32 else decoded(subject, tau)[0]
-        loss, steps = decoded(subject, tau, dtype=dtype, label=f"tau {tau:g}")
-        row = {"tau": tau, "precision": str(dtype)[6:], "loss": mean(loss)}
-        row |= {"perplexity": math.exp(row["loss"]), "steps": mean(steps)}
-        row |= {"change": mean(loss - base), "moved": mean((loss - base).abs())}
-        rows.append(row | {"chosen": int(tau == chosen)})
+    for tau in sorted({*taus, chosen} - {None}):
+        loss, steps = decoded(subject, tau)
+        row = {"tau": tau, "loss": mean(loss), "perplexity": math.exp(mean(loss))}
+        row |= {"steps": mean(steps), "change": mean(loss - full)}
+        rows.append(row | {"moved": mean((loss - full).abs()), "chosen": int(tau == chosen)})
     return rows

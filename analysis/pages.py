@@ -19,7 +19,7 @@ from analysis.measuring import decoded, measure
 from analysis.words import show_token
 from baselines.cost import cost
 from model import strict_dataclass
-from runtime import UserError, read_json, write_text
+from runtime import UserError, write_text
 from training.config import read_run
 from training.runs import read_lines, read_results
 
@@ -31,7 +31,6 @@ PAGES = jinja2.Environment(
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
 )
-PAGES.policies["json.dumps_kwargs"] = {"allow_nan": False}  # which no browser reads
 
 # -- The depth map ---------------------------------------------------------------------------------
 
@@ -50,9 +49,7 @@ def overlapping(ids, T, stride):
 def readable(tokenizer, ids):
     """Each token as text. One that ends inside a character leaves it to the token that ends it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    texts = [decoder.decode(tokenizer.decode([token])) or "·" for token in ids]
-    symbols = {i: chr(0x2400 + i) for i in range(32) if chr(i) not in "\n\t"}  # control characters
-    return [text.translate(symbols) for text in texts]
+    return [decoder.decode(tokenizer.decode([token])) or "·" for token in ids]
 
 
 def read_text(subject, file=None):
@@ -60,51 +57,42 @@ def read_text(subject, file=None):
 
     Returns:
         dict of run, K, tau, and tokens: dicts of text, bytes, steps, loss (hard-stopped), s, w, and
-        ce, the losses by depth with all steps run; the first token has no prediction: None.
+        ce, the losses by depth with all steps run; the first token has no prediction: None. And
+        the means of steps and loss.
 
     Raises:
         UserError: a text of less than two tokens. FileNotFoundError.
     """
-    if file is None:
-        ids = subject.val.tokens[:1025].tolist()
-    else:
-        ids = subject.tokenizer.encode(file.read_bytes())
+    val, tokenizer = subject.val, subject.tokenizer
+    ids = tokenizer.encode(file.read_bytes()) if file else val.tokens[:1025].tolist()
     if len(ids) < 2:
         raise UserError(f"the text has {len(ids)} tokens; it takes 2 to predict one from another")
     if len(ids) > LONGEST:
         print(f"note: of {len(ids):,} tokens the first {LONGEST:,} are shown")
     ids = torch.tensor(ids[:LONGEST], device=subject.rows.device)
     T = subject.model.config.block_size
-    lines = subject.tokenizer.name == "lookup"  # whose windows are lines
+    lines = tokenizer.name == "lookup"  # whose windows are lines
     rows, firsts = overlapping(ids, T, T if lines else max(T // 2, 1))
     part = replace(subject, rows=rows)
-    measured, (loss, steps) = measure(part, "depths"), decoded(part, subject.tau, label="losses")
+    measured, (loss, steps) = measure(part), decoded(part, subject.tau)
     T, tokens = rows.size(1) - 1, [{"steps": None, "loss": None}]
     for window, first in enumerate(firsts):
         for i in range(window * T + first, (window + 1) * T):
             values = {name: getattr(measured, name)[i].tolist() for name in ("s", "w", "ce")}
             tokens.append({"steps": steps[i].item(), "loss": loss[i].item(), **values})
     ids = ids.tolist()
-    for token, text, values in zip(ids, readable(subject.tokenizer, ids), tokens, strict=True):
-        values |= {"text": text, "bytes": show_token(subject.tokenizer.decode([token]))}
+    for token, text, values in zip(ids, readable(tokenizer, ids), tokens, strict=True):
+        values |= {"text": text, "bytes": show_token(tokenizer.decode([token]))}
     K = subject.model.config.ponder_steps
-    return {"run": str(subject.path), "K": K, "tau": subject.tau, "tokens": tokens}
+    means = {key: fmean(token[key] for token in tokens[1:]) for key in ("steps", "loss")}
+    return {"run": str(subject.path), "K": K, "tau": subject.tau, "tokens": tokens, **means}
 
 
-def heatmap_page(file):
-    """heatmap.json, what `read_text` returned -> heatmap.html beside it.
-
-    Raises:
-        UserError: it was not saved before.
-    """
-    if not file.is_file():
-        raise UserError(f"{file} does not exist: draw it once without --redraw")
-    fields = read_json(file)
-    known = [token for token in fields["tokens"] if token["steps"] is not None]
-    means = {key: fmean(token[key] for token in known) for key in ("steps", "loss")}
-    page = file.with_suffix(".html")
-    write_text(page, PAGES.get_template("heatmap.html").render(fields | means))
-    return page
+def write_page(file, template, **values):
+    """Fill in a template of templates/."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, PAGES.get_template(template).render(values))
+    print(f"written: {file}")
 
 
 @strict_dataclass
@@ -114,10 +102,8 @@ class Heatmap(figures.Study):
     text: Path | None = None  # a text file; by default the beginning of the validation text
 
     def draw(self):
-        file = self.out / "heatmap.json"
-        if not self.redraw:
-            write_text(file, json.dumps(read_text(self.subject, self.text)))
-        print(f"written: {heatmap_page(file)}")
+        fields = read_text(self.subject, self.text)
+        write_page(self.out / "heatmap.html", "heatmap.html", **fields)
 
 
 # -- The report of a run ---------------------------------------------------------------------------
@@ -140,26 +126,21 @@ def loss_rows(path):
 
 def report_page(study):
     """The figures of a study, and what the run knows of itself -> <out>/index.html."""
-
-    def about(name):  # what figures.py wrote about a figure, in one line
-        file = study.out / f"{name}.json"
-        facts = read_json(file).items() if file.is_file() else ()
-        return ", ".join(f"{key} {value}" for key, value in facts if value is not None)
-
     run, config, corpus = read_run(study.path)
     commits = [row["commit"] for row in read_lines(run / "log.jsonl") if row.get("commit")]
-    page = PAGES.get_template("report.html").render(
+    write_page(
+        study.out / "index.html",
+        "report.html",
         run=study.path,
         config=config,
         corpus=corpus,
         commit=commits[-1] if commits else "not recorded",
         losses=loss_rows(study.path),
         tables=study.tables,
-        about={name: about(name) for name in study.tables},
+        windows=len(study.subject.rows),
+        tau=study.subject.tau,
         settings=json.dumps(asdict(config), indent=2, default=str),
     )
-    write_text(study.out / "index.html", page)
-    return study.out / "index.html"
 
 
 @strict_dataclass
@@ -167,9 +148,7 @@ class Report(figures.Shift, figures.Tokens, figures.Tau, Heatmap):
     """All figures and tables of one run, the depth map, config and commit, on one page."""
 
     def draw(self):
-        if self.redraw and not self.run:
-            raise UserError("report --redraw needs --run, the run that the page is about")
         for figure in (*figures.ALL, Heatmap):
             print(f"\n--- {figure.__name__.lower()}", flush=True)
             figure.draw(self)
-        print(f"written: {report_page(self)}")
+        report_page(self)

@@ -52,7 +52,7 @@ def save(out, name, rows, table):
         the frame, as the file has it, so that a redrawn figure is the same to the byte; its cells.
 
     Raises:
-        UserError: there are no numbers, or the file is damaged.
+        UserError: there are no numbers.
     """
     file = out / f"{name}.csv"
     if rows is not None:
@@ -62,14 +62,8 @@ def save(out, name, rows, table):
         write_text(file, pd.DataFrame(rows).to_csv(index=False))
     if not file.is_file():
         raise UserError(f"{file} does not exist: draw it once without --redraw")
-    try:
-        frame = read(file)
-        cells = table(frame) if callable(table) else tabulate(frame, table)
-    except (LookupError, TypeError, ValueError) as error:
-        if rows is not None:  # made just now: no damage
-            raise
-        message = f"{file} is damaged: {error!r:.200}; draw it without --redraw"
-        raise UserError(message) from None
+    frame = read(file)
+    cells = table(frame) if callable(table) else tabulate(frame, table)
     write_text(out / f"{name}.md", markdown(cells))
     print(markdown(cells))
     return frame, cells
@@ -87,7 +81,12 @@ def new_figure(x, y, panels=1):
     return figure, axes
 
 
-def save_figure(figure, file):
+def save_figure(figure, file, legend_of=None):
+    """Write a figure; `legend_of`: axes whose legend goes below all of them."""
+    if legend_of:
+        look = {"loc": "outside lower center", "fontsize": 8, "handlelength": 5}
+        look["ncols"] = 2 * len(figure.axes)
+        figure.legend(*legend_of.get_legend_handles_labels(), **look)
     with writing(file):
         figure.savefig(file, dpi=300)
     print(f"written: {file.with_suffix('')}.csv, .md, .png")

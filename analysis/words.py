@@ -45,17 +45,20 @@ def summaries(kind, keys, steps, K, names):
     return frame
 
 
-def token_rows(measured, tokenizer, T, names, least=50):
+LEAST = 50  # tokens that come less often are left out
+
+
+def token_rows(measured, tokenizer, T, names):
     """Steps after each token, and after each word of `names`; words of one and more tokens.
 
     Returns:
-        a frame of kind, text, count, steps, pruned, of the tokens with at least `least` occurrences
+        a frame of kind, text, count, steps, pruned, of the tokens with at least LEAST occurrences
         and of the names; and a frame of how words of several tokens stop, inside and at their end.
     """
     x, steps, K = measured.x.numpy(), measured.steps.numpy(), measured.ce.size(-1) - 1
     counts = pd.Series(x).value_counts().sort_index()
     pieces = {token: tokenizer.decode([token]) for token in counts.index}
-    often = {token: show_token(pieces[token]) for token in counts.index[counts >= least]}
+    often = {token: show_token(pieces[token]) for token in counts.index[counts >= LEAST]}
     found = [
         (word.lower(), start + first, start + last)
         for start in range(0, len(x), T)

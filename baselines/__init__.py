@@ -5,7 +5,7 @@ what follows a hyphen tells the methods of one file apart. To add a method, add 
 
 It declares the first row always, the others where it differs:
 
-method, title, color, marker              --method, and its looks in tables and figures
+method, title                             --method, and its name in tables and figures
 Config, defaults, unused                  settings of its own, implied ones, ignored ones
 has_router, mixes                         is s learned? do all states predict, weighted by it?
 routes_first, iterates                    is s by h^(0) alone? are its states a Jacobi fixed point?
@@ -32,7 +32,6 @@ class PonderLM3(PonderLM):
     """model.PonderLM with what commands, tables and figures ask of a method."""
 
     method, title = "ponderlm3", "PonderLM-3"
-    color, marker = "#D55E00", "o"
     Config = PonderConfig
     defaults = {}  # settings that the name of the method implies
     unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks

@@ -23,14 +23,14 @@ def hide_stopped(bias, log_w, tau):
 
 
 class NoMask(PonderLM3):
-    method, title, marker = "ablation-mask", "PonderLM-3, no mask", "s"
+    method, title = "ablation-mask", "PonderLM-3, no mask"
 
     def key_bias(self, log_w, tau=None):
         return hide_stopped(torch.zeros_like(log_w), log_w, tau)
 
 
 class NoIntegration(PonderLM3):
-    method, title, marker = "ablation-integration", "PonderLM-3, no integration", "^"
+    method, title = "ablation-integration", "PonderLM-3, no integration"
 
     def __init__(self, config, *backbone):
         super().__init__(config, *backbone)
@@ -43,7 +43,7 @@ class NoIntegration(PonderLM3):
 
 
 class UniformRouter(PonderLM3):
-    method, title, marker = "ablation-router", "PonderLM-3, uniform s", "D"
+    method, title = "ablation-router", "PonderLM-3, uniform s"
     unused = ("router_offset",)
 
     def __init__(self, config, *backbone):
@@ -56,7 +56,7 @@ class UniformRouter(PonderLM3):
 class PrintedIndex(PonderLM3):
     """Reading note 1: a slot that inference never runs stays visible in training."""
 
-    method, title, marker = "ablation-index", "PonderLM-3, printed mask index", "v"
+    method, title = "ablation-index", "PonderLM-3, printed mask index"
 
     def key_bias(self, log_w, tau=None):
         return hide_stopped(F.pad(log_w[..., :-1], (1, 0)), log_w, tau)

@@ -53,7 +53,6 @@ class HaltingGates(Gates):
 
 class AdaPonder(LoopWithExits):
     method, title = "adaponder", "AdaPonderLM"
-    color, marker = "#56B4E9", "v"
     Config = AdaPonderConfig
 
     def __init__(self, config, *backbone):

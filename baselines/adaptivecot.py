@@ -28,7 +28,6 @@ class ContinueGate(LinearGate):
 
 class AdaptiveCoT(PonderLM3):
     method, title = "adaptivecot", "Adaptive latent CoT"
-    color, marker = "#CC79A7", "X"
     unused = ("router_offset",)
     routes_first = False
 

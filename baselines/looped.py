@@ -17,7 +17,6 @@ from baselines import FixedDepth
 
 class LoopedLM(FixedDepth):
     method, title = "looped", "LoopedLM"
-    color, marker = "#009E73", "D"
     iterates = interleaves = False
 
     def states(self, idx, R=None, tau=None, alpha=0.0):

@@ -109,7 +109,6 @@ class ExpertChoice(MoR):
     """
 
     method, title = "mor-expert", "MoR, expert choice"
-    color, marker = "#56B4E9", "P"
     Config = ExpertChoiceConfig
 
     def __init__(self, config, *backbone):
@@ -181,7 +180,6 @@ class TokenChoice(MoR):
     """
 
     method, title = "mor-token", "MoR, token choice"
-    color, marker = "#777777", "X"
 
     def __init__(self, config, *backbone):
         super().__init__(config, *backbone)

@@ -35,7 +35,6 @@ class ExitGate(LinearGate):
 
 class Ouro(LoopWithExits):
     method, title = "ouro", "LoopedLM, exit gate"
-    color, marker = "#009E73", "P"
     Config = OuroConfig
 
     def __init__(self, config, *backbone):

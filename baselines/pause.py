@@ -26,7 +26,6 @@ class PauseConfig(PonderConfig):
 
 class Pause(FixedDepth):
     method, title = "pause", "Pause"
-    color, marker = "#CC79A7", "v"
     Config = PauseConfig
     iterates = False
 

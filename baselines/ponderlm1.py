@@ -21,7 +21,6 @@ class PonderLM1Config(PonderConfig):
 
 class PonderLM1(FixedDepth):
     method, title = "ponderlm1", "PonderLM-1"
-    color, marker = "#E69F00", "p"
     Config = PonderLM1Config
     iterates = interleaves = False
 

@@ -8,5 +8,4 @@ from baselines import FixedDepth
 
 class PonderLM2(FixedDepth):
     method, title = "ponderlm2", "PonderLM-2"
-    color, marker = "#0072B2", "s"
     defaults = {"refinements": (2, 3)}

@@ -5,7 +5,6 @@ from baselines import FixedDepth
 
 class Vanilla(FixedDepth):
     method, title = "vanilla", "vanilla"
-    color, marker = "#000000", "^"
     defaults = {"ponder_steps": 0, "router_offset": None}
     unused = ("backprop_passes", "feedback_scale")
 

@@ -6,7 +6,6 @@ Neither text nor code is written here. The outputs are the numbers of docs/tour.
 them to what the cells print, and the notebook to what this script makes.
 """
 
-import ast
 import inspect
 import json
 import re
@@ -15,63 +14,23 @@ from pathlib import Path
 from docs import tour
 from runtime import command_line, write_text
 
-# On GitHub. This code has no address there yet: once it has, put it here, and take out the sentence
-# of FIRST that speaks of it.
-REPOSITORY = "OWNER/REPO"
 NOTEBOOK = Path(__file__).with_name("tour.ipynb")
-
-FIRST = f"""\
-[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]\
-(https://colab.research.google.com/github/{REPOSITORY}/blob/main/docs/{NOTEBOOK.name})
-
-`OWNER/REPO` in this link and in the next cell stands for the address on GitHub of your copy of this
-code. In a copy on your machine all cells run as they are.
-"""
-SETUP = f"""\
-from importlib.util import find_spec
+SETUP = """\
 from pathlib import Path
 
 if Path("tour.py").exists():  # Jupyter starts in the notebook's folder
     %cd -q ..
-if find_spec("docs") is None:  # Colab has torch and pydantic, all that is needed, but not this code
-    !git clone -q --depth 1 https://github.com/{REPOSITORY} ponderlm
-    %cd -q ponderlm
 """
 
 
-def names(code):
-    """All variables, functions and modules that a piece of code refers to."""
-    return {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
-
-
-def code_of_steps():
-    """Pieces of code for the cells of each step, from docs/tour.py: the step is the last of them.
-
-    A helper comes before the first step that calls it.
-    """
-    functions = inspect.getmembers(tour, inspect.isfunction)
-    code = {f: inspect.getsource(f).strip() for _, f in functions if f.__module__ == tour.__name__}
-    helpers = sorted(set(code) - set(tour.STEPS), key=lambda f: f.__code__.co_firstlineno)
-    for step in tour.STEPS:
-        first = [helper for helper in helpers if helper.__name__ in names(code[step])]
-        helpers = [helper for helper in helpers if helper not in first]
-        yield [*(code[f] for f in first), f"{code[step]}\n\n\n{step.__name__}(model, idx)"]
-
-
-def opening(shown):
-    """The code before the steps: the imports that it and the code `shown` need, and the model."""
-    source = inspect.getsource(tour)
-    _, _, top = source[: source.index("def small_model")].split('"""', 2)
-    imports, constants = re.split(r"(?m)^(?=WORDS =)", top)
-    (start,) = re.findall(r"model, idx = .*", source)
-    code = "\n\n\n".join([constants.strip(), inspect.getsource(tour.small_model).strip(), start])
-    used = names("\n".join([code, *shown]))
-    lines = [  # those that are empty part the groups of imports
-        line
-        for line in imports.strip().splitlines()
-        if not line or used & set(re.findall(r"\w+", line.split("import ")[1]))
-    ]
-    return "\n".join(lines) + f"\n\n{code}"
+def opening():
+    """The code before the steps: what stands above the first of them in docs/tour.py; the model."""
+    source = inspect.getsource(tour).split('"""', 2)[2]
+    source = source[: source.index(f"def {tour.STEPS[0].__name__}(")].strip()
+    command = "import tyro", "from typing import Literal", "from runtime import command_line"
+    for line in command:
+        source = source.replace(f"{line}\n", "")
+    return f"{source}\n\n\nmodel, idx = small_model()"
 
 
 def build():
@@ -90,17 +49,13 @@ def build():
 
     page = NOTEBOOK.with_suffix(".md").read_text("utf-8")
     introduction, *texts = re.split(r"(?m)^(?=\*\*\d+\. )", page)
-    code = list(code_of_steps())
-    add("markdown", FIRST)
-    add_code(SETUP)
     add("markdown", introduction)
-    add_code(opening([piece for pieces in code for piece in pieces]))
-    for text, (*helpers, step) in zip(texts, code, strict=True):
+    add_code(SETUP)
+    add_code(opening())
+    for text, step in zip(texts, tour.STEPS, strict=True):
         text, numbers, end = re.fullmatch(r"(.*)```\n(.*)```\n(.*)", text, re.DOTALL).groups()
         add("markdown", text)
-        if helpers:
-            add_code("\n\n\n".join(helpers))
-        add_code(step, numbers)
+        add_code(f"{inspect.getsource(step)}\n\n{step.__name__}(model, idx)", numbers)
     add("markdown", end)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}

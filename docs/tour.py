@@ -9,7 +9,8 @@ those of the whole model, router and mask included.
 """
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ import tyro
 from baselines.ablation import NoMask
 from model import PonderConfig, PonderLM
 from router import bottom_mass_penalty
-from runtime import UserError, command_line
+from runtime import command_line
 
 WORDS = ["the", "capital", "of", "France", "is", "Paris", "Rome", "."]
 TEXT = ["the", "capital", "of", "France"]
@@ -38,7 +39,7 @@ def small_model():
         if p.dim() > 1:
             torch.nn.init.normal_(p, std=0.15)
     torch.nn.init.normal_(model.router.proj.weight, std=0.8)  # a router that is decided
-    return model.double().eval()
+    return model.double().eval(), torch.tensor([[WORDS.index(word) for word in TEXT]])
 
 
 def table(titles, rows=()):
@@ -51,10 +52,8 @@ def table(titles, rows=()):
 def by_word(*columns):
     """Rows of a table: each word of TEXT, then its cells of each column or list of columns."""
     for word, *groups in zip(TEXT, *columns, strict=True):
-        yield [
-            word,
-            *(c for group in groups for c in (group if isinstance(group, list) else [group])),
-        ]
+        lists = [group if isinstance(group, list) else [group] for group in groups]
+        yield [word, *chain(*lists)]
 
 
 def small(x):
@@ -156,6 +155,7 @@ def integrate(model, idx):
     table(titles, [[f"{a} {b}", *row] for (a, b), row in pairs])
 
 
+@torch.enable_grad()
 def penalty(model, idx):
     """Penalty: the smallest w are pushed down, of as many tokens as a depth resolves"""
     w = [[0.95, 0.9], [0.9, 0.2], [0.5, 0.1], [0.3, 0.05]]  # made up, as are the losses ce_i
@@ -165,10 +165,8 @@ def penalty(model, idx):
     value.backward()
     print(f"rho = {[round(x, 2) for x in rho.tolist()]}, penalty {value:.3f}")
     pushed = [", ".join(f"w_{k}" for k in (1, 2) if g[k]) for g in log_w.grad.tolist()]
-    table(
-        ["", *(f"ce_{i}" for i in range(S)), "w_1", "w_2", "pushed"],
-        by_word(ce.tolist(), w, pushed),
-    )
+    titles = ["", *(f"ce_{i}" for i in range(S)), "w_1", "w_2", "pushed"]
+    table(titles, by_word(ce.tolist(), w, pushed))
 
 
 def stop(model, idx):
@@ -196,21 +194,21 @@ def cache(model, idx):
 STEPS = (transformer, interleave, feed_back, jacobi, router, mask, integrate, penalty, stop, cache)
 
 
+Number = Literal[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+
+
 @torch.no_grad()
-def main(steps: tyro.conf.Positional[tuple[int, ...]] = ()):
+def main(steps: tyro.conf.Positional[tuple[Number, ...]] = ()):
     """Print the steps of the tour.
 
     Args:
         steps: numbers, 1 to 10; by default all
     """
-    wrong = [n for n in steps if not 1 <= n <= len(STEPS)]
-    if wrong:
-        raise UserError(f"step {wrong[0]}: there are 1 to {len(STEPS)}")
-    model, idx = small_model(), torch.tensor([[WORDS.index(word) for word in TEXT]])
+    model, idx = small_model()
     for n in steps or range(1, len(STEPS) + 1):
-        print(f"{n}. {STEPS[n - 1].__doc__}\n")
-        with torch.set_grad_enabled(STEPS[n - 1] is penalty):
-            STEPS[n - 1](model, idx)
+        step = STEPS[n - 1]
+        print(f"{n}. {step.__doc__}\n")
+        step(model, idx)
         print()
 
 

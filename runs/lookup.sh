@@ -64,6 +64,4 @@ if [ -z "${RUNS:-}${SEEDS:-}" ]; then
   asked() { "${PYTHON:-python}" analyze.py lookup --tau 0.1 --data data/lookup-all "$@"; }
   asked --runs $OUT/grown-K*
   asked --runs $OUT/{grown,once,ponderlm2,looped}-K3-? $OUT/vanilla-L4-? --out out/analyze/rivals
-  asked --runs $OUT/grown-learns-K3-? --more-steps 2 --out out/analyze/beyond
-  asked --runs $OUT/grown-K3-? --more-steps 2 --out out/analyze/beyond-priced
 fi

@@ -20,14 +20,13 @@ class PermutedRouter(torch.nn.Module):
         return self.s, self.log_w
 
 
-def truncate(h, s, i, renormalise=True):
+def truncate(h, s, i):
     """The integration sum over k <= i of s_k h^(k), without the later steps. -> (B, T, D).
 
-    Renormalised the weights that are left make 1 again: the first states may have almost none.
+    The weights that are left are made to sum to 1 again: the first states may have almost none.
     """
     s = s[..., : i + 1]
-    if renormalise:
-        s = s / s.sum(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).tiny)
+    s = s / s.sum(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).tiny)
     return (s[..., None] * h[:, :, : i + 1]).sum(2).to(h.dtype)
 
 

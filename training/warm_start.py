@@ -157,14 +157,6 @@ def carried_over(base, config):
     return model
 
 
-def deeper(model, more):
-    """The model with `more` steps a token than it was trained with, its router's last row again."""
-    config, K = model.config, model.config.ponder_steps + more
-    offset = longer(config, K) if can_warm_up(config.method) else config.router_offset
-    config = replace(config, ponder_steps=K, router_offset=offset)
-    return carried_over(model, config).to(model.lm_head.weight.device).eval()
-
-
 @torch.no_grad()
 def residual_scale(model, idx):
     """How much longer the residual stream is, before the final norm, than the state behind it.

@@ -1,8 +1,6 @@
 """Several runs side by side: mostly of runs that are nothing but their files."""
 
-import json
 import math
-import shutil
 from dataclasses import replace
 
 import pandas as pd
@@ -12,17 +10,16 @@ from conftest import flags, records
 from analysis.comparing import (
     at_other_taus,
     check_comparable,
+    curve_names,
     draw_curves,
     group_runs,
-    method_of,
     on_frontier,
     pareto_rows,
     read_runs,
     stopped_at,
 )
-from analysis.tables import MARKERS, new_figure, read
+from analysis.tables import new_figure, read
 from analyze import Depth, Pareto
-from baselines import all_methods
 from baselines.cost import cost
 from interop import load
 from runtime import UserError
@@ -46,23 +43,17 @@ def test_pareto_rows(make_run):
     assert (adaptive["frontier"], looped["frontier"]) == (1, 1)
 
 
-def test_at_other_taus(trained, tmp_path):
+def test_at_other_taus(trained):
     """Catches an evaluation at the old tau, on other windows, or one that is taken for a seed."""
     (run,) = read_runs([trained / "tau"])
     _, _, val = validation_windows(run.path)
-    for tau, hard in stopped_at(run, (0.5, 0.97, 0.5), "cpu"):
+    for tau, hard in stopped_at(run, (0.5, 0.97), "cpu"):
         expected = evaluate(load(run.path), val, 8, "cpu", tau=tau)
         assert hard["loss"] == pytest.approx(expected["loss"], abs=1e-9)
         assert hard["steps"] == expected["steps"]
     (later,) = at_other_taus([run], (0.97, 1e-4), "cpu")
     assert run.results["hard"]["steps"] < 1.5 < later.results["hard"]["steps"]
     assert set(pareto_rows([run, later]).method) == {"PonderLM-3", "PonderLM-3, tau 0.97"}
-    copy = shutil.copytree(trained / "tau", tmp_path / "copy")
-    content = json.loads((copy / "train.json").read_text())
-    content["corpus"]["val_tokens"] += 1
-    (copy / "train.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match="another corpus"):
-        at_other_taus([replace(run, path=copy)], (0.5,), "cpu")
 
 
 def test_on_frontier():
@@ -94,23 +85,12 @@ def test_other_settings_are_other_curves(make_run):
 
 
 def test_where_a_run_began_is_another_curve(make_run):
-    """Catches seeds that fall apart because each began from its own first stage; stages that are
-    mixed up although they were other trainings; and a beginning that is gone."""
-    for seed in (0, 1):
-        make_run(f"short-{seed}", 1, 1, seed=seed)
-        make_run(f"long-{seed}", 1, 1, seed=seed, batch_size=4)
-    runs = read_runs([make_run("new", 1, 2)] * 5)
-    folder = runs[0].path.parent
-    for i, name in enumerate(("short-0", "short-1", "long-0", "long-1", "gone")):
-        config = replace(runs[i].config, init_from=str(folder / name), seed=i)
-        runs[i] = replace(runs[i], config=config)
-    groups = group_runs(runs)
-    assert [[run.config.seed for run in group] for group in groups.values()] == [
-        [0, 1],
-        [2, 3],
-        [4],
-    ]
-    assert "init_from (PonderLM-3, batch_size 4" in [*groups][1][0]
+    """Catches runs from scratch and from another model in one mean."""
+    runs = read_runs([make_run("scratch", 1, 2), make_run("from", 1, 2), make_run("too", 1, 2)])
+    for i, run in enumerate(runs[1:]):
+        run.config.init_from, run.config.seed = f"out/first-{i}", i
+    names = [name for name, _ in group_runs(runs)]
+    assert names == ["PonderLM-3", "PonderLM-3, init_from True"]
 
 
 def test_refused_comparisons(make_run):
@@ -132,83 +112,52 @@ def test_unlike_trainings_are_named(make_run, capsys):
     """Catches methods that are compared after trainings of other lengths without a word."""
     runs = [make_run("a", 1, 2), make_run("b", 1, 3, method="looped", batch_size=16)]
     check_comparable(read_runs(runs))
-    assert "the runs differ in batch_size, too: 16, 8" in capsys.readouterr().out
-    check_comparable(read_runs(runs[:1]))
-    assert not capsys.readouterr().out
+    assert "the runs differ in batch_size, too: 8, 16" in capsys.readouterr().out
 
 
-BROKEN = [("abc", 2), (math.nan, 2), (1.0, 30), (1.0, -1), (1.0, None)]  # loss, steps
-
-
-def test_runs_that_are_left_out(make_run, tmp_path, capsys, monkeypatch):
-    """Catches an unfinished, missing or damaged run that becomes a number, ends it for the others,
-    or goes unmentioned; and another run that is read when the folder is given as '.'"""
-    good = make_run("good", 1.25, 2)
-    bad = [make_run(f"bad-{i}", *numbers) for i, numbers in enumerate(BROKEN)]
-    (tmp_path / "empty").mkdir()
-    bad += [tmp_path / "empty", tmp_path / "missing"]
-    assert [str(run.path) for run in read_runs([bad[0], good, *bad[1:]])] == [good]
+def test_runs_that_are_left_out(make_run, tmp_path, capsys):
+    """Catches an unfinished or missing run that becomes a number or goes unmentioned, and a damaged
+    one that does."""
+    good, bad = make_run("good", 1.25, 2), [tmp_path / "empty", tmp_path / "missing"]
+    bad[0].mkdir()
+    assert [str(run.path) for run in read_runs([bad[0], good, bad[1]])] == [good]
     printed = capsys.readouterr().out
     assert all(str(path) in printed for path in bad)
-    assert printed.count("left out, damaged: ") == len(BROKEN)
-    with pytest.raises(UserError, match="no whole and finished run"):
+    with pytest.raises(UserError, match="no finished run"):
         read_runs(bad)
-    with pytest.raises(UserError, match="none of the runs is a PonderLM-3"):
-        Depth((make_run("l", 1, 3, method="looped"),), tmp_path).draw()
-    monkeypatch.chdir(good)
-    assert read_runs(["."])[0].results["hard"]["loss"] == 1.25
-    assert len(read_runs(["../good/"])) == 1
+    with pytest.raises(UserError, match=r"results\.json"):
+        read_runs([make_run("damaged", math.nan, 2)])
 
 
 @pytest.mark.parametrize("figure", [Pareto, Depth])
 def test_redrawing(figure, make_run, tmp_path):
-    """Catches numbers that do not survive their file, a figure that needs the runs, and a stack
-    trace where the numbers are damaged."""
+    """Catches numbers that do not survive their file, and a figure that needs the runs."""
     runs = [make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, ponder_steps=2)]
     runs += [make_run("c", 1.3, 2.2, seed=1), make_run("v", 1.7, 0, method="vanilla")]
     out, name = tmp_path / "out", figure.__name__.lower()
-    with pytest.raises(UserError, match="draw it once without"):
-        figure(out=out, redraw=True).draw()
     figure(flags(runs), out=out).draw()
     files = [out / f"{name}{suffix}" for suffix in (".csv", ".md", ".png")]
     before = [file.read_bytes() for file in files]
     files[1].unlink(), files[2].unlink()
     figure(out=out, redraw=True).draw()
-    with pytest.raises(UserError, match="give one"):
-        figure(flags(runs), out=out, redraw=True).draw()
     assert [file.read_bytes() for file in files] == before
-    shown = read_runs(runs if figure is Pareto else runs[:3])
-    pd.testing.assert_frame_equal(read(files[0]), pareto_rows(shown), check_exact=True)
-    for damaged in (b"method,K\na,1\n", before[0].replace(b"1.2", b"word"), b"\xff\xfe\xfa"):
-        files[0].write_bytes(damaged)
-        with pytest.raises(UserError, match="is damaged"):
-            figure(out=out, redraw=True).draw()
-    files[0].write_bytes(before[0].replace(b"PonderLM-3", b"Ponder"))
-    with pytest.raises(UserError, match="'Ponder'"):
-        figure(out=out, redraw=True).draw()
+    pd.testing.assert_frame_equal(read(files[0]), pareto_rows(read_runs(runs)), check_exact=True)
 
 
-def curves(names):
-    """The curves that draw_curves makes of rows with these names: (color, marker, line) of each."""
-    rows = [{"method": name, "K": 3, "steps": i, "loss": 1.0} for i, name in enumerate(names)]
+def test_curves():
+    """Catches methods of one colour, variants of several or that cannot be told apart, and a point
+    with another K."""
+    names = ["A", "A, tau 1", "A, tau 2", "B", "C, x"]
+    rows = [{"method": n, "K": i, "steps": i, "loss": 1.0} for i, n in enumerate(names)]
+    frame = pd.DataFrame(rows)
     _, (axes,) = new_figure("", "")
-    draw_curves(axes, pd.DataFrame(rows), "steps", "loss")
+    draw_curves(axes, frame, frame.method, "steps", "loss")
     lines = [container[0] for container in axes.containers]
-    return [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines]
-
-
-def test_looks_of_the_methods():
-    """Catches a method with the look of another one, variants that cannot be told apart, an
-    ablation that is taken for a variant, and a row of no method that is left out."""
-    kinds = all_methods()
-    looks = curves([kind.title for kind in kinds])
-    assert looks == [(kind.color, kind.marker, "-") for kind in kinds]
-    assert len(set(looks)) == len(kinds)
-    looks = curves([f"PonderLM-3, tau {n}" for n in range(10)])
-    assert [marker for _, marker, _ in looks] == [*MARKERS, *MARKERS[:2]]
-    assert [line for _, _, line in looks[:5]] == ["-", "--", ":", "-.", "-"]
-    assert len(set(looks[:8])) == 8
-    assert method_of("PonderLM-3, tau 0.1").method == "ponderlm3"
-    assert method_of("PonderLM-3, uniform s, tau 0.1").method == "ablation-router"
-    with pytest.raises(UserError, match="'Someone'"):
-        method_of("Someone")
+    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines]
+    assert len(set(looks[:3])) == 3 and len({color for color, *_ in looks}) == 3
+    assert {color for color, *_ in looks[:3]} == {looks[0][0]}
+    assert [(text.get_position()[0], text.get_text()) for text in axes.texts] == [
+        (i, str(i)) for i in range(5)
+    ]
+    assert [*curve_names(frame)][:2] == ["A, K = 0", "A, tau 1, K = 1"]
+    assert [*curve_names(frame[:1])] == ["K = 0"]

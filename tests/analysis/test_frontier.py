@@ -41,7 +41,7 @@ def runs(make_run):
 def test_differences_by_pair(runs):
     """Catches another seed's reference, one at other steps, spreads of seeds instead of pairs, and
     a number where the reference has none."""
-    frame = frontier_rows(read_runs(runs), "ponderlm2", (0.1,), CPU).set_index("method")
+    frame = frontier_rows(read_runs(runs), (0.1,), CPU).set_index("method")
     looped, pause = frame.loc["LoopedLM"], frame.loc["Pause"]
     assert looped.difference == pytest.approx(-0.3) and (looped.steps, looped.seeds) == (1.5, 3)
     assert looped.difference_std == pytest.approx(math.sqrt(0.07))
@@ -54,21 +54,19 @@ def test_worse_with_more_steps(runs, make_run):
     """Catches a reference that may be beaten at three steps where it is better with two."""
     shape = dict(method="ponderlm2", ponder_steps=3)
     worse = [make_run(f"p3{seed}", 9.0, 3.0, seed=seed, **shape) for seed in range(3)]
-    frame = frontier_rows(read_runs(runs + worse), "ponderlm2", (0.1,), CPU).set_index("method")
+    frame = frontier_rows(read_runs(runs + worse), (0.1,), CPU).set_index("method")
     # of K = 2: 2.2 + seed; seed 0 takes 1.5 steps, halfway to 2.6 of K = 1, the others 2.5
     assert frame.loc["Pause"].difference == pytest.approx(2.0 - (2.4 + 3.2 + 4.2) / 3)
 
 
-def test_refused(runs, make_run):
-    """Catches a reference with nothing to compare at, and one with two losses for as many steps."""
-    again = make_run("again", 1.0, 1.0, method="ponderlm2", ponder_steps=1, batch_size=9)
+def test_refused(runs):
+    """Catches a comparison with nothing to compare with, or nothing to compare."""
     for paths, message in (
         (runs[1:2] + runs[3:4], "no seed has two runs"),
         (runs[:3], "no run of a method beside ponderlm2 and vanilla"),
-        ([*runs, again], "two runs of ponderlm2 with as many steps"),
     ):
         with pytest.raises(UserError, match=message):
-            frontier_rows(read_runs(paths), "ponderlm2", (0.1,), CPU)
+            frontier_rows(read_runs(paths), (0.1,), CPU)
 
 
 def test_command(runs, tmp_path):

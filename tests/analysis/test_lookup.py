@@ -6,16 +6,13 @@ import pytest
 import torch
 from conftest import flags, records, small_model
 
-from analysis import lookup as looking
 from analysis.comparing import read_runs
 from analysis.lookup import answers, lookup_rows
 from analysis.measuring import open_subject
 from analysis.tables import read
 from analyze import Lookup
 from corpus import lookup
-from interop import load
 from runtime import UserError
-from training.warm_start import deeper
 
 
 @pytest.fixture
@@ -67,15 +64,6 @@ def test_lookup(trained, tmp_path, capsys):
             else:
                 assert row[key] is None
     assert all(row["steps"] == 0 for row in rows[:7] if row["steps"] is not None)
-    table = (tmp_path / "lookup.md").read_text()
-    assert None in [row["steps"] for row in rows] and "| - |" in table
-    assert "| filler | 1 lookup | 2 lookups |" in table
-    lines = [line.split(" | ")[:3] for line in table.splitlines()[2:]]
-    assert lines == [
-        [f"| {name}", K, key]
-        for name, K in (("vanilla", "0"), (ours, "2"))
-        for key in ("accuracy", "steps")
-    ]
     printed = capsys.readouterr().out
     Lookup(out=tmp_path, redraw=True).draw()
     assert capsys.readouterr().out in printed and (tmp_path / "lookup.png").exists()
@@ -83,21 +71,6 @@ def test_lookup(trained, tmp_path, capsys):
     assert not stopped.steps.any()
     with pytest.raises(UserError, match="windows of 16 tokens are not lines"):
         Lookup(flags([trained / "other"]), out=tmp_path).draw()
-
-
-def test_panels(trained, tmp_path, monkeypatch):
-    """Catches one panel drawn twice, and lines that are left out where there are 1024."""
-    drawn = []
-    monkeypatch.setattr(looking, "save_figure", lambda figure, file: drawn.append(figure))
-    asked = []
-    monkeypatch.setattr(looking, "open_subject", lambda *a: asked.append(a[1]) or open_subject(*a))
-    Lookup(flags([trained / "lookup-0"]), out=tmp_path).draw()
-    frame = read(tmp_path / "lookup.csv")
-    panels = zip(drawn[0].axes, ("accuracy", "steps"), strict=True)
-    for axes, key in panels:
-        y = axes.containers[0].lines[0].get_ydata()
-        assert y.tolist() == pytest.approx(frame[key].tolist(), nan_ok=True)
-    assert asked == [1024]
 
 
 def test_one_text_for_all(trained, tmp_path):
@@ -110,17 +83,3 @@ def test_one_text_for_all(trained, tmp_path):
     assert rows.accuracy[2] == pytest.approx(right[asked == 2].double().mean().item())
     with pytest.raises(UserError, match="ids of another tokenizer"):
         lookup_rows(read_runs([trained / "ponder"]), None, "cpu", data=str(folder))
-
-
-def test_more_steps(trained):
-    """Catches steps beyond those of the training that are not taken, or by another router."""
-    (run,) = read_runs([trained / "lookup-0"])
-    rows = lookup_rows([run], 0.0, "cpu", more_steps=2)
-    taken = rows.steps.dropna()
-    assert len(taken) > 2 and (taken == run.shape.ponder_steps + 2).all()
-    assert rows.method.str.endswith(", 2 more steps").all()
-    model = load(run.path)
-    more = deeper(model, 2)
-    assert more.router.proj.weight[2:].eq(model.router.proj.weight[2]).all()
-    assert more.config.offset == (*model.config.offset, *2 * model.config.offset[-1:])
-    assert deeper(small_model(method="ponderlm2"), 1).config.ponder_steps == 4

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 
-from corpus.preparation import prepare
 from engine.products import has_bfloat16
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,13 +42,6 @@ SHORT = {  # appended to a command, so that it takes seconds
     "bench decode": "--batch-sizes 1 --prompts 4 --new-tokens 2 --repeats 1",
     "corpus lookup": "--lines 200",
 }
-# Forms that are no more: a page that shows one sends its reader to an error.
-SCRIPTS = (
-    "data weights cost evaluate bench bench_decode tour hops engine start choose compact graph"
-)
-SCRIPTS += " windows stream formats config llama methods measure report corpora tokenizer device"
-OLD = rf"(?<![\w/])({SCRIPTS.replace(' ', '|')}|settings|run|checkpoint)\.py\b"
-OLD += r"|--ablation|--printed-mask-index|ablation-penalty|hops|LOG\.md|assets/"
 
 
 def shell(text):
@@ -130,15 +122,6 @@ def run(what, arguments, directory):
     return printed.getvalue()
 
 
-def test_pages_have_the_main_commands():
-    """Catches pages from which this test reads nothing."""
-    programs = {shortened(line)[0] for _, line in COMMANDS}
-    assert {"train.py", "sample.py", "analyze.py", "attention.py", "router.py"} <= programs
-    modules = {"corpus", "interop", "baselines", "evaluation", "bench", "engine", "docs.tour"}
-    assert modules <= programs
-    assert {"make test", "make demo"} <= set(shell(README))
-
-
 @pytest.mark.parametrize("name, line", COMMANDS)
 def test_command(name, line, directory):
     """Catches a page whose commands have drifted from the code; in the order of the pages, since
@@ -177,25 +160,6 @@ def test_python(directory):
     assert len(names["samples"]) == 2 and len(names["samples"][0].tokens)
 
 
-def test_a_command_as_a_process(directory):
-    """Catches commands that work only inside another program: one is run as a reader runs it."""
-    command = [sys.executable, str(ROOT / "train.py"), "--data", "my_texts", "--preset", "tiny"]
-    environment = os.environ | {"PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *TRAIN.split()], cwd=directory, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip() and "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_default_corpus(tmp_path, monkeypatch):
-    """Catches a default corpus that cannot be made, since the other tests use a small text."""
-    monkeypatch.chdir(tmp_path)
-    folder, tokenizer = prepare("pydocs", "bytes", None)
-    assert (Path(folder) / "train.bin").stat().st_size > 10**7 and tokenizer.vocab_size == 257
-
-
 def test_tour():
     """Catches a tour that shows other numbers than the code computes."""
     printed = run("docs.tour", [], ROOT)
@@ -218,24 +182,10 @@ def test_every_page_is_listed():
     assert {f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")} == set(NAMES[1:])
 
 
-def test_no_old_names():
-    """Catches a page that names a command, flag or file by a name that it no longer has."""
-    for name, text in PAGES.items():
-        found = re.search(OLD, text)
-        assert not found, f"{name}: {found[0]}"
-
-
 def test_log():
-    """Catches a log whose newest entries name commands by their old names: only older ones may."""
-    text = (ROOT / "docs/log.md").read_text("utf-8")
-    entries = text.split("\n## ")
-    titles = [entry.splitlines()[0] for entry in entries[1:]]
-    dates = [title[:10] for title in titles]
-    assert dates == sorted(dates, reverse=True)
-    house = next(i for i, title in enumerate(titles) if "The house" in title)
-    for entry in entries[1 : house + 2]:
-        found = re.search(r"(?m)^\s*python (data|weights|cost|evaluate|bench|tour)\.py", entry)
-        assert not found, found[0]
+    """Catches an entry of the log in another place than its date's."""
+    dates = re.findall(r"(?m)^## (\d{4}-\d\d-\d\d)", (ROOT / "docs/log.md").read_text("utf-8"))
+    assert dates and dates == sorted(dates, reverse=True)
 
 
 def test_reading_order():
@@ -283,48 +233,22 @@ def test_links(name):
             assert (ROOT / script).is_file(), script
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_tables(name):
-    """Catches a table with a row that is too long or too short: it is shown as text."""
-    text = re.sub(r"(?s)```.*?```", "", PAGES[name])
-    for block in re.findall(r"(?m)(?:^ *\|.*\n)+", text):
-        rows = [row.strip() for row in block.splitlines()]
-        assert re.fullmatch(r"\|(:?-+:?\|)+", rows[1].replace(" ", "")), rows[1]
-        columns = {row.count("|") for row in rows}
-        assert len(columns) == 1, block
-
-
 def test_numbers_of_the_tables():
     """Catches tables whose losses or steps are not those of the figures' data."""
-    rows = []
-    for file in ("pareto", "remedies"):
+    pages = (PAGES["docs/results.md"] + PAGES["docs/frontier.md"]).replace("**", "")
+    for file in ("pareto", "remedies", "frontier", "frontier-long"):
         with open(ROOT / f"docs/figures/{file}.csv", encoding="utf-8") as lines:
-            rows += [(file, row) for row in csv.DictReader(lines)]
-    for file, row in rows:
-        if file == "pareto" and "tau 0.1" in row["method"]:
-            continue  # not in the table
-        for key, digits in (("loss", 3), ("steps", 2)):
-            mean, std = float(row[key]), float(row[f"{key}_std"])
-            shown = f"{mean:.{digits}f} ± {std:.{digits}f}"
-            if file == "pareto" or "penalty_weight" in row["method"]:
-                assert shown in PAGES["docs/results.md"], (row["method"], row["K"], shown)
-    frontier = PAGES["docs/frontier.md"]
-    pairs = frontier.split("## By pairs of seeds")[1].split("\n## ")[0].replace("**", "")
-    with open(ROOT / "docs/figures/frontier.csv", encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            row = {key: float(row[key] or "nan") for key in row if key != "method"}
-            shown = f"| {row['K']:.0f} | {row['tau']:g} | " if row["tau"] > 1e-4 else ""
-            shown += f"{row['steps']:.2f} ± {row['steps_std']:.2f} | {row['loss']:.3f}"
-            shown += f" ± {row['loss_std']:.3f} | {row['difference']:+.3f} ± {row['interval']:.3f}"
-            shown = shown.replace("+nan ± nan", "-")  # more steps than the reference has
-            assert shown in pairs, shown
-    longer = frontier.split("## Four times the training")[1].split("\n## ")[0].replace("**", "")
-    with open(ROOT / "docs/figures/frontier-long.csv", encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            row = {key: float(row[key]) for key in row if key != "method"}
-            shown = f"| {row['steps']:.2f} ± {row['steps_std']:.2f} | {row['loss']:.3f}"
-            shown += f" ± {row['loss_std']:.3f} | {row['difference']:+.3f} ± {row['interval']:.3f}"
-            assert shown in longer, shown
-    five = README.split("## What it does")[1].split("\n## ")[0]
-    numbers = re.findall(r"\d\.\d+ ± \d\.\d+", five)
-    assert len(numbers) == 11 and all(shown in frontier for shown in numbers)
+            rows = [*csv.DictReader(lines)]
+        for row in rows:
+            if file == "pareto" and "tau 0.1" in row["method"]:
+                continue  # not in the table
+            if file == "remedies" and "penalty_weight" not in row["method"]:
+                continue  # as in pareto.csv
+            shown = "{:.2f} ± {:.2f} | {:.3f} ± {:.3f}".format(
+                *(float(row[key]) for key in ("steps", "steps_std", "loss", "loss_std"))
+            )
+            if row.get("difference"):  # else more steps than the reference has
+                shown += f" | {float(row['difference']):+.3f} ± {float(row['interval']):.3f}"
+            assert shown in pages, (file, row["method"], row["K"], shown)
+    numbers = re.findall(r"\d\.\d+ ± \d\.\d+", README.split("## What it does")[1])
+    assert len(numbers) >= 11 and all(shown in pages for shown in numbers)

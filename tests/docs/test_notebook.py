@@ -1,13 +1,12 @@
-"""The tour as a notebook: made by its script, found by its badge, and true."""
+"""The tour as a notebook: made by its script, and true."""
 
-import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbconvert.preprocessors import ExecutePreprocessor
 
-from docs.notebook import NOTEBOOK, REPOSITORY, build
+from docs.notebook import NOTEBOOK, build
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -23,16 +22,6 @@ def printed(notebook):
 def test_it_is_what_the_script_makes():
     """Catches a notebook that shows an older text or older code than the tour's."""
     assert NOTEBOOK.read_text("utf-8") == build(), "python -m docs.notebook makes it anew"
-
-
-def test_badge():
-    """Catches a badge that opens another file, and a setup cell that clones another repository."""
-    badge, setup, *_ = nbformat.reads(build(), as_version=4).cells
-    link = r"\]\(https://colab\.research\.google\.com/github/([\w.-]+/[\w.-]+)/blob/main/([^)]*)\)"
-    ((repository, path),) = re.findall(link, badge.source)
-    assert (ROOT / path).samefile(NOTEBOOK)
-    assert repository == REPOSITORY
-    assert f"https://github.com/{repository} " in setup.source
 
 
 @pytest.mark.parametrize("directory", [ROOT, NOTEBOOK.parent], ids=["root", "docs"])
