@@ -11,11 +11,9 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import timeit
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import product
 from pathlib import Path
 
 import pydantic
@@ -227,27 +225,6 @@ def pick_device(name="auto"):
                 torch.cuda.set_device(device)  # where streams, events and graphs are made
             return device
     raise UserError(f"device {name!r} is not here; there is {', '.join(there)}")
-
-
-def pick_threads(count, device):
-    """Set the threads of a CPU: `count`, or None: all or one, which multiplies faster now -> count.
-
-    Where another program keeps a core, each product waits for the thread that shares it.
-    """
-    most = torch.get_num_threads()
-    if count is None and most > 1 and device.type == "cpu":
-        x, w = torch.ones(2048, 96), torch.ones(96, 256)  # of a layer of the smallest preset
-        calls = dict.fromkeys((1, most), 0)
-        for _, n in product(range(5), calls):  # in turns: what else runs, comes and goes
-            torch.set_num_threads(n)
-            end = time.perf_counter() + 0.1
-            while time.perf_counter() < end:
-                x @ w
-                calls[n] += 1
-        count = max(calls, key=calls.get)
-        print(f"products in half a second: {calls[1]} by one thread, {calls[most]} by {most}")
-    torch.set_num_threads(count or most)
-    return count or most
 
 
 def pick_precision(name, device):

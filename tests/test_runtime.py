@@ -1,4 +1,4 @@
-"""Errors in one line, files that are whole or not there, the number of threads."""
+"""Errors in one line, files that are whole or not there."""
 
 import os
 import resource
@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from runtime import UserError, command_line, pick_threads, progress, read_json, write_text, writing
+from runtime import UserError, command_line, progress, read_json, write_text, writing
 
 
 @pytest.mark.parametrize(
@@ -72,23 +72,6 @@ def test_progress(capsys, monkeypatch):
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert list(progress(range(3))) == [0, 1, 2] and "3/3" in capsys.readouterr().err
-
-
-def test_threads(capsys, monkeypatch):
-    """Catches a number of threads that is not the one asked for, or measured where it was."""
-    before = torch.get_num_threads()
-    try:
-        assert pick_threads(1, torch.device("cpu")) == torch.get_num_threads() == 1
-        assert pick_threads(None, torch.device("cpu")) == 1 and not capsys.readouterr().out
-        torch.set_num_threads(2)
-        clock = iter(range(10**6))
-        monkeypatch.setattr(
-            "time.perf_counter", lambda: next(clock) * 0.06 * torch.get_num_threads()
-        )
-        assert pick_threads(None, torch.device("cpu")) == torch.get_num_threads() == 1
-        assert "by one thread" in capsys.readouterr().out
-    finally:
-        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("script", ["attention", "router"])

@@ -40,14 +40,6 @@ def feeds_back(method):
     return "feedback_scale" not in unused_settings(find(method))
 
 
-def refuse_fewer(name, K, ponder_steps):
-    if ponder_steps < K:
-        raise UserError(
-            f"ponder_steps = {ponder_steps}: {name} takes {K}, which can become more, not fewer; "
-            "leave it as it is"
-        )
-
-
 def start_defaults(defaults, name, method=None, steps=None, ponder_steps=None):
     """A TrainConfig whose `defaults` become those of a training that begins from the model `name`.
 
@@ -61,7 +53,6 @@ def start_defaults(defaults, name, method=None, steps=None, ponder_steps=None):
     warmup = round(0.3 * (steps or defaults.steps))
     if base.method != "vanilla" and method in (None, base.method):
         K = base.ponder_steps if ponder_steps is None else ponder_steps
-        refuse_fewer(name, base.ponder_steps, K)
         model = replace(base, block_size=window)
         if base.ponder_steps == K or not can_warm_up(base.method):
             return replace(defaults, model=model)
@@ -122,7 +113,11 @@ def start_from(directory, config):
         ours, theirs = getattr(config, what), getattr(base.config, what)
         if ours != theirs:
             raise UserError(f"{name} = {ours}: {directory} has {theirs}; leave it as it is")
-    refuse_fewer(directory, base.config.ponder_steps, config.ponder_steps)
+    if config.ponder_steps < (K := base.config.ponder_steps):
+        raise UserError(
+            f"ponder_steps = {config.ponder_steps}: {directory} takes {K}, which can become more, "
+            "not fewer; leave it as it is"
+        )
     if config.block_size > base.config.block_size:
         raise UserError(
             f"block_size = {config.block_size}: {directory} was trained on windows of "

@@ -33,12 +33,6 @@ def test_bad_bins(tmp_path, raw, message):
         load_tokens(tmp_path, "train", 257, 64)
 
 
-def test_meta_of_others(tmp_path):
-    """Catches somebody else's meta.json taken for ours."""
-    (tmp_path / "meta.json").write_text('{"vocab_size": 65}')
-    assert read_meta(tmp_path) == {}
-
-
 GOOD = {"source": "x", "bytes": 1, "sha256": ""}
 
 
@@ -51,11 +45,14 @@ GOOD = {"source": "x", "bytes": 1, "sha256": ""}
     ],
 )
 def test_bad_meta(tmp_path, content, message):
-    """Catches bytes that become something else than ids, and a stack trace for a damaged file."""
+    """Catches bytes that become something else than ids, a stack trace for a damaged file, and
+    somebody else's meta.json taken for ours."""
     np.ones(400, np.uint16).tofile(tmp_path / "train.bin")
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(UserError, match=f"meta.json {message}"):
         load_tokens(tmp_path, "train", 257, 64)
+    (tmp_path / "meta.json").write_text('{"vocab_size": 65}')  # somebody else's
+    assert read_meta(tmp_path) == {}
 
 
 def test_windows():
