@@ -133,7 +133,8 @@ def steps_of(model, device, count=2):
     model.to(device).train()
     optimizer, logged = make_optimizer(model, TrainConfig(model=model.config)), []
     for step in range(count):
-        x, y = (ids.to(device) for ids in windows().batch(step, 4))
+        rows = windows().rows(step, 4).to(device)
+        x, y = rows[:, :-1], rows[:, 1:]
         loss, penalty, out = objective(model, x, y, 2)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -54,7 +54,7 @@ def start_defaults(defaults, name, method=None, steps=None, ponder_steps=None):
     if base.method != "vanilla" and method in (None, base.method):
         K = base.ponder_steps if ponder_steps is None else ponder_steps
         model = replace(base, block_size=window)
-        if base.ponder_steps == K or not can_warm_up(base.method):
+        if base.ponder_steps >= K or not can_warm_up(base.method):
             return replace(defaults, model=model)
         model = replace(model, ponder_steps=K, router_offset=longer(base, K))
         return replace(defaults, model=model, ponder_warmup=warmup, ponder_from=base.ponder_steps)
@@ -180,8 +180,9 @@ def with_feedback(config, windows):
     base = load(locate(config.init_from))
     if base.config.method != "vanilla":
         return config
-    idx, _ = windows.batch(0, min(32, windows.count))
-    scale = residual_scale(base, idx[:, : base.config.block_size])
+    idx = windows.rows(0, min(32, windows.count))  # (.., T+1)
+    T = min(config.model.block_size, base.config.block_size)
+    scale = residual_scale(base, idx[:, :T])
     return replace(config, model=replace(model, feedback_scale=float(f"{scale:.3g}")))
 
 

@@ -93,7 +93,7 @@ def test_feedback_scale(config, llama):
     windows, alone = Windows(val, 16, 0), {}
     measured = with_feedback(config, Windows(tokens, 16, 0)).model.feedback_scale
     model = load(llama)
-    x, _ = Windows(tokens, 16, 0).batch(0, 32)
+    x = Windows(tokens, 16, 0).rows(0, 32)[:, :-1]
     with torch.no_grad():
         stream = model.model.stack(model.embed(x), torch.arange(16), None)
         state, e = model.model.norm(stream), model.embed(x)
