@@ -57,13 +57,8 @@ def read_fields(file, fields):
     """What a tokenizer.json holds, Hugging Face's or what `save` wrote -> HuggingFaceTokenizer."""
     if "tokenizer" in fields:
         return HuggingFaceTokenizer(fields["tokenizer"], fields["end"])
-    settings, config = file.with_name("tokenizer_config.json"), file.with_name("config.json")
+    settings = file.with_name("tokenizer_config.json")
     end = read_json(settings).get("eos_token") if settings.is_file() else None
-    if end is None and config.is_file():
-        i = read_json(config).get("eos_token_id")
-        i = i[0] if isinstance(i, list) else i
-        added = fields.get("added_tokens") or []
-        end = next((token["content"] for token in added if token["id"] == i), None)
     return HuggingFaceTokenizer(fields, end["content"] if isinstance(end, dict) else end)
 
 

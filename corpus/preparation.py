@@ -447,8 +447,3 @@ class Windows:
         """The tokens of a step, (size, T+1): this process's share of the whole batch."""
         first = (step * processes + rank) * size
         return torch.from_numpy(np.stack([self.window(i) for i in range(first, first + size)]))
-
-    def batch(self, *step):
-        """Inputs and targets of a step, (size, T) each: two views of its `rows`."""
-        rows = self.rows(*step)
-        return rows[:, :-1], rows[:, 1:]

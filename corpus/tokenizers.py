@@ -26,7 +26,7 @@ import tiktoken
 from runtime import UserError, locate, read_json, write_text
 
 # What a tokenizer of the Hugging Face Hub may consist of.
-FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
+FILES = ("tokenizer.json", "tokenizer_config.json")
 END_OF_TEXT = "<|endoftext|>"
 # How GPT-2 cuts a text into words, within which BPE merges.
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

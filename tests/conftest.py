@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from placement import DEVICE, EQUIVALENCE, ON_CPU, device_of_test
+from placement import DEVICE, EQUIVALENCE, ON_CPU, TEST_DEVICE
 from safetensors import safe_open
 
 from attention import eager
@@ -84,7 +84,7 @@ def small_model(seed=0, **kwargs):
     if model.has_router:
         for weight in (p for p in model.router.parameters() if p.dim() == 2):
             torch.nn.init.normal_(weight, std=scale / config.hidden_size**0.5)
-    return model.double().eval().to(device_of_test())
+    return model.double().eval().to(TEST_DEVICE)
 
 
 def tokens(T=10, B=1, V=31, seed=0):
@@ -133,13 +133,13 @@ def golden():
     def read(name, method="ponderlm2"):
         with safe_open(GOLDEN / name, "pt") as file:
             official = json.loads(file.metadata()["config"])
-            tensors = {key: file.get_tensor(key).to(device_of_test()) for key in file.keys()}  # noqa: SIM118
+            tensors = {key: file.get_tensor(key).to(TEST_DEVICE) for key in file.keys()}  # noqa: SIM118
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
         names += ("num_attention_heads", "rms_norm_eps", "rope_theta")
         shape = {field: official[field] for field in names}
         K = official["num_latent_thoughts"]
         model = build(configure(PonderConfig(), method, ponder_steps=K, **shape))
-        model.eval().to(device_of_test())
+        model.eval().to(TEST_DEVICE)
         model.load_state_dict({k: tensors.pop(k) for k in list(tensors) if k.endswith(".weight")})
         return model, tensors, official
 

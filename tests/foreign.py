@@ -140,12 +140,10 @@ KINDS = {
 }
 
 
-def make_tokenizer(directory, kind, config=None, **fields):
+def make_tokenizer(directory, kind, **fields):
     library = KINDS[kind]()
     directory.mkdir(exist_ok=True)
     library.save(str(directory / "tokenizer.json"))
     fields = fields or {"eos_token": "</s>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(fields))
-    if config:
-        (directory / "config.json").write_text(json.dumps(config))
     return library, load_tokenizer(directory / "tokenizer.json")

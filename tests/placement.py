@@ -18,11 +18,11 @@ import torch
 from pretended_cuda import pretended_cuda
 from torch.overrides import TorchFunctionMode
 
-TESTS = Path(__file__).parent
-OURS = {TESTS / "placement.py", TESTS / "conftest.py", TESTS / "pretended_cuda.py"}
+TESTS = str(Path(__file__).parent)
 DEVICE = os.environ.get("PONDERLM_TEST_DEVICE", "cpu")
 if DEVICE != "cuda":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of processes that tests start, too
+TEST_DEVICE = torch.device("cpu" if DEVICE == "cpu" else "cuda")
 EQUIVALENCE = {f"method/test_{name}.py" for name in ("attention", "golden", "model", "router")}
 EQUIVALENCE |= {"kernels/test_attention.py", "method/test_sample.py"}
 EQUIVALENCE |= {"engine/test_batching.py", "engine/test_prefill.py"}
@@ -39,30 +39,16 @@ FACTORIES = {torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, to
 FACTORIES |= {torch.eye, torch.rand, torch.randn, torch.randint, torch.logspace, torch.linspace}
 
 
-def device_of_test():
-    """Where a test has its tensors: asked by what a test calls, or calls torch with."""
-    if DEVICE == "cpu":
-        return torch.device("cpu")
-    frame, nearest, names = sys._getframe(1), None, set()
-    while frame:
-        file = Path(frame.f_code.co_filename)
-        names.add(frame.f_code.co_name)
-        if nearest is None and "torch" not in file.parts and file not in OURS:
-            nearest = file
-        frame = frame.f_back
-    mine = nearest.is_relative_to(TESTS) and str(nearest.relative_to(TESTS)) in EQUIVALENCE
-    return torch.device("cuda" if mine and not names & ON_CPU else "cpu")
-
-
 class OnDevice(TorchFunctionMode):
     """Puts what a test makes on its device, with the numbers that it has on a CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in FACTORIES or "device" in kwargs or device_of_test().type == "cpu":
+        by_test = sys._getframe(1).f_code.co_filename.startswith(TESTS)
+        if func not in FACTORIES or "device" in kwargs or not by_test:
             return func(*args, **kwargs)
         grad = kwargs.pop("requires_grad", False)
-        return func(*args, **kwargs).to(device_of_test()).requires_grad_(grad)
+        return func(*args, **kwargs).to(TEST_DEVICE).requires_grad_(grad)
 
 
 MODES = ExitStack()  # for as long as the tests run

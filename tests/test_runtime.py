@@ -1,4 +1,4 @@
-"""Errors in one line, files that are whole or not there, the number of threads."""
+"""Errors in one line, files that are whole or not there."""
 
 import os
 import resource
@@ -74,6 +74,14 @@ def test_progress(capsys, monkeypatch):
     assert list(progress(range(3))) == [0, 1, 2] and "3/3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("script", ["attention", "router"])
+def test_help(script):
+    """Catches a script that runs when it is asked what it does."""
+    command = [sys.executable, ROOT / f"{script}.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0 and "usage:" in done.stdout and "0.1 " not in done.stdout
+
+
 def test_threads(capsys, monkeypatch):
     """Catches a number of threads that is not the one asked for, or measured where it was."""
     before = torch.get_num_threads()
@@ -89,11 +97,3 @@ def test_threads(capsys, monkeypatch):
         assert "by one thread" in capsys.readouterr().out
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("script", ["attention", "router"])
-def test_help(script):
-    """Catches a script that runs when it is asked what it does."""
-    command = [sys.executable, ROOT / f"{script}.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 0 and "usage:" in done.stdout and "0.1 " not in done.stdout

@@ -7,9 +7,6 @@ gets plain values.
 
 import argparse
 import hashlib
-import os
-import shlex
-import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -181,23 +178,12 @@ def check(config, processes=1):
     """
     check_settings(config.model)
     if config.ponder_warmup and "router_offset" in unused_settings(find(config.model.method)):
-        raise UserError(
-            f"ponder_warmup = {config.ponder_warmup}: {config.model.method} has no router to warm "
-            "up; leave it at 0"
-        )
-    if config.ponder_warmup and config.ponder_from >= config.model.ponder_steps:
-        raise UserError(
-            f"ponder_from = {config.ponder_from}: it has to be less than the "
-            f"{config.model.ponder_steps} steps that are learned; leave it as it is"
-        )
+        raise UserError(f"ponder_warmup: {config.model.method} has no router to warm up; leave it")
     if config.steps <= config.ponder_warmup:
         raise UserError(
             f"ponder_warmup = {config.ponder_warmup}: it has to end before the training, of "
             f"{config.steps} steps"
         )
-    compilers = (shlex.split(os.environ.get("CXX") or "g++")[0], "clang++", "cl")
-    if config.compile and not any(map(shutil.which, compilers)):
-        raise UserError("--compile needs a C++ compiler, and found none; install g++ or leave it")
     batch, micro = config.batch_size, config.micro_batch_size
     if micro and batch % micro:
         raise UserError(f"micro_batch_size {micro} does not divide batch_size {batch}")
@@ -311,11 +297,6 @@ def is_same(corpus, other):
 def pick_tokenizer(config):
     """What `auto` stands for, as `prepare` takes it: None is the corpus's own, or bytes."""
     if config.tokenizer != "auto":
-        if config.init_from and config.tokenizer == "bpe":
-            raise UserError(
-                f"--tokenizer bpe would be a new one, which {config.init_from} does not know; "
-                "leave it out to take the model's own"
-            )
         return config.tokenizer
     if config.init_from:
         from training.warm_start import tokenizer_beside

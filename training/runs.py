@@ -2,7 +2,7 @@
 
 train.json                       every setting of the training, and its corpus
 tokenizer.json                   the vocabulary (corpus/tokenizers.py)
-log.jsonl, loss.png              one line a logged step; the same drawn
+log.jsonl                        one line a logged step
 step-00000250/                   a checkpoint:
   config.json, model.safetensors, tokenizer.json    a model as any other (interop)
   trainer.pt                     optimizer, random state, step
@@ -75,9 +75,7 @@ def new_run(out, name, prefix):
     """
     if name and (Path(name).name != name or name == ".."):
         raise UserError(f"--name {name!r} is not a plain name; --out says where the run goes")
-    fresh = f"{prefix}-{time.strftime('%m%d-%H%M%S')}"
-    same_second = len(list(Path(out).glob(f"{fresh}*")))
-    run = Path(out) / (name or (f"{fresh}-{same_second + 1}" if same_second else fresh))
+    run = Path(out) / (name or f"{prefix}-{time.strftime('%m%d-%H%M%S')}")
     check_free(run)
     run.mkdir(parents=True, exist_ok=bool(name))
     return run
@@ -187,32 +185,6 @@ def read_results(run):
     return read_json(file, Results, "; --resume writes it again")
 
 
-def draw_losses(run):
-    """log.jsonl -> loss.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    log = read_lines(run / "log.jsonl")
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, name, style, label in (
-        (axes[0], "ce", "-", "train"),
-        (axes[0], "val", "o-", "validation"),
-        (axes[1], "K_hat", "-", None),
-    ):
-        rows = [row for row in log if name in row]
-        axis.plot([row["step"] for row in rows], [row[name] for row in rows], style, label=label)
-        axis.set_xlabel("optimizer step")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("cross-entropy, nats per token")
-    axes[0].legend()
-    axes[1].set_ylabel("executed steps per token, K-hat")
-    with writing(run / "loss.png"):
-        figure.savefig(run / "loss.png", dpi=150)
-    plt.close(figure)
-
-
 # -- Checkpoints -----------------------------------------------------------------------------------
 
 
@@ -300,8 +272,6 @@ def read_trainer(checkpoint, optimizer):
     file = checkpoint / "trainer.pt"
     try:
         trainer = torch.load(file, map_location="cpu", weights_only=True)
-    except PermissionError:
-        raise
     except Exception as error:  # a foreign file fails in any way
         reason = str(error).splitlines()[0] if str(error) else "it is empty"
         raise unreadable(checkpoint, f"{file} cannot be read as data: {reason}") from None
@@ -347,7 +317,7 @@ def begin_log(run, step, changed, machine):
     rows = [row for row in read_lines(run / "log.jsonl") if row["step"] <= step] if step else []
     rows.append({"step": step, "changed": changed, **machine})
     write_text(run / "log.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    for file in (run / "results.json", run / "loss.png", *run.glob("*.tmp")):
+    for file in (run / "results.json", *run.glob("*.tmp")):
         shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
 
 
@@ -391,8 +361,8 @@ class Session:
             session.finish(results)
 
     All of a step is a function of its number, the weights and the optimizer, so that a resumed
-    training is the same one. What a step logs is looked at one step late, so that a GPU is waited
-    for only where a line is printed. Of several processes only the first writes.
+    training is the same one. A GPU is waited for only where a line is printed or a model saved. Of
+    several processes only the first writes.
 
     SIGINT and SIGTERM let the step end and save it. The same signal a second time ends the process.
     """
@@ -401,7 +371,6 @@ class Session:
         self.t, self.optimizer = training, optimizer
         self.run, self.config = training.run, training.config
         self.first, self.seconds = 0, 0.0  # steps done before, and what they took
-        self.under_way = None  # what the last step logged, on its way to the host
         self.received = self.all_saved = False  # a signal; whether it may stop at once
         self.lock = nullcontext() if training.rank else locked(training.run)
 
@@ -467,23 +436,21 @@ class Session:
         return done == self.config.steps or done % self.config.eval_every == 0
 
     def log(self, step, values):
-        """{name: scalar on the device} of a step begin their way to the host. Those of the step
-        before are looked at; every `log_every` steps a line is printed and written."""
-        self.look()
-        numbers = torch.stack([*values.values()])
-        arrived = torch.cuda.Event() if numbers.is_cuda else None
-        numbers = numbers.to("cpu", non_blocking=numbers.is_cuda)  # into pinned memory
-        if arrived:
-            arrived.record()
+        """Print and write {name: scalar on the device}, where a line is due.
+
+        Raises:
+            UserError: one of them is not finite.
+        """
         done, config = step + 1, self.config
-        self.under_way = done, values.keys(), numbers, arrived
         is_logged = done % config.log_every == 0 or done == config.steps
-        row = self.look() if is_logged else {}
+        if is_logged:
+            numbers = torch.stack([*values.values()]).cpu()  # only here a GPU is waited for
         self.seconds += time.monotonic() - self.began
         if not is_logged:
             return
-        numbers = reduce(torch.tensor([*row.values()]), self.t.device) / self.t.processes
-        row = dict(zip(row, numbers.tolist(), strict=True))
+        numbers = reduce(numbers, self.t.device) / self.t.processes
+        row = dict(zip(values, numbers.tolist(), strict=True))
+        check_finite(self.run, done, **row)
         a_step = (self.seconds - self.before) / (done - self.first)
         row["tokens_per_second"] = config.batch_size * config.model.block_size / a_step
         print(
@@ -494,28 +461,11 @@ class Session:
         )
         self.append({"step": done, **row})
 
-    def look(self):
-        """Wait for what the last step logged, unless that has been done. -> {name: number}
-
-        Raises:
-            UserError: one of them is not finite.
-        """
-        if self.under_way is None:
-            return {}
-        done, names, numbers, arrived = self.under_way
-        self.under_way = None
-        if arrived:
-            arrived.synchronize()
-        values = dict(zip(names, numbers.tolist(), strict=True))
-        check_finite(self.run, done, **values)
-        return values
-
     def append(self, row):
         if not self.t.rank:
             append_line(self.run / "log.jsonl", row)
 
     def log_validation(self, step, loss, windows):
-        self.look()
         done = step + 1
         print(f"step {done}/{self.config.steps}  validation {loss:.3f} ({windows} windows)")
         check_finite(self.run, done, validation=loss)
@@ -523,7 +473,6 @@ class Session:
 
     def save(self, step):
         """A checkpoint after a step; that of -1 is the beginning."""
-        self.look()  # before anything is saved
         if not self.t.rank:
             save_checkpoint(self.run, self.t.model, self.optimizer, step + 1, self.seconds)
 
@@ -531,7 +480,6 @@ class Session:
         """Keep the final evaluation."""
         if not self.t.rank:
             write_json(self.run / "results.json", results)
-            draw_losses(self.run)
         best = best_checkpoint(self.run)
         if best and best != checkpoints(self.run)[-1]:
             print(f"an earlier checkpoint had a better validation loss: {best}")

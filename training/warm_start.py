@@ -40,14 +40,6 @@ def feeds_back(method):
     return "feedback_scale" not in unused_settings(find(method))
 
 
-def refuse_fewer(name, K, ponder_steps):
-    if ponder_steps < K:
-        raise UserError(
-            f"ponder_steps = {ponder_steps}: {name} takes {K}, which can become more, not fewer; "
-            "leave it as it is"
-        )
-
-
 def start_defaults(defaults, name, method=None, steps=None, ponder_steps=None):
     """A TrainConfig whose `defaults` become those of a training that begins from the model `name`.
 
@@ -61,9 +53,8 @@ def start_defaults(defaults, name, method=None, steps=None, ponder_steps=None):
     warmup = round(0.3 * (steps or defaults.steps))
     if base.method != "vanilla" and method in (None, base.method):
         K = base.ponder_steps if ponder_steps is None else ponder_steps
-        refuse_fewer(name, base.ponder_steps, K)
         model = replace(base, block_size=window)
-        if base.ponder_steps == K or not can_warm_up(base.method):
+        if base.ponder_steps >= K or not can_warm_up(base.method):
             return replace(defaults, model=model)
         model = replace(model, ponder_steps=K, router_offset=longer(base, K))
         return replace(defaults, model=model, ponder_warmup=warmup, ponder_from=base.ponder_steps)
@@ -122,7 +113,11 @@ def start_from(directory, config):
         ours, theirs = getattr(config, what), getattr(base.config, what)
         if ours != theirs:
             raise UserError(f"{name} = {ours}: {directory} has {theirs}; leave it as it is")
-    refuse_fewer(directory, base.config.ponder_steps, config.ponder_steps)
+    if config.ponder_steps < (K := base.config.ponder_steps):
+        raise UserError(
+            f"ponder_steps = {config.ponder_steps}: {directory} takes {K}, which can become more, "
+            "not fewer; leave it as it is"
+        )
     if config.block_size > base.config.block_size:
         raise UserError(
             f"block_size = {config.block_size}: {directory} was trained on windows of "
@@ -178,8 +173,9 @@ def with_feedback(config, windows):
     base = load(locate(config.init_from))
     if base.config.method != "vanilla":
         return config
-    idx, _ = windows.batch(0, min(32, windows.count))
-    scale = residual_scale(base, idx[:, : base.config.block_size])
+    idx = windows.rows(0, min(32, windows.count))  # (.., T+1)
+    T = min(config.model.block_size, base.config.block_size)
+    scale = residual_scale(base, idx[:, :T])
     return replace(config, model=replace(model, feedback_scale=float(f"{scale:.3g}")))
 
 

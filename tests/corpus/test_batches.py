@@ -33,12 +33,6 @@ def test_bad_bins(tmp_path, raw, message):
         load_tokens(tmp_path, "train", 257, 64)
 
 
-def test_meta_of_others(tmp_path):
-    """Catches somebody else's meta.json taken for ours."""
-    (tmp_path / "meta.json").write_text('{"vocab_size": 65}')
-    assert read_meta(tmp_path) == {}
-
-
 GOOD = {"source": "x", "bytes": 1, "sha256": ""}
 
 
@@ -51,11 +45,14 @@ GOOD = {"source": "x", "bytes": 1, "sha256": ""}
     ],
 )
 def test_bad_meta(tmp_path, content, message):
-    """Catches bytes that become something else than ids, and a stack trace for a damaged file."""
+    """Catches bytes that become something else than ids, a stack trace for a damaged file, and
+    somebody else's meta.json taken for ours."""
     np.ones(400, np.uint16).tofile(tmp_path / "train.bin")
     (tmp_path / "meta.json").write_text(content)
     with pytest.raises(UserError, match=f"meta.json {message}"):
         load_tokens(tmp_path, "train", 257, 64)
+    (tmp_path / "meta.json").write_text('{"vocab_size": 65}')  # somebody else's
+    assert read_meta(tmp_path) == {}
 
 
 def test_windows():
@@ -63,18 +60,16 @@ def test_windows():
     tokens = np.arange(101, dtype=np.uint16)
     windows = Windows(tokens, 10, seed=3)
     assert windows.count == 10
-    x, y = zip(*(windows.batch(step, 5) for step in range(4)), strict=True)
-    assert all(torch.equal(a[:, 1:], b[:, :-1]) for a, b in zip(x, y, strict=True))
-    epochs = [torch.cat(x[:2]), torch.cat(x[2:])]
+    x = [windows.rows(step, 5) for step in range(4)]  # (5, T+1) each
+    assert all(rows.diff().eq(1).all() for rows in x)
+    epochs = [torch.cat(x[:2])[:, :-1], torch.cat(x[2:])[:, :-1]]
     for epoch in epochs:
         assert sorted(epoch.flatten().tolist()) == list(range(100))
     assert not torch.equal(*epochs)
-    assert torch.equal(Windows(tokens, 10, seed=3).batch(3, 5)[0], x[3])
-    shares = [Windows(tokens, 10, seed=3).batch(3, 1, rank, 5)[0] for rank in range(5)]
+    assert torch.equal(Windows(tokens, 10, seed=3).rows(3, 5), x[3])
+    shares = [Windows(tokens, 10, seed=3).rows(3, 1, rank, 5) for rank in range(5)]
     assert torch.equal(torch.cat(shares), x[3])
-    assert not torch.equal(Windows(tokens, 10, seed=4).batch(3, 5)[0], x[3])
-    rows = Windows(tokens, 10, seed=3).rows(3, 5)  # both in one
-    assert torch.equal(rows[:, :-1], x[3]) and torch.equal(rows[:, 1:], y[3])
+    assert not torch.equal(Windows(tokens, 10, seed=4).rows(3, 5), x[3])
 
 
 def test_order_of_windows():

@@ -55,8 +55,8 @@ def test_corpus(corpus):
     assert folder == corpus and tokenizer.name == "lookup"
     tokens = load_tokens(folder, "train", tokenizer.vocab_size, lookup.LINE)
     windows = Windows(tokens, lookup.LINE, seed=0)
-    x, _ = windows.batch(0, windows.count)
-    assert (x[:, -1] == tokenizer.end_of_text).all()
+    x = windows.rows(0, windows.count)
+    assert (x[:, -2] == tokenizer.end_of_text).all()
     assert tokens.bytes is None and load_tokens(folder, "val", 600, 64).bytes == 1336
     # The held-out lines of another seed are none of these.
     assert not {*lookup.documents(30, 0)} & {*lookup.documents(30, 1)}

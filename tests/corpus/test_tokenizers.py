@@ -120,18 +120,10 @@ def test_beginning_is_not_shown(tmp_path, capsys):
     assert capsys.readouterr().out.replace("\u2080", "") == "the fox\n"
 
 
-@pytest.mark.parametrize(
-    "config,fields",
-    [
-        (None, {"eos_token": "</s>"}),
-        (None, {"eos_token": {"content": "</s>", "lstrip": False}}),
-        ({"eos_token_id": [1, 0]}, {"model_max_length": 5}),
-    ],
-)
-def test_end_of_text(tmp_path, config, fields):
-    """Catches an end of text that is looked for in one place only."""
-    library, tokenizer = make_tokenizer(tmp_path, "byte-level", config, **fields)
-    assert tokenizer.end_of_text == 1 == library.token_to_id("</s>")
+def test_end_of_text(tmp_path):
+    """Catches an end of text that is read in one of its two forms only, or is no token."""
+    for end in ("</s>", {"content": "</s>", "lstrip": False}):
+        assert make_tokenizer(tmp_path, "byte-level", eos_token=end)[1].end_of_text == 1
     with pytest.raises(UserError, match="end of text, 'x!y', is not in its vocabulary"):
         make_tokenizer(tmp_path, "byte-level", eos_token="x!y")
 
@@ -211,15 +203,18 @@ OURS = Tokenizer.bytes().fields()
         ({"model": {"type": "Odd"}}, "tokenizers cannot read"),
         ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "decoder.*WordPiece"),
         ({"decoder": None}, "unknown decoder"),
+        ({}, "pip install tokenizers"),
         # A vocabulary with which tiktoken ends the process, or that says something else.
         (OURS | {"tokens": {"a": 1}}, "not a tokenizer that is known"),
         (OURS | {"tokens": ["YQ==", "YQ=="]}, "a token is there twice"),
         (OURS | {"tokens": ["YQ=="]}, "a byte has no token"),
     ],
 )
-def test_damaged(tmp_path, change, message):
+def test_damaged(tmp_path, change, message, monkeypatch):
     """Catches a stack trace, or a text that is written with other tokens."""
     make_tokenizer(tmp_path, "byte-level")
+    if message == "pip install tokenizers":
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
     file = tmp_path / "tokenizer.json"
     if change is None:
         file.unlink()
@@ -228,14 +223,6 @@ def test_damaged(tmp_path, change, message):
         file.write_text(json.dumps(theirs | change))
     with pytest.raises(UserError, match=message):
         load_tokenizer(file)
-
-
-def test_without_the_library(tmp_path, monkeypatch):
-    """Catches an ImportError that does not say what to install."""
-    make_tokenizer(tmp_path, "byte-level")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match="pip install tokenizers"):
-        load_tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_hub(tmp_path, monkeypatch):
