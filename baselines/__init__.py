@@ -40,7 +40,8 @@ class PonderLM3(PonderLM):
     mixes = True  # where there is a router: all states predict together, weighted by s
     routes_first = True  # h^(0) alone decides s, before the first step
     iterates = True  # its states are a fixed point of the Jacobi iteration
-    interleaves = True  # its longest pass runs all S slots of every token, not one
+    grid = False  # slot k sees slots up to k only, see grid.py
+    interleaves = True  # in its longest pass there are keys of S slots for every token, not one
 
     @staticmethod
     def training_forwards(config, steps):
@@ -132,7 +133,8 @@ def unused_settings(kind):
     """The settings of PonderConfig that a method does not follow, as it lacks what they set."""
     unused = set(kind.unused)
     unused |= set() if kind.has_router else {"router_offset", "penalty", "penalty_weight"}
-    return unused if kind.iterates else unused | {"backprop_passes", "feedback_scale"}
+    unused |= set() if kind.iterates else {"backprop_passes"}
+    return unused if kind.iterates or kind.grid else unused | {"feedback_scale"}
 
 
 def check_settings(config):
