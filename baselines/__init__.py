@@ -8,7 +8,7 @@ It declares the first row always, the others where it differs:
 method, title, color, marker              --method, and its looks in tables and figures
 Config, defaults, unused                  settings of its own, implied ones, ignored ones
 has_router, mixes                         is s learned? do all states predict, weighted by it?
-routes_first, iterates                    is s by h^(0) alone? are its states a Jacobi fixed point?
+iterates, grid                            are its states a Jacobi fixed point? or K+1 exact passes?
 states, route, ponder_token, new_cache    all tokens at once; their s; one token behind a cache
 training_forwards, vocabulary_products    what it costs
 
@@ -38,7 +38,6 @@ class PonderLM3(PonderLM):
     unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks
     has_router = True  # a learned s and early exit
     mixes = True  # where there is a router: all states predict together, weighted by s
-    routes_first = True  # h^(0) alone decides s, before the first step
     iterates = True  # its states are a fixed point of the Jacobi iteration
     grid = False  # slot k sees slots up to k only, see grid.py
     interleaves = True  # in its longest pass there are keys of S slots for every token, not one

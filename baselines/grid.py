@@ -1,4 +1,4 @@
-"""The grid: PonderLM-3 and -2 where slot k sees slots 0 .. k of the tokens so far, and no deeper one.
+"""The grid: PonderLM-3 and -2 where slot k sees slots 0 .. k of the tokens so far, none deeper.
 
     slot (t, k) sees slot (t', k')  <=>  t' <= t and k' <= k
 
@@ -37,8 +37,8 @@ class OnGrid:
             layers = [TokensLayer(self.backend, pair) for pair in seen]
             h.append(self.transform(x, positions, bias, layers))
             seen = [layer.seen for layer in layers]
-            if k == 0 or not self.routes_first:
-                s, log_w = self.route(torch.stack(h, dim=2), alpha)
+            if k == 0:
+                s, log_w = self.route(h[0][:, :, None], alpha)  # (B, T, S)
             x = self.feed_back(h[-1])
         return torch.stack(h, dim=2), s, log_w
 

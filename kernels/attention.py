@@ -90,9 +90,7 @@ def attend_to_slots(q, k, v, d, backend):
         return attend_causally(q, k, v, d)
     mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().repeat(1, n)
     grouped = q.size(1) != k.size(1)
-    out = F.scaled_dot_product_attention(
-        q, k, v, mask, scale=1 / math.sqrt(d), enable_gqa=grouped
-    )
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=1 / math.sqrt(d), enable_gqa=grouped)
     return out[..., :d]
 
 
