@@ -172,12 +172,12 @@ class PonderLM(nn.Module):
             V = self.config.vocab_size
             raise ValueError(f"ids outside the vocabulary, 0 to {V - 1}") from None
 
-    def transform(self, x, positions, key_bias=None, norm=True):
+    def transform(self, x, positions, key_bias=None, cache=None, norm=True):
         """The backbone, (B, N, D) -> (B, N, D); with `recompute` its activations are not kept."""
         run = self.model if norm else self.model.stack
         if self.recompute and torch.is_grad_enabled():
-            return checkpointed(run, x, positions, key_bias, self.backend)
-        return run(x, positions, key_bias, self.backend)
+            return checkpointed(run, x, positions, key_bias, self.backend, cache)
+        return run(x, positions, key_bias, self.backend, cache)
 
     def route(self, h, alpha=0.0):
         """Step distributions of tokens by the states of their slots so far, (..., n+1, D)."""
@@ -261,16 +261,20 @@ class PonderLM(nn.Module):
             logits (V,) of the next token, and K-hat, the pondering steps executed.
         """
         x, positions = self.embed_token(token, position)  # all slots of a token share its position
-        h = self.model(x, positions, self.key_bias(x.new_zeros(1, 1)), cache=cache)  # log w_0 = 0
+        h = self.run_slot(0, x, positions, self.key_bias(x.new_zeros(1, 1)), cache)  # log w_0 = 0
         s, log_w = self.route(h[:, :, None], alpha)  # (1, 1, S)
         bias, steps = self.key_bias(log_w), self.executed(log_w, tau)
         s, steps = self.step_weights(s, steps), int(steps)
         h_hat = s[..., :1] * h
         for k in range(1, steps + 1):  # stop as soon as w_k < tau
             x = self.feed_back(h)
-            h = self.model(x, positions, None if bias is None else bias[..., k], cache=cache)
+            h = self.run_slot(k, x, positions, None if bias is None else bias[..., k], cache)
             h_hat = h_hat + s[..., k : k + 1] * h
         return self.lm_head(h_hat.to(h.dtype))[0, 0], steps
+
+    def run_slot(self, k, x, positions, bias, cache):
+        """Slot k of one token, (1, 1, D) -> (1, 1, D), against all slots so far."""
+        return self.model(x, positions, bias, cache=cache)
 
     def new_cache(self):
         """What `ponder_token` keeps of the tokens before: here one LayerCache a layer."""

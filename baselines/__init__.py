@@ -8,7 +8,7 @@ It declares the first row always, the others where it differs:
 method, title                             --method, and its name in tables and figures
 Config, defaults, unused                  settings of its own, implied ones, ignored ones
 has_router, mixes                         is s learned? do all states predict, weighted by it?
-routes_first, iterates                    is s by h^(0) alone? are its states a Jacobi fixed point?
+iterates, grid                            are its states a Jacobi fixed point? or K+1 exact passes?
 states, route, ponder_token, new_cache    all tokens at once; their s; one token behind a cache
 training_forwards, vocabulary_products    what it costs
 
@@ -37,9 +37,9 @@ class PonderLM3(PonderLM):
     unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks
     has_router = True  # a learned s and early exit
     mixes = True  # where there is a router: all states predict together, weighted by s
-    routes_first = True  # h^(0) alone decides s, before the first step
     iterates = True  # its states are a fixed point of the Jacobi iteration
-    interleaves = True  # its longest pass runs all S slots of every token, not one
+    grid = False  # slot k sees slots up to k only, see grid.py
+    interleaves = True  # in its longest pass there are keys of S slots for every token, not one
 
     @staticmethod
     def training_forwards(config, steps):
@@ -131,7 +131,8 @@ def unused_settings(kind):
     """The settings of PonderConfig that a method does not follow, as it lacks what they set."""
     unused = set(kind.unused)
     unused |= set() if kind.has_router else {"router_offset", "penalty", "penalty_weight"}
-    return unused if kind.iterates else unused | {"backprop_passes", "feedback_scale"}
+    unused |= set() if kind.iterates else {"backprop_passes"}
+    return unused if kind.iterates or kind.grid else unused | {"feedback_scale"}
 
 
 def check_settings(config):

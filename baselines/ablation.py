@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from attention import MASKED
 from baselines import PonderLM3
+from baselines.exits import last_alone
 from router import slot_bias
 
 
@@ -38,8 +39,7 @@ class NoIntegration(PonderLM3):
             self.router.requires_grad_(False)  # no gradient reaches it
 
     def step_weights(self, s, steps=None):
-        steps = torch.full_like(s[..., 0], s.size(-1) - 1) if steps is None else steps
-        return F.one_hot(steps.long(), s.size(-1)).to(s.dtype)
+        return last_alone(s, steps)
 
 
 class UniformRouter(PonderLM3):

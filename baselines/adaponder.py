@@ -1,15 +1,15 @@
-"""AdaPonderLM: a gate for each loop, and tokens that have halted stay as they are.
+"""AdaPonderLM: PonderLM-1 with a gate for each step, and tokens that have halted stay as they are.
 
-    x_1 = Stack(e), g_k = sigmoid(MLP_k(norm(x_k))), w_k = min(g_1, .., g_k)
-    x_{k+1} = x_k + w_k (Stack(x_k) - x_k) while w_k >= tau, else x_k
-    L = CE + lambda sum_k mean(the lowest share of all w_k)
+    E_0 = e(x), h_i = F(E_i), P_i = softmax(lm_head(h_i)), g_i = sigmoid(MLP_i(h_i))
+    m_0 = 1, m_{i+1} = m_i [g_i >= tau], E_{i+1} = E_i + m_{i+1} g_i P_i V
+    L = CE + lambda mean of the lowest share of all g_i, of all tokens and steps together
 
-Song et al., 2026, arXiv 2603.01914. The full text could not be read here, only its abstract and
-notes on it. Taken from there: an MLP for each iteration, a mask that never rises again, halted
-tokens that keep their keys and values, in training as in decoding, and a loss on the lowest
-scores. Assumed: the loop of LoopedLM; how the gates learn, namely by scaling what a loop changes;
-MLPs of a hidden layer of D / 4; the constants of a third party's implementation, lambda = 0.02, the
-lowest twentieth, tau = 1e-4 in training; scores that begin at sigmoid(2). See exits.py.
+V is the scaled embedding table; the share rises linearly from 0 to 0.1. A token with m = 0 keeps
+its keys and values, in training as in decoding, and its last state predicts. See exits.py.
+
+Song et al., 2026, arXiv 2603.01914, of which a digest by others was read, not the text. From there:
+all of the above, lambda = 0.1, tau = 1e-4, MLPs of two layers with a hidden width of 4 D. Assumed:
+the share rises over the whole training; the activation, SiLU; scores that begin at sigmoid(2).
 """
 
 from typing import Annotated
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
 
-from baselines.exits import Gates, LoopWithExits
+from baselines.exits import Exits, Gate
+from baselines.ponderlm1 import PonderLM1, mixture
 from model import PonderConfig
 from router import upcast
 from runtime import strict_dataclass
@@ -29,52 +30,58 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @strict_dataclass
 class AdaPonderConfig(PonderConfig):
-    halting_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.02  # lambda
-    halting_share: Annotated[float, Field(gt=0, le=1)] = 0.05  # of the scores, which are lowered
+    halting_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1  # lambda
+    halting_share: Share = 0.1  # of the gates, which are lowered at the end of training
     halting_tau: Share = 1e-4  # in training
 
 
-class HaltingGates(Gates):
+class MLPGates(Gate):
+    """log g_k by h^(k), an MLP for each k."""
+
     def __init__(self, config):
-        super().__init__(config)
+        nn.Module.__init__(self)  # no linear map
         D = config.hidden_size
         self.mlps = nn.ModuleList(
-            nn.Sequential(nn.Linear(D, D // 4), nn.SiLU(), nn.Linear(D // 4, 1))
-            for _ in range(self.K)
+            nn.Sequential(nn.Linear(D, 4 * D), nn.SiLU(), nn.Linear(4 * D, 1))
+            for _ in range(config.ponder_steps)
         )
 
-    def step(self, k, h, log_w, alpha):
-        with torch.autocast(h.device.type, enabled=False):
-            first, _, last = self.mlps[k]
-            hidden = F.silu(F.linear(upcast(h), *map(upcast, first.parameters())))
-            score = F.linear(hidden, *map(upcast, last.parameters()))[..., 0]
-        return torch.minimum(log_w, F.logsigmoid(score + alpha))
-
-
-class AdaPonder(LoopWithExits):
-    method, title = "adaponder", "AdaPonderLM"
-    Config = AdaPonderConfig
-
-    def __init__(self, config, *backbone):
-        super().__init__(config, *backbone)
-        self.router = HaltingGates(config)
-        self.router.apply(self._init_weights)
-        for first, _, last in self.router.mlps:
+    def start(self):
+        for first, _, last in self.mlps:
             nn.init.zeros_(first.bias)
             nn.init.constant_(last.bias, 2.0)
 
-    def update(self, x, y, log_w):
-        return x + log_w.exp()[..., None].to(x.dtype) * (y - x)
+    def logit(self, h, k):
+        first, _, last = self.mlps[k]
+        hidden = F.silu(F.linear(h, *map(upcast, first.parameters())))
+        return F.linear(hidden, *map(upcast, last.parameters()))
 
-    def states(self, idx, R=None, tau=None, alpha=0.0):
+
+class AdaPonder(Exits):
+    method, title = "adaponder", "AdaPonderLM"
+    Config = AdaPonderConfig
+    progress = 1.0  # of the training, which moves it; see train.py
+
+    def make_router(self):
+        return MLPGates(self.config)
+
+    def next_input(self, x, h, log_g):
+        return x + log_g.exp()[..., None].to(x.dtype) * mixture(self, h)
+
+    def accumulate(self, log_w, log_g):
+        return torch.minimum(log_w, log_g)  # goes on while all g so far are at least tau
+
+    def forward(self, idx, targets=None, *, tau=None, **kwargs):
+        """As PonderLM.forward. In training tokens halt, too, and `auxiliary` is the loss on the
+        lowest gates."""
         tau = self.config.halting_tau if self.training else tau
-        return super().states(idx, R, tau, alpha)
-
-    def forward(self, idx, targets=None, **kwargs):
-        """As PonderLM.forward. In training `auxiliary` is the loss on the lowest scores."""
-        out = super().forward(idx, targets, **kwargs)
+        out = super().forward(idx, targets, tau=tau, **kwargs)
         if self.training:
-            w = out.log_w[..., 1:].exp().flatten(0, 1)  # (B*T, K)
-            lowest = w.topk(max(1, int(self.config.halting_share * len(w))), dim=0, largest=False)
-            out.auxiliary = self.config.halting_weight * lowest.values.mean(0).sum()
+            gates = [self.router(out.h[:, :, k], k) for k in range(self.config.ponder_steps)]
+            g = torch.stack(gates).exp().flatten()  # (K*B*T,)
+            count = int(self.progress * self.config.halting_share * len(g))
+            lowest = g.topk(count, largest=False).values
+            out.auxiliary = self.config.halting_weight * lowest.sum() / max(1, count)
         return out
+
+    vocabulary_products = PonderLM1.vocabulary_products

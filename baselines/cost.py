@@ -9,10 +9,10 @@ paper_flops           FLOPs                  6 N (1 + steps): the paper's unit (
                                              what a token costs in training; decoding takes 2 N.
 forward_flops         FLOPs                  2 N (1 + steps)
 product_flops         FLOPs                  about 2 for each weight that is multiplied: the head
-                                             once, routers (which are small) and the embedding
-                                             table never (but PonderLM-1 applies both head and table
-                                             after each pass). Without attention's products, which
-                                             grow with the text.
+                                             once, the embedding table never (but PonderLM-1 and
+                                             AdaPonderLM apply both after each pass). Without
+                                             routers, which are small but in AdaPonderLM, and
+                                             attention's products, which grow with the text.
 cache_entries         keys a layer           1 + steps
 training_forwards     passes of the stack    slots that run for it in all passes of a training step
 

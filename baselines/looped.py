@@ -6,7 +6,7 @@ The raw residual stream is carried from loop to loop: no norm, no second look at
 in between. Giannou et al., 2023, arXiv 2301.13196, as PonderLM-2's code compares with it.
 
 code     symbol     shape
-x        H_i        (B, T, D)       the residual stream
+x, y     H_i        (B, T, D)       the residual stream before and after a loop
 h        h^(0..K)   (B, T, S, D)    its normed states; h^(K) predicts the next token
 """
 
@@ -16,15 +16,22 @@ from baselines import FixedDepth
 
 
 class LoopedLM(FixedDepth):
+    """Also what other methods of K+1 passes, each with keys of its own, override."""
+
     method, title = "looped", "LoopedLM"
     iterates = interleaves = False
 
+    def next_input(self, x, e, y, h):
+        """The input of the next loop; e are the embeddings. (B, T, D) each."""
+        return y
+
     def states(self, idx, R=None, tau=None, alpha=0.0):
-        x, h = self.embed(idx), []
-        positions = torch.arange(idx.size(1), device=idx.device)
-        for _ in range(self.config.ponder_steps + 1):
-            x = self.transform(x, positions, norm=False)
-            h.append(self.model.norm(x))
+        (x, K), h = (self.embed(idx), self.config.ponder_steps), []
+        e, positions = x, torch.arange(idx.size(1), device=idx.device)
+        for k in range(K + 1):
+            y = self.transform(x, positions, norm=False)
+            h.append(self.model.norm(y))
+            x = self.next_input(x, e, y, h[-1]) if k < K else None
         h = torch.stack(h, dim=2)  # (B, T, S, D)
         return h, *self.route(h)
 
@@ -34,10 +41,13 @@ class LoopedLM(FixedDepth):
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
-        x, positions = self.embed_token(token, position)
-        for loop in cache:
-            x = self.model.stack(x, positions, None, cache=loop)
-        return self.lm_head(self.model.norm(x))[0, 0], self.config.ponder_steps
+        (e, positions), K = self.embed_token(token, position), self.config.ponder_steps
+        x = e
+        for k, layers in enumerate(cache):
+            y = self.model.stack(x, positions, None, cache=layers)
+            h = self.model.norm(y)
+            x = self.next_input(x, e, y, h) if k < K else None
+        return self.lm_head(h)[0, 0], K
 
     @staticmethod
     def training_forwards(config, steps):

@@ -23,12 +23,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention import MASKED
-from baselines import FixedDepth
+from baselines.looped import LoopedLM
 from model import PonderConfig
 from router import upcast
 from runtime import strict_dataclass
-
-PARTS = 8  # of a window: in training whole parts run, since each length needs kernels of its own
 
 
 @strict_dataclass
@@ -48,10 +46,9 @@ class ExpertChoiceConfig(PonderConfig):
         return self.capacities or tuple((S - r) / S for r in range(S))
 
 
-class MoR(FixedDepth):
-    """What both forms share: recursion on some tokens, the loss, and how steps are counted."""
-
-    iterates = interleaves = False
+class MoR(LoopedLM):
+    """What both forms share: recursion on some tokens, the loss, and how steps are counted. A
+    recursion's cache holds the tokens that took part, and no other."""
 
     def recur(self, x, active, n):
         """The stack on the active tokens alone: (B, T, D), (B, T) -> (B, T, D), 0 for the others.
@@ -94,10 +91,6 @@ class MoR(FixedDepth):
         out = self.predict(h, s, log_w, None, targets)
         out.steps, out.auxiliary = self.executed(log_w, tau), router_loss
         return out
-
-    def new_cache(self):
-        """A cache for each recursion: it holds the tokens that took part, and no other."""
-        return [super(MoR, self).new_cache() for _ in range(self.config.ponder_steps + 1)]
 
 
 class ExpertChoice(MoR):
@@ -199,10 +192,9 @@ class TokenChoice(MoR):
         depth, gate, p, logits = self.choose(x)
         h, T, S = [], idx.size(1), self.config.ponder_steps + 1
         takes_part = depth[None] >= torch.arange(1, S + 1, device=idx.device)[:, None, None]
-        lengths, part = [T] * S, -(-T // PARTS)
+        lengths = [T] * S
         if self.training:  # the one time that the GPU is waited for
             lengths = takes_part.sum(-1).amax(-1).tolist()
-            lengths = [min(-(-n // part) * part, T) for n in lengths]
         for active, n in zip(takes_part, lengths, strict=True):  # (B, T), of each recursion
             y = torch.where(active[..., None], self.recur(y, active, n), y)
             h.append(self.model.norm(x + gate * y))
@@ -223,7 +215,6 @@ class TokenChoice(MoR):
     def training_forwards(config, steps):
         """Training decides how many: 1 + steps of the tokens themselves.
 
-        (A batch of sequences is padded to the one with the most tokens at each depth, and that to
-        whole parts of the window.)
+        (A batch of sequences is padded to the one with the most tokens at each depth.)
         """
         return 1 + steps

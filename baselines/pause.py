@@ -2,46 +2,30 @@
 
 One pass over S slots a token, which share its position. Goyal et al., 2023, arXiv 2310.02226, put
 pauses at random places and behind the prompt; behind every token is how the PonderLM papers compare
-with it. `--pause-token ID` takes an unused row of the embedding instead of a vector of its own.
+with it.
 """
 
 import torch
-from pydantic import NonNegativeInt
 from torch import nn
 
 from baselines import FixedDepth
-from model import PonderConfig
-from runtime import strict_dataclass
-
-
-@strict_dataclass
-class PauseConfig(PonderConfig):
-    pause_token: NonNegativeInt | None = None  # an unused id of the vocabulary; None: its own row
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.pause_token is not None and self.pause_token >= self.vocab_size:
-            raise ValueError(f"pause_token = {self.pause_token} is outside the vocabulary")
 
 
 class Pause(FixedDepth):
     method, title = "pause", "Pause"
-    Config = PauseConfig
     iterates = False
 
     def __init__(self, config, *backbone):
         super().__init__(config, *backbone)
-        if config.pause_token is None:
-            self.pause = nn.Embedding(1, config.hidden_size)
-            self.pause.apply(self._init_weights)
+        self.pause = nn.Embedding(1, config.hidden_size)
+        self.pause.apply(self._init_weights)
 
     def interleave(self, idx):
         """(B, T) -> (B, T*S, D): each token's embedding and K times the pause's."""
         (B, T), K = idx.shape, self.config.ponder_steps
         e = self.embed(idx)[:, :, None]  # (B, T, 1, D)
-        token = self.config.pause_token
-        row = self.pause.weight[0] if token is None else self.model.embed_tokens.weight[token]
-        return torch.cat([e, (row * self.config.scale).expand(B, T, K, -1)], dim=2).flatten(1, 2)
+        pause = self.pause.weight[0] * self.config.scale
+        return torch.cat([e, pause.expand(B, T, K, -1)], dim=2).flatten(1, 2)
 
     def states(self, idx, R=None, tau=None, alpha=0.0):
         (B, T), S = idx.shape, self.config.ponder_steps + 1

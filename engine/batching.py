@@ -40,7 +40,7 @@ MANY, SHORT = 8, 64  # from so many rows on, up to so many tokens, prompts are r
 
 def serves(model):
     """Whether the Engine decodes models of this method; sample.py decodes all."""
-    return model.iterates and model.routes_first
+    return model.iterates
 
 
 @dataclass

@@ -12,11 +12,12 @@ from functools import lru_cache
 from statistics import median
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from attention import HALF, augment, eager, fa2, sdpa
+from attention import HALF, attend_causally, augment, eager, fa2, sdpa
 from runtime import UserError
 
 ANYWHERE = ("eager", "dense", "sdpa")  # on every device, in every precision
@@ -25,14 +26,20 @@ COMPILED = 64  # forms of one function that torch.compile may make, one for each
 
 
 def dense(q, k, v, key_bias):
-    (B, H, N, d), shared = q.shape, q.size(1) // k.size(1)
-    k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))  # (B, H, N, d)
-    q, k, v = (x.reshape(B * H, N, -1) for x in augment(q, k, v, key_bias))
+    return attend_densely(*augment(q, k, v, key_bias), q.size(-1))
+
+
+def attend_densely(q, k, v, d):
+    """As attention.attend_causally; also of n N keys, see attend_to_slots."""
+    (B, H, N, _), shared = q.shape, q.size(1) // k.size(1)
+    k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))  # (B, H, n N, d')
+    q, k, v = (x.reshape(B * H, -1, x.size(-1)) for x in (q, k, v))
     return DenseSoftmax.apply(q, k, v, 1 / math.sqrt(d)).view(B, H, N, -1)[..., :d]
 
 
 class DenseSoftmax(torch.autograd.Function):
-    """Causal attention of q, k, v (B*H, N, d'), with P = softmax(scale q k^T + M) in memory.
+    """Causal attention of q (B*H, N, d') and k, v (B*H, n N, d'), with P = softmax(scale q k^T + M)
+    in memory.
 
     Its backward pass is four products where flash kernels compute P again. In half precision scores
     are float32, P and the products are not, as in these kernels.
@@ -43,6 +50,7 @@ class DenseSoftmax(torch.autograd.Function):
         wide, N = torch.promote_types(q.dtype, torch.float32), q.size(1)
         with torch.autocast(q.device.type, enabled=False):
             M = torch.full((N, N), -torch.inf, dtype=wide, device=q.device).triu(1)
+            M = M.repeat(1, k.size(1) // N)
             scores = torch.baddbmm(M, q.to(wide), k.to(wide).mT, alpha=scale)
             P = scores.softmax(-1).to(v.dtype)
             out = P @ v
@@ -56,9 +64,31 @@ class DenseSoftmax(torch.autograd.Function):
         q, k, v, P, out = ctx.saved_tensors
         # dS = P (grad v^T - D), D the sum of grad out, which is a channel of that product.
         D = (grad * out).sum(-1, keepdim=True)
-        grad_D, v_1 = torch.cat([grad, D], dim=-1), torch.cat([v, -torch.ones_like(D)], dim=-1)
+        grad_D, v_1 = torch.cat([grad, D], dim=-1), F.pad(v, (0, 1), value=-1.0)
         dS = (grad_D @ v_1.mT).mul_(P).mul_(ctx.scale)
         return dS @ k, dS.mT @ q, P.mT @ grad, None
+
+
+def attend_to_slots(q, k, v, d, backend):
+    """One slot of all tokens against all slots so far: token t sees those of the tokens up to t.
+
+    Args:
+        q: (B, H, T, d'). k, v: (B, G, n T, d'), slot 0 of all tokens, then slot 1, .. As `augment`
+            made them, of width d.
+        backend: `dense`, or another one: then torch's fused attention with a mask of T x n T.
+
+    Returns:
+        (B, H, T, d).
+    """
+    if backend is dense:
+        return attend_densely(q, k, v, d)
+    T, n = q.size(2), k.size(2) // q.size(2)
+    if n == 1:
+        return attend_causally(q, k, v, d)
+    mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().repeat(1, n)
+    grouped = q.size(1) != k.size(1)
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=1 / math.sqrt(d), enable_gqa=grouped)
+    return out[..., :d]
 
 
 def cudnn(q, k, v, key_bias):

@@ -25,7 +25,7 @@ BELOW = {
     "model": METHOD[:3],
     "kernels": METHOD,
     "backbones": METHOD,
-    "baselines": (*METHOD, "backbones"),
+    "baselines": (*METHOD, "kernels", "backbones"),
     "interop": READS,
     "training": (*READS, "kernels"),
     "engine": READS,  # to open what is asked for; how to train is not its business

@@ -130,7 +130,8 @@ def final_report(model, windows, config, device):
         tau = config.tau
         hard = measure(f"hard-stopped at tau = {tau:g}", tau=tau)
         remark = "  (as many steps elsewhere)"
-        permuted = measure("the same, s permuted", remark=remark, tau=tau, permute=True)
+        if model.mixes:
+            permuted = measure("the same, s permuted", remark=remark, tau=tau, permute=True)
         tau = choose_tau(model, windows, count, device, config.tau_cost)
         scores = measure(f"and at tau = {tau:g}", tau, "  (chosen by cost)", tau=tau)
         chosen = {"tau": tau, **scores}

@@ -62,9 +62,8 @@ def test_training_forwards():
 
 
 @pytest.mark.parametrize("method", [kind.method for kind in all_methods()])
-def test_training_forwards_are_what_runs(method, monkeypatch):
+def test_training_forwards_are_what_runs(method):
     """Catches a method that runs another number of slots in training than it reports."""
-    monkeypatch.setattr("baselines.mor.PARTS", 12)  # no token more than there are
     model, rows = small_model(method=method).train(), []
     idx = tokens(T=12)
     model.model.layers[0].register_forward_hook(lambda _, inputs, __: rows.append(inputs[0]))
@@ -90,7 +89,8 @@ def test_products_are_what_decoding_multiplies(method):
     routers = sum(p.numel() for p in model.parameters() if id(p) not in backbone)
     expected = cost(model.config, steps).product_flops - 2 * gains * (1 + steps)
     assert abs(products - expected) <= 2 * routers * (1 + steps)
-    assert abs(products - expected) < 2 * 31 * 32  # a head is more
+    if method != "adaponder":  # whose gates are large, and left out by the table
+        assert abs(products - expected) < 2 * 31 * 32  # a head is more
 
 
 def test_cost_of_a_token():
