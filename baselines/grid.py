@@ -15,9 +15,11 @@ h          h^(0..k)    (B, T, D) each  states so far
 seen                   L of (k, v)     keys and values of the slots so far, (B, G, (k+1) T, d') each
 """
 
+import math
+
 import torch
 
-from attention import attend_to_cache, augment
+from attention import MASKED, attend_to_cache, augment, bias_unit
 from baselines import FixedDepth, PonderLM3
 from kernels.attention import attend_to_slots
 
@@ -53,6 +55,16 @@ class OnGrid:
     @staticmethod
     def training_forwards(config, steps):
         return config.ponder_steps + 1
+
+
+def slot_channels(K, d, dtype, device):
+    """The mask as part of the dot product, for a cache in which keys of all slots lie side by side:
+    K more channels of queries and keys by their slots, (S, K) each."""
+    slot = torch.arange(K + 1, device=device)[:, None]
+    channel = torch.arange(1, K + 1, device=device)
+    queries = (slot < channel) * bias_unit(d)
+    keys = (slot == channel) * (MASKED * math.sqrt(d) / bias_unit(d))
+    return queries.to(dtype), keys.to(dtype)
 
 
 class TokensLayer:

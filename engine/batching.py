@@ -26,9 +26,9 @@ from typing import Literal
 import torch
 
 from attention import HALF, decoding_kernels
-from engine.cache import PromptLayer
+from engine.cache import GridPrompt, PromptLayer
 from engine.cuda_graphs import Fetched, Graphs, rounded
-from engine.prefill import settle
+from engine.prefill import read_on_grid, settle
 from engine.products import WEIGHTS, has_bfloat16
 from engine.request import Sample, check_request, choose_finite, not_finite, uniform
 from engine.rows import Rows
@@ -40,7 +40,7 @@ MANY, SHORT = 8, 64  # from so many rows on, up to so many tokens, prompts are r
 
 def serves(model):
     """Whether the Engine decodes models of this method; sample.py decodes all."""
-    return model.iterates
+    return model.iterates or model.grid
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Stats:
 
 
 class Engine:
-    """Decodes with a PonderLM whose latents are a fixed point: PonderLM-3, PonderLM-2 and vanilla.
+    """Decodes with PonderLM-3, PonderLM-2, both on the grid, and vanilla.
 
     Args:
         model: in evaluation mode. Part of it is copied: do not change it afterwards.
@@ -269,16 +269,34 @@ class Engine:
         idx = contexts[:, : lengths.max()]
         at, lengths, idx = (x.to(self.device) for x in (torch.tensor(rows), lengths, idx))
         with self.precision:
-            found = settle(
-                self.model, idx, self.tau, self.alpha, lengths=lengths, tolerance=self.tolerance,
-                cache=[PromptLayer(self.cache, i, at) for i in range(len(self.cache.layers))],
-            )  # fmt: skip
+            if self.model.grid:
+                found = self.read_on_grid(idx, lengths, at)
+            else:
+                found = settle(
+                    self.model, idx, self.tau, self.alpha, lengths=lengths,
+                    tolerance=self.tolerance,
+                    cache=[PromptLayer(self.cache, i, at) for i in range(len(self.cache.layers))],
+                )  # fmt: skip
         h_hat = self.model.integrate(found.h, found.s, found.steps)
         rows = torch.arange(len(rows), device=self.device)
         logits = self.rows.logits(h_hat[rows, lengths - 1])  # (R, V)
         for q, steps, of_row in zip(sequences, found.steps.tolist(), logits, strict=True):
             q.given_steps, q.logits = steps[: len(q.given)], of_row
         self.stats.prompt_passes += found.passes
+
+    def read_on_grid(self, idx, lengths, at):
+        """Read prompts idx (R, T) of some lengths (R,) into rows `at` (R,) of the cache."""
+        layers = [GridPrompt() for _ in self.cache.layers]
+        found, slot, executed = read_on_grid(
+            self.model, idx, self.tau, self.alpha, lengths=lengths, cache=layers
+        )
+        N = int(executed.sum(1).max())
+        order = (~executed).sort(dim=1, stable=True).indices[:, :N]
+        self.cache.reserve(N)
+        self.cache.used = max(self.cache.used, N)
+        for i, layer in enumerate(layers):
+            layer.write(self.cache, i, at, order, self.rows.slot_keys[slot])
+        return found
 
     # -- One slot ----------------------------------------------------------------------------------
 

@@ -8,21 +8,32 @@ layers     L of (B, 2G, M, d')    a layer: the keys of G heads, with their bias,
 d, d'                             head width without and with the bias channel, see attention
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 
 from attention import MASKED, attend_causally, augment, key_channels, padded_width
 
 BLOCK = 256  # places by which the cache grows
 
 
+def cache_width(model):
+    """d' of a model."""
+    d = model.config.head_width
+    return padded_width(d + model.config.ponder_steps + 1 if model.grid else d)
+
+
 class SlotCache:
-    def __init__(self, config, rows, dtype, device):
+    def __init__(self, model, rows, dtype, device):
+        config = model.config
         self.G, self.d = config.key_value_heads, config.head_width
-        self.width = padded_width(self.d)
+        self.width = cache_width(model)
         self.shape = config.num_hidden_layers, rows, 2 * self.G, self.width
         self.dtype, self.device, self.block = dtype, device, BLOCK
         masked = torch.tensor(MASKED, device=device)
-        self.masked = key_channels(masked, self.d, dtype)  # (d'-d,) of a key that is not there
+        masked = key_channels(masked, self.d, dtype)  # of a key that is not there
+        self.masked = F.pad(masked, (0, self.width - self.d - len(masked)))  # (d'-d,)
         self.layers, self.seen = self.empty(0), {}
         self.used = 0  # places that any row has used so far: behind them all are empty
 
@@ -83,3 +94,33 @@ class PromptLayer:
         kv = torch.cat([k, v], dim=1)  # (R, 2G, N, d')
         self.cache.layers[self.layer][self.at[self.rows], :, :N] = kv.to(self.cache.dtype)
         return attend_causally(q, k, v, d)
+
+
+class GridPrompt:
+    """The same on the grid, of slot k of some tokens after that of slot k-1: prefill.read_on_grid
+    says which, and what each of them sees."""
+
+    def __init__(self):
+        self.slots = []  # keys and values of slots 0 .. k, (R, G, N, d') each
+        self.mask = None  # (R, 1, N, all so far)
+
+    def attend(self, q, k, v, key_bias):
+        d, grouped = q.size(-1), q.size(1) != k.size(1)
+        q, k, v = augment(q, k, v, key_bias)
+        self.slots.append((k, v))
+        k, v = (torch.cat(parts, dim=2) for parts in zip(*self.slots, strict=True))
+        out = F.scaled_dot_product_attention(
+            q, k, v, self.mask, scale=1 / math.sqrt(d), enable_gqa=grouped
+        )
+        return out[..., :d]
+
+    def write(self, cache, layer, rows, order, channels):
+        """Into rows of the cache.
+
+        order: (R, N) the places of executed slots among all. channels: (N all, K) of their slots.
+        """
+        kv = torch.cat([torch.cat(parts, dim=2) for parts in zip(*self.slots, strict=True)], dim=1)
+        kv = F.pad(kv.to(cache.dtype), (0, cache.width - kv.size(-1)))  # (R, 2G, N all, d')
+        kv[:, : cache.G, :, cache.d + 2 : cache.d + 2 + channels.size(-1)] = channels
+        places = order[:, None, :, None].expand(-1, kv.size(1), -1, kv.size(-1))
+        cache.layers[layer][rows, :, : order.size(1)] = kv.gather(2, places)

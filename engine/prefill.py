@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from attention import decoding_kernels
+from attention import MASKED, decoding_kernels
 
 
 @dataclass
@@ -36,6 +36,13 @@ class Settled:
     steps: torch.Tensor  # (B, T) K-hat, 0 behind a row's end
     passes: int
     slots: int  # that ran, in all passes and rows: what it cost
+
+
+def within(idx, lengths):
+    """Which of the places of idx (B, T) hold a token: those before `lengths` (B,), None: all."""
+    if lengths is None:
+        return torch.ones_like(idx, dtype=torch.bool)
+    return torch.arange(idx.size(1), device=idx.device) < lengths[:, None]
 
 
 @torch.no_grad()
@@ -55,15 +62,12 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, cac
         cache: one object a layer whose `attend` takes the place of the model's attention, and
             whose `rows` are told which rows a pass is about; see cache.PromptLayer.
     """
-    e = model.embed(idx)  # (B, T, D)
+    e, inside = model.embed(idx), within(idx, lengths)  # (B, T, D), (B, T)
     (B, T), S, device = idx.shape, model.config.ponder_steps + 1, idx.device
     h = e.new_zeros(B, T, S, e.size(-1))
     s, log_w = (torch.zeros_like(x) for x in model.route(h))  # (B, T, S)
     steps = torch.zeros_like(idx)
     ran = torch.zeros_like(idx)
-    inside = torch.ones_like(idx, dtype=torch.bool)
-    if lengths is not None:
-        inside = torch.arange(T, device=device) < lengths[:, None]
     slot = torch.arange(S, device=device)
 
     def wanted(rows):  # -> (R, T, S)
@@ -113,3 +117,43 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, cac
     steps = (ran - 1) * inside
     h = h * (slot <= steps[..., None])[..., None]
     return Settled(h, s, log_w, steps, passes, slots)
+
+
+@torch.no_grad()
+def read_on_grid(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, cache):
+    """As `settle` on the grid (baselines/grid.py), where K+1 passes are exact: pass k runs slot k
+    of the tokens that take k steps or more.
+
+    Args:
+        cache: a cache.GridPrompt a layer.
+
+    Returns:
+        Settled; and of the n keys in `cache` the slot (n,), and whether it was executed (B, n).
+    """
+    x, inside, slots = model.embed(idx), within(idx, lengths), 0  # (B, T, D), (B, T)
+    h = x.new_zeros(*idx.shape, model.config.ponder_steps + 1, x.size(-1))
+    active, tokens, executed = inside, [], []
+    log_w = torch.zeros_like(x[..., :1], dtype=torch.float32)  # of slot 0, before any routing
+    for k in range(h.size(2)):
+        slots += (counts := active.sum(1)).sum().item()
+        order = (~active).sort(dim=1, stable=True).indices[:, : counts.max()]  # (B, N)
+        here = active.gather(1, order)
+        tokens, executed = [*tokens, order], [*executed, here]
+        bias = model.key_bias(log_w)
+        bias = torch.zeros_like(log_w[..., 0]) if bias is None else bias[..., k]
+        bias = bias.gather(1, order).masked_fill(~here, MASKED)
+        for layer in cache:
+            layer.mask = (torch.cat(tokens, dim=1)[:, None] <= order[..., None])[:, None]
+        rows = order[..., None].expand(-1, -1, x.size(-1))  # (B, N, D)
+        with decoding_kernels(idx.device):
+            out = model.model(x.gather(1, rows), order, bias, model.backend, cache)
+        h[:, :, k] = h[:, :, k].scatter(1, rows, (out * here[..., None]).to(h.dtype))
+        if k == 0:
+            s, log_w = model.route(h[:, :, :1], alpha)
+            steps = model.executed(log_w, tau) * inside
+        active = inside & (steps > k)
+        if not active.any():
+            break
+        x = model.feed_back(h[:, :, k])
+    slot = torch.cat([torch.full_like(t[0], k) for k, t in enumerate(tokens)])
+    return Settled(h, s, log_w, steps, k + 1, slots), slot, torch.cat(executed, dim=1)

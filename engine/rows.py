@@ -9,7 +9,8 @@ A                        rows that run, 0 .. A-1
 x           (B, D)       input of each row's next slot
 h_hat       (B, D)       s_0 h^(0) + .. + s_k h^(k), as far as the token has come
 s           (B, S)       step distribution of each row's token, 0 beyond K-hat
-channels    (B, S, 2)    the bias of the keys of its slots, as attention.key_channels writes it
+channels    (B, S, c)    the bias of the keys of its slots, as attention.key_channels writes it in
+                         two channels; on the grid K more, see baselines.grid.slot_channels
 k           (B,)         which slot of its token is next, 0 .. K-hat
 steps       (B,)         K-hat of the token
 position    (B,)         of the token in the text
@@ -23,7 +24,8 @@ uniform     (B, T)       a random number for each token that is chosen
 import torch
 import torch.nn.functional as F
 
-from attention import key_channels
+from attention import key_channels, query_channels
+from baselines.grid import slot_channels
 from engine.cache import SlotCache
 from engine.products import matrix
 from engine.request import choose
@@ -46,7 +48,7 @@ class Rows:
         B, T, S, device = batch_size, config.block_size, config.ponder_steps + 1, weight.device
         self.model, self.tau, self.dtype, self.d = model, tau, dtype, config.head_width
         self.static = static
-        self.cache = SlotCache(config, B, dtype, device)
+        self.cache = SlotCache(model, B, dtype, device)
         self.step = make_step(model, B, dtype, weights)
         self.head = matrix(weight, dtype, B, weights)  # D -> V
         self.x = weight.new_zeros(B, config.hidden_size)
@@ -54,6 +56,12 @@ class Rows:
         self.h_hat = torch.zeros_like(self.x, dtype=s.dtype)
         self.s = s.clone()  # for good, without a learned router; so are the channels
         self.channels = torch.zeros(B, S, 2, dtype=dtype, device=device)
+        self.queries = None  # (S, c) on the grid
+        if model.grid:
+            queries, self.slot_keys = slot_channels(S - 1, self.d, dtype, device)  # (S, K) each
+            self.channels = torch.cat([self.channels, self.slot_keys.expand(B, -1, -1)], dim=-1)
+            bias = query_channels(self.d, dtype, device)[:2].expand(S, 2)
+            self.queries = torch.cat([bias, queries], dim=-1)
         if model.router is not None:
             self.router = upcast(model.router.proj.weight).T.contiguous()  # (D, S)
             self.shift = model.router.offset + alpha * torch.arange(S, device=device)  # (S,)
@@ -106,7 +114,8 @@ class Rows:
             s, channels, found = self.route(h[at])
             here = first[at]
             self.s[at] = torch.where(here[:, None], s, self.s[at])
-            self.channels[at] = torch.where(here[:, None, None], channels, self.channels[at])
+            bias = self.channels[at, :, :2]
+            self.channels[at, :, :2] = torch.where(here[:, None, None], channels, bias)
             steps[at] = torch.where(here, found, steps[at])
         self.integrate(h, k)
         self.x[:A] = self.model.feed_back(h)
@@ -148,9 +157,10 @@ class Rows:
 
     def run(self, A, places, position, length, k):
         """The slot k of each row through the backbone. Counters (A,) -> (A, D)."""
-        at = k[:, None, None].expand(A, 1, 2)
+        at = k[:, None, None].expand(A, 1, self.channels.size(-1))
         channels = self.channels[:A].gather(1, at)
-        return self.step(self.x[:A], self.cache, places, position, length, channels)
+        of_query = None if self.queries is None else self.queries[k][:, None]
+        return self.step(self.x[:A], self.cache, places, position, length, channels, of_query)
 
     def route(self, h):
         """How far tokens go, by their h^(0) (R, D). -> s (R, S), channels (R, S, 2), K-hat (R,)"""

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from attention import attend_to_cache, padded_width, query_channels
+from attention import attend_to_cache, query_channels
+from engine.cache import cache_width
 from engine.products import gated, matrix
 from model import Llama
 from runtime import UserError, autocast
@@ -58,7 +59,7 @@ class SlotStep:
     def __init__(self, model, batch_size, dtype, weights="float32"):
         config, device = model.config, model.lm_head.weight.device
         self.H, self.G = config.num_attention_heads, config.key_value_heads
-        self.d, self.width = config.head_width, padded_width(config.head_width)
+        self.d, self.width = config.head_width, cache_width(model)
         self.layers = [Layer.of(block, dtype, batch_size, weights) for block in model.model.layers]
         self.weight, self.dtype = model.model.norm.weight, dtype
         self.eps = self.weight.new_tensor(config.rms_norm_eps)
@@ -74,7 +75,7 @@ class SlotStep:
         # What augment appends to each head: a number to queries, the bias to keys, zeros to values.
         shape = (batch_size, self.H + 2 * self.G, self.width - self.d)
         self.channels = torch.zeros(shape, dtype=dtype, device=device)
-        self.channels[:, : self.H] = query_channels(self.d, dtype)
+        self.channels[:, : self.H, :2] = query_channels(self.d, dtype)[:2]
         self.heads = torch.arange(batch_size * 2 * self.G, device=device).view(batch_size, -1)
 
     def norm(self, x):
@@ -82,20 +83,23 @@ class SlotStep:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self.eps, length, length, value=1 / x.size(-1)).rsqrt()
 
-    def __call__(self, x, cache, places, position, length, key_channels):
+    def __call__(self, x, cache, places, position, length, of_key, of_query=None):
         """(A, D) -> (A, D); the keys and values of the slot go into the cache.
 
         Args:
             x: (A, D) the slot's input.
             cache: of which each row sees the first `places`, more than any length.
             position, length: (A,) the token's place in the text, the slot's in the cache.
-            key_channels: (A, 1, 2) that carry the bias of the slot's own key.
+            of_key: (A, 1, c) channels with the bias of the slot's own key, and the slot.
+            of_query: (A, 1, c) channels of its query; None: the same for all.
         """
         (A, _), H, G, d, dtype = x.shape, self.H, self.G, self.d, self.dtype
         # Once for all layers. Values are turned by no angle: see self.kind.
         cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, d)
         channels = self.channels[:A]  # (A, H+2G, d'-d)
-        channels[:, H : H + G, :2] = key_channels
+        channels[:, H : H + G, : of_key.size(-1)] = of_key
+        if of_query is not None:
+            channels[:, :H, : of_query.size(-1)] = of_query
         heads = self.heads[:A] * cache.layers[0].size(2)
         at = (heads + length[:, None]).flatten()  # (A*2G,) the slot's places
         views = cache.views(A, places)
@@ -118,9 +122,9 @@ class BackboneStep:
     def __init__(self, model, dtype):
         self.backbone, self.dtype = model.model, dtype
 
-    def __call__(self, x, cache, places, position, length, key_channels):
+    def __call__(self, x, cache, places, position, length, of_key, of_query=None):
         views = cache.views(len(x), places)
-        layers = [SlotLayer(*kv, length, key_channels) for kv in views]
+        layers = [SlotLayer(*kv, length, of_key, of_query) for kv in views]
         half = self.dtype in (torch.bfloat16, torch.float16)
         with autocast(x.device, self.dtype if half else torch.float32):
             return self.backbone(x[:, None], position[:, None], None, cache=layers)[:, 0].to(x)
@@ -132,16 +136,20 @@ class SlotLayer:
     keys, values (A, G, M, d'): of the cache; length (A,): the slot's place in them.
     """
 
-    def __init__(self, keys, values, length, key_channels):
-        self.keys, self.values, self.length, self.key_channels = keys, values, length, key_channels
+    def __init__(self, keys, values, length, of_key, of_query):
+        self.keys, self.values, self.length = keys, values, length
+        self.of_key, self.of_query = of_key, of_query
 
     def attend(self, q, k, v, key_bias):
         """q (A, H, 1, d), k and v (A, G, 1, d) -> (A, H, 1, d). The bias is in the channels."""
         d, rows = q.size(-1), torch.arange(len(q), device=q.device)
         for places, new in ((self.keys, k), (self.values, v)):
             places[rows, :, self.length, :d] = new[:, :, 0].to(places.dtype)
-        self.keys[rows, :, self.length, d : d + 2] = self.key_channels
-        q = torch.cat([q, query_channels(d, q.dtype, q.device).expand(*q.shape[:-1], -1)], dim=-1)
+        self.keys[rows, :, self.length, d : d + self.of_key.size(-1)] = self.of_key
+        of_query = query_channels(d, q.dtype, q.device)[:2].expand(len(q), 1, 2)
+        of_query = of_query if self.of_query is None else self.of_query.to(q.dtype)  # (A, 1, c)
+        q = torch.cat([q, of_query[:, :, None].expand(*q.shape[:-1], -1)], dim=-1)
+        q = F.pad(q, (0, self.keys.size(-1) - q.size(-1)))
         return attend_to_cache(q.to(self.keys.dtype), self.keys, self.values, d)
 
 

@@ -54,16 +54,17 @@ def compare(seen):
 
 
 SHORT = [(0, 0.3), (1, 0.3), (2, 0), (3, 1e-4), (3, 0.3), (3, 1), (4, 0.3)]
-GRID = [(K, tau) for K in range(5) for tau in (0, 1e-4, 0.3, 1)]
+ALL = [(K, tau) for K in range(5) for tau in (0, 1e-4, 0.3, 1)]
 
 
 @pytest.mark.parametrize(
-    "K,tau", [pytest.param(*p, marks=[] if p in SHORT else pytest.mark.slow) for p in GRID]
+    "K,tau", [pytest.param(*p, marks=[] if p in SHORT else pytest.mark.slow) for p in ALL]
 )
-def test_equals_the_simple_decoder(K, tau, logits):
+@pytest.mark.parametrize("method", ["ponderlm3", "grid"])
+def test_equals_the_simple_decoder(method, K, tau, logits):
     """Catches any mistake of the engine: prompts of 1 to 21 tokens in a window of 16 that is
     outgrown, ends at different times, waiting sequences, batches of one and of all."""
-    shape = dict(ponder_steps=K) if K else dict(method="vanilla")
+    shape = dict(method=method, ponder_steps=K) if K else dict(method="vanilla")
     model, texts = small_model(seed=2, block_size=16, **shape), prompts(5, 21)
     expected = generate(model, texts, 14, tau=tau, **SAMPLING)
     for batch_size, prefill in ((2, "jacobi"), (5, "sequential")):
@@ -97,13 +98,17 @@ def test_many(model, many, batch_size, monkeypatch):
         dict(method="ablation-integration"),
         dict(method="ablation-router"),
         dict(method="ablation-index"),
+        dict(method="grid"),
+        dict(method="grid", ponder_steps=7, feedback_scale=0.3),
+        dict(method="grid", backbone="gpt_neox", num_key_value_heads=None),
+        dict(method="grid-fixed"),
         dict(feedback_scale=3.0),
         dict(method="ponderlm2", feedback_scale=0.3),
         dict(num_key_value_heads=1, head_dim=10, tie_word_embeddings=True, embed_scale=3.0),
         dict(rms_norm_eps=0.1, rope_theta=100.0, num_key_value_heads=4),
         dict(backbone="llama3", backbone_options=LLAMA3),
     ],
-    ids=lambda settings: "-".join(settings) + settings.get("method", ""),
+    ids=lambda settings: "-".join(map(str, (*settings, settings.get("method", "")))),
 )
 def test_settings(settings, logits):
     """Catches a setting of the model, or a method's own key bias or integration, that the engine's
@@ -325,7 +330,7 @@ def test_refusals(model, settings, call, message):
 
 def test_other_methods_are_refused():
     """Catches a model whose cache is of another kind, decoded as if it were a PonderLM."""
-    for method in ("looped", "adaptivecot"):
+    for method in ("looped", "ouro"):
         with pytest.raises(UserError, match=rf"{method} .* decode it with python sample\.py"):
             Engine(small_model(method=method))
 

@@ -59,7 +59,6 @@ def test_equals_decoding(K, tau):
     [
         dict(method="ablation-index"),
         dict(method="ponderlm2"),
-        dict(method="adaptivecot", router_scale=12.0),
         dict(num_key_value_heads=4),
     ],
 )
