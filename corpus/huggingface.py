@@ -16,7 +16,7 @@ from runtime import UserError, read_json, write_json
 class HuggingFaceTokenizer(Saved):
     """A tokenizer.json of Hugging Face. Encodes text that is UTF-8."""
 
-    name = "huggingface"
+    name, padded = "huggingface", True
 
     def __init__(self, definition, end=None):
         """`definition`: what tokenizer.json holds; `end`: the text of the end-of-text token."""

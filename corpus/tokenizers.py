@@ -4,6 +4,7 @@ Every tokenizer has
 
 name            bytes, bpe, gpt2, lookup, ids or huggingface
 vocab_size      V; ids are below it
+padded          whether it may have tokens, like <pad>, that are in no text and in no model
 begin           ids before each text
 end_of_text     the id behind each text, or None
 encode, decode  str or bytes -> ids; ids -> bytes
@@ -38,6 +39,7 @@ class Saved:
     """What all tokenizers have in common: a file of JSON, from `fields`."""
 
     begin, end_of_text = [], None
+    padded = False
 
     def save(self, file):
         write_text(Path(file), json.dumps(self.fields()))
