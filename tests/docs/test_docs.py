@@ -63,14 +63,14 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Where the commands run: with some texts and the questions of docs/evaluation.md."""
+    """Where the commands run: with some texts and the questions of docs/data.md."""
     directory = tmp_path_factory.mktemp("pages")
     (directory / "my_texts").mkdir()
     for i in range(40):
         (directory / "my_texts" / f"{i}.txt").write_text(f"{i}: Once upon a time.\n" * 40)
     (directory / "my_tasks").mkdir()
     for name, language in (("capitals.yaml", "yaml"), ("capitals.jsonl", "json")):
-        (block,) = re.findall(rf"```{language}\n(.*?)```", PAGES["docs/evaluation.md"], re.DOTALL)
+        (block,) = re.findall(rf"```{language}\n(.*?)```", PAGES["docs/data.md"], re.DOTALL)
         (directory / "my_tasks" / name).write_text(block)
     return directory
 
