@@ -16,6 +16,7 @@ Of several runs, written to out/analyze/:
     python analyze.py pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
     python analyze.py depth --runs out/pareto/tiny/*      loss against the step budget K
     python analyze.py frontier --runs out/frontier/*      differences to PonderLM-2 at equal steps
+    python analyze.py budget --runs out/slots/*           loss at equal cost of training
     python analyze.py lookup --runs out/lookup/*          accuracy where the difficulty is known
 
 A figure comes with its numbers (<figure>.csv) and their table (.md), and --redraw draws it again
@@ -27,6 +28,7 @@ from typing import Annotated
 
 import tyro
 
+from analysis.budget import Budget
 from analysis.comparing import Depth, Pareto
 from analysis.explainer import Explainer
 from analysis.figures import Buckets, Converge, Shift, Tau, Tokens
@@ -36,7 +38,7 @@ from analysis.pages import Heatmap, Report
 from runtime import command_line
 
 OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Heatmap, Report)
-OF_SEVERAL = (Pareto, Depth, Frontier, Lookup)
+OF_SEVERAL = (Pareto, Depth, Frontier, Budget, Lookup)
 
 
 def reader(figure):

@@ -34,7 +34,8 @@ for seed in ${SEEDS:-0 1 2}; do
   train ponderlm1-no-accumulation-3 --method ponderlm1 --no-accumulate
   train ouro-3 --method ouro
   train adaponder-3 --method adaponder
-  train adaptivecot-3 --method adaptivecot
+  train grid-3 --method grid
+  train grid-fixed-3 --method grid-fixed
   train mor-expert-3 --method mor-expert
   train mor-token-3 --method mor-token
 done

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import analyze
+from analysis.budget import budget_rows
 from analysis.comparing import read_runs
 from analysis.frontier import frontier_rows, interval
 from runtime import UserError
@@ -22,7 +23,7 @@ def test_interval():
 
 @pytest.fixture
 def runs(make_run):
-    """Three seeds. In `make_run` the hard-stopped loss is 1/4 more than what is given."""
+    """Three seeds of methods with a gain in loss each."""
     paths = []
     for seed, gain in enumerate((0.1, 0.2, 0.6)):
         shared = dict(seed=seed)
@@ -77,3 +78,25 @@ def test_command(runs, tmp_path):
     assert b"-0.3000 \xc2\xb1 0.6573" in before[1]
     analyze.main(["frontier", "--redraw", "--out", str(tmp_path / "out")])
     assert before == [file.read_bytes() for file in names]
+
+
+def test_budget(make_run):
+    """Catches slots of one pass or of another batch, a difference to another seed or K, and losses
+    at another tau than the chosen one."""
+    paths = []
+    for seed, gain in enumerate((0.1, 0.2, 0.6)):
+        paths.append(make_run(f"v{seed}", 3.0 + seed, 0.0, seed, "vanilla"))
+        grid = dict(method="grid", ponder_steps=1, batch_size=4)
+        paths.append(make_run(f"g{seed}", 3.0 + seed - gain, 1.0, seed, **grid))
+    frame = budget_rows(read_runs(paths), "vanilla").set_index("method")
+    grid, vanilla = frame.loc["PonderLM-3, grid"], frame.loc["vanilla"]
+    assert grid.slots == vanilla.slots == vanilla["read"] == 2 * grid["read"] == 0.0512
+    assert grid.difference == pytest.approx(-0.3) and vanilla.difference == 0
+    assert grid.interval == pytest.approx(4.303 * math.sqrt(0.07 / 3))
+    runs = read_runs(paths)
+    runs[1].results["chosen"] = {"tau": 0.1, "steps": 0.5, "loss": 3.0}
+    chosen = budget_rows(runs, "vanilla").set_index("method").loc["PonderLM-3, grid"]
+    assert chosen.steps == pytest.approx(2.5 / 3) and chosen.difference == pytest.approx(-0.8 / 3)
+    several = [make_run(f"p{K}", 3.0 + K, 1.0, ponder_steps=K) for K in (1, 2)]
+    frame = budget_rows(read_runs([*paths[1:2], *several]), "ponderlm3").set_index("method")
+    assert frame.loc["PonderLM-3, grid"].difference == pytest.approx(-1.1)

@@ -4,11 +4,12 @@ import pytest
 import torch
 from conftest import small_model
 
-from engine.prefill import settle
+from engine.cache import GridPrompt
+from engine.prefill import read_on_grid, settle, within
 
-LENGTHS = torch.tensor([14, 1, 6])
+LENGTHS = torch.tensor([14, 1, 12])
 QUICK = [(0, 0.3), (1, 0.3), (2, 0), (3, 1e-4), (3, 0.3), (3, 1), (4, 0.3)]
-GRID = [(K, tau) for K in range(5) for tau in (0, 1e-4, 0.3, 1)]
+ALL = [(K, tau) for K in range(5) for tau in (0, 1e-4, 0.3, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +39,20 @@ def logits_of(model, found):
 
 
 @pytest.mark.parametrize(
-    "K,tau", [pytest.param(*p, marks=[] if p in QUICK else pytest.mark.slow) for p in GRID]
+    "K,tau", [pytest.param(*p, marks=[] if p in QUICK else pytest.mark.slow) for p in ALL]
 )
-def test_equals_decoding(K, tau):
-    """Catches a slot with an old input, one that never comes back, and padding that is seen."""
-    shape = dict(ponder_steps=K) if K else dict(method="vanilla")
+@pytest.mark.parametrize("method", ["ponderlm3", "grid"])
+def test_equals_decoding(method, K, tau):
+    """Catches a slot with an old input, one that never comes back, and padding that is seen: of
+    rows that end, and of rows with fewer slots than another in a pass."""
+    shape = dict(method=method, ponder_steps=K) if K else dict(method="vanilla")
     model, idx = small_model(seed=2, **shape), batch()
-    found = settle(model, idx, tau, lengths=LENGTHS, tolerance=0)
+    if model.grid:
+        layers = [GridPrompt() for _ in model.model.layers]
+        found, _, executed = read_on_grid(model, idx, tau, lengths=LENGTHS, cache=layers)
+        assert found.slots == executed.sum() == (found.steps + 1)[within(idx, LENGTHS)].sum()
+    else:
+        found = settle(model, idx, tau, lengths=LENGTHS, tolerance=0)
     logits = logits_of(model, found)
     for b, n in enumerate(LENGTHS):
         expected, steps = decoded(model, idx[b, :n], tau)
