@@ -14,6 +14,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -63,14 +64,14 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Where the commands run: with some texts and the questions of docs/evaluation.md."""
+    """Where the commands run: with some texts and the questions of docs/data.md."""
     directory = tmp_path_factory.mktemp("pages")
     (directory / "my_texts").mkdir()
     for i in range(40):
         (directory / "my_texts" / f"{i}.txt").write_text(f"{i}: Once upon a time.\n" * 40)
     (directory / "my_tasks").mkdir()
     for name, language in (("capitals.yaml", "yaml"), ("capitals.jsonl", "json")):
-        (block,) = re.findall(rf"```{language}\n(.*?)```", PAGES["docs/evaluation.md"], re.DOTALL)
+        (block,) = re.findall(rf"```{language}\n(.*?)```", PAGES["docs/data.md"], re.DOTALL)
         (directory / "my_tasks" / name).write_text(block)
     return directory
 
@@ -129,6 +130,8 @@ def test_command(name, line, directory):
     what, arguments, launch = shortened(line)
     if "int8" in arguments and not has_bfloat16():
         pytest.skip("int8 needs a CPU with blocks of bfloat16 (AVX-512)")
+    if what == "train.py" and not {"--name", "--resume"} & set(arguments):
+        time.sleep(1)  # such runs are named by the second in which they begin
     if launch is None:
         assert run(what, arguments, directory).strip()
         return
