@@ -6,9 +6,9 @@ from conftest import assert_is_attention, attention_inputs, outputs_and_gradient
 from torch.backends import cuda as flags
 from torch.nn.attention import flex_attention as flex_module
 
-from attention import BACKENDS, MASKED, eager, fa2, sdpa
+from attention import BACKENDS, MASKED, augment, eager, fa2, sdpa
 from kernels import attention
-from kernels.attention import dense, fastest, find, flex
+from kernels.attention import attend_to_slots, dense, fastest, find, flex
 from runtime import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -66,6 +66,16 @@ def test_flex_equals_eager(flex_on_cpu, G, dtype, tolerance):
     torch.testing.assert_close(flex(*leaves[:3], None), plain, atol=tolerance, rtol=0)
 
 
+def test_flex_to_slots(flex_on_cpu):
+    """Catches a block or a key that is seen too early, a scale of the wider heads, or a head group,
+    where a token sees several slots of each. 140 tokens are two blocks, and one of both slots."""
+    q, k, v, bias = attention_inputs(4, 2, 280, 16, log_w=(-8, 0))
+    leaves = [q.detach()[:, :, :140].requires_grad_(), k, v, bias]
+    forms = [lambda *x, f=f: attend_to_slots(*augment(*x), 16, f) for f in (flex, sdpa)]
+    for a, b in zip(*(outputs_and_gradients(form, leaves) for form in forms), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
+
+
 def test_flex_is_compiled_once_a_length(flex_on_cpu):
     """Catches a bias that is part of the compiled code: each step would compile anew."""
     made = []
@@ -116,6 +126,7 @@ def test_fastest(monkeypatch, capsys):
     monkeypatch.setattr(attention, "milliseconds", measure)
     assert on_cuda(56) == "cudnn" and on_cuda(64) == "flex"
     assert on_cuda(64, biased=False) == on_cuda(64, compiled=True) == "cudnn"
+    assert on_cuda(56, slots=2) == "flex" and on_cuda(56, slots=2, compiled=True) == "sdpa"
     first = capsys.readouterr().out.splitlines()[0]
     assert "(2, 4, 12, 56), ms forward and backward: cudnn 2.50, sdpa 4.00; not flash: " in first
     assert first.endswith("flash is out of memory") and "fa2" not in first
