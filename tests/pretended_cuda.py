@@ -179,6 +179,7 @@ class Above(TorchFunctionMode):
         self.own = {
             T.device.__get__: lambda x: CUDA if on_cuda(x) else T.device.__get__(x),
             T.is_cuda.__get__: on_cuda,
+            T.is_cpu.__get__: lambda x: not on_cuda(x),
             T.pin_memory: lambda x: put(x.clone(), "pinned"),
             T.to: self.to,
             T.cpu: lambda x: self.move(x, "cpu"),
