@@ -122,7 +122,7 @@ def train(config):
                 group["lr"] = 0.0 if waits else learning_rate(step, config)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            t.lead_router(step + 1)  # with --init-from; see training/warm_start.py
+            t.follow(step + 1)  # the router of a former Llama, and the ramp of adaponder
             session.log(step, logged)
             if session.is_due(step):
                 count = min(64, t.val.count)

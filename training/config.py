@@ -363,8 +363,10 @@ class Training:
     rank: int
     processes: int
 
-    def lead_router(self, done):
-        """After so many steps the router of a former Llama is so far on its way (warm_start.py)."""
+    def follow(self, done):
+        """What changes in the course of training: after so many steps the router of a former Llama
+        is so far on its way (warm_start.py), and the model knows it, for a ramp of its own."""
+        self.model.progress = done / self.config.steps
         if self.config.ponder_warmup:
             from training.warm_start import offset_at
 
@@ -400,10 +402,12 @@ def open_training(config):
     prepare_kernels(model, config, device, dtype)
     if not run:  # only now, where nothing can be refused any more
         run = from_first(None if rank else new_run(config.out, config.name, config.preset))
-    return Training(
+    training = Training(
         config, run, checkpoint, changed, corpus, folder, tokenizer, windows, val, model, device,
         dtype, rank, processes,
     )  # fmt: skip
+    training.follow(step_of(checkpoint) if checkpoint else 0)
+    return training
 
 
 def pick_backend(config, processes, device, dtype):

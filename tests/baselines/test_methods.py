@@ -13,6 +13,7 @@ import baselines
 import sample
 from attention import eager
 from baselines import PonderLM3, all_methods, build, configure, find
+from baselines.adaponder import AdaPonder
 from baselines.cost import cost
 from interop import load, save
 from model import PonderConfig
@@ -137,6 +138,22 @@ def test_train_and_evaluate(method, config, monkeypatch):
     assert len(again["hard"]["alone"]) == K + 1
     steps = model(idx, tau=1e-4).steps.float().mean()
     assert steps == K or "mor" in method or find(method).has_router
+
+
+def test_the_ramp_follows_the_training(config, monkeypatch):
+    """Catches a ramp that stands still, or that begins anew after a resume."""
+    seen, forward = [], AdaPonder.forward
+
+    def watched(self, *args, **kwargs):
+        seen.append(self.progress) if self.training else None
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(AdaPonder, "forward", watched)
+    config = replace(config, model=configure(config.model, "adaponder"), eval_windows=1)
+    config = replace(config, name="ramp", steps=2, eval_every=9)
+    train(config)
+    train(replace(config, steps=4, resume=True))
+    assert seen == [0, 1 / 2, 2 / 4, 3 / 4]
 
 
 # -- Each method against its equations, one sequence and one token at a time -----------------------
