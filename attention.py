@@ -107,15 +107,17 @@ def sdpa(q, k, v, key_bias):
     return attend_causally(*augment(q, k, v, key_bias), q.size(-1))
 
 
-def attend_causally(q, k, v, d):
-    """Attention of q (B, H, N, d') and k, v (B, G, N, d') that `augment` made of width d."""
+def attend_causally(q, k, v, d, mask=None):
+    """Attention of q (B, H, N, d') and k, v (B, G, N, d') that `augment` made of width d. With a
+    mask (.., N, M), which says who sees whom of M keys, it is that instead of causal."""
     grouped = q.size(1) != k.size(1)
-    if grouped and q.is_cuda and q.dtype not in HALF:
-        # Only the half-precision CUDA kernel shares keys; float32 would fall to N x N scores.
+    if grouped and q.is_cuda and (q.dtype not in HALF or mask is not None):
+        # On CUDA the kernel that shares keys is for half precision, and knows no mask: without
+        # it there would be N x N scores.
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         grouped = False
     out = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=1 / math.sqrt(d), enable_gqa=grouped
+        q, k, v, mask, is_causal=mask is None, scale=1 / math.sqrt(d), enable_gqa=grouped
     )
     return out[..., :d]
 

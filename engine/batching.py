@@ -290,8 +290,8 @@ class Engine:
         found, slot, executed = read_on_grid(
             self.model, idx, self.tau, self.alpha, lengths=lengths, cache=layers
         )
-        N = int(executed.sum(1).max())
-        order = (~executed).sort(dim=1, stable=True).indices[:, :N]
+        order = (~executed).sort(dim=1, stable=True).indices  # behind them what hides itself
+        N = order.size(1)
         self.cache.reserve(N)
         self.cache.used = max(self.cache.used, N)
         for i, layer in enumerate(layers):

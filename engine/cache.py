@@ -8,8 +8,6 @@ layers     L of (B, 2G, M, d')    a layer: the keys of G heads, with their bias,
 d, d'                             head width without and with the bias channel, see attention
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -105,14 +103,11 @@ class GridPrompt:
         self.mask = None  # (R, 1, N, all so far)
 
     def attend(self, q, k, v, key_bias):
-        d, grouped = q.size(-1), q.size(1) != k.size(1)
+        d = q.size(-1)
         q, k, v = augment(q, k, v, key_bias)
         self.slots.append((k, v))
         k, v = (torch.cat(parts, dim=2) for parts in zip(*self.slots, strict=True))
-        out = F.scaled_dot_product_attention(
-            q, k, v, self.mask, scale=1 / math.sqrt(d), enable_gqa=grouped
-        )
-        return out[..., :d]
+        return attend_causally(q, k, v, d, self.mask)
 
     def write(self, cache, layer, rows, order, channels):
         """Into rows of the cache.

@@ -45,6 +45,11 @@ def within(idx, lengths):
     return torch.arange(idx.size(1), device=idx.device) < lengths[:, None]
 
 
+def shape_block(idx):
+    """N is a multiple of this: for every new shape a GPU has to choose, or build, its kernels."""
+    return 1 if idx.device.type == "cpu" else 64
+
+
 @torch.no_grad()
 def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, cache=None):
     """All states of all tokens as decoding at tau has them, in parallel (sections 3.3, 3.4.1).
@@ -73,8 +78,7 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, cac
     def wanted(rows):  # -> (R, T, S)
         return (slot <= torch.minimum(steps, ran)[rows, :, None]) & inside[rows, :, None]
 
-    # On a GPU, N is rounded up: for every new shape it would have to choose, or build, its kernels.
-    block = 1 if device.type == "cpu" else 64
+    block = shape_block(idx)
     rows, slots = torch.arange(B, device=device), 0
     following = wanted(rows)
     counts = following.flatten(1).sum(1).tolist()  # slots of each row in this pass
@@ -130,13 +134,13 @@ def read_on_grid(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, cache):
     Returns:
         Settled; and of the n keys in `cache` the slot (n,), and whether it was executed (B, n).
     """
-    x, inside, slots = model.embed(idx), within(idx, lengths), 0  # (B, T, D), (B, T)
-    h = x.new_zeros(*idx.shape, model.config.ponder_steps + 1, x.size(-1))
+    x, inside, S = model.embed(idx), within(idx, lengths), model.config.ponder_steps + 1
+    (_, N), block, slot = idx.shape, shape_block(idx), torch.arange(S, device=idx.device)
+    h = x.new_zeros(*idx.shape, S, x.size(-1))  # of x (B, T, D)
     active, tokens, executed = inside, [], []
     log_w = torch.zeros_like(x[..., :1], dtype=torch.float32)  # of slot 0, before any routing
-    for k in range(h.size(2)):
-        slots += (counts := active.sum(1)).sum().item()
-        order = (~active).sort(dim=1, stable=True).indices[:, : counts.max()]  # (B, N)
+    for k in range(S):
+        order = (~active).sort(dim=1, stable=True).indices[:, :N]  # (B, N)
         here = active.gather(1, order)
         tokens, executed = [*tokens, order], [*executed, here]
         bias = model.key_bias(log_w)
@@ -151,9 +155,13 @@ def read_on_grid(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, cache):
         if k == 0:
             s, log_w = model.route(h[:, :, :1], alpha)
             steps = model.executed(log_w, tau) * inside
-        active = inside & (steps > k)
-        if not active.any():
+            wanted = (slot <= steps[..., None]) & inside[..., None]  # (B, T, S)
+            # All that the host has to know, in one copy: slots of each row in each pass.
+            counts = [*wanted.sum(1).T.tolist(), [0]]
+        N = -(-max(counts[k + 1]) // block) * block
+        if not N:
             break
-        x = model.feed_back(h[:, :, k])
-    slot = torch.cat([torch.full_like(t[0], k) for k, t in enumerate(tokens)])
-    return Settled(h, s, log_w, steps, k + 1, slots), slot, torch.cat(executed, dim=1)
+        active, x = wanted[..., k + 1], model.feed_back(h[:, :, k])
+    found = Settled(h, s, log_w, steps, k + 1, sum(map(sum, counts)))
+    slot = torch.cat([slot[k].expand(t.size(1)) for k, t in enumerate(tokens)])
+    return found, slot, torch.cat(executed, dim=1)

@@ -75,7 +75,9 @@ def attend_to_slots(q, k, v, d, backend):
     Args:
         q: (B, H, T, d'). k, v: (B, G, n T, d'), slot 0 of all tokens, then slot 1, .. As `augment`
             made them, of width d.
-        backend: `dense`, or another one: then torch's fused attention with a mask of T x n T.
+        backend: `dense`, `flex`, or another one: then torch's fused attention with a mask of
+            T x n T, which runs everywhere. On CUDA `fastest` measures it against `flex`, which
+            leaves out the half that nobody sees.
 
     Returns:
         (B, H, T, d).
@@ -85,10 +87,11 @@ def attend_to_slots(q, k, v, d, backend):
     T, n = q.size(2), k.size(2) // q.size(2)
     if n == 1:
         return attend_causally(q, k, v, d)
+    if backend is flex:
+        run = compiled_flex() if q.is_cuda else biased_flex
+        return run(q, k, v, None, causal_blocks(T, q.device, n), 1 / math.sqrt(d))[..., :d]
     mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().repeat(1, n)
-    grouped = q.size(1) != k.size(1)
-    out = F.scaled_dot_product_attention(q, k, v, mask, scale=1 / math.sqrt(d), enable_gqa=grouped)
-    return out[..., :d]
+    return attend_causally(q, k, v, d, mask)
 
 
 def cudnn(q, k, v, key_bias):
@@ -107,12 +110,12 @@ def flex(q, k, v, key_bias):
     return run(q, k, v, key_bias, causal_blocks(q.size(2), q.device))
 
 
-def biased_flex(q, k, v, key_bias, blocks):
+def biased_flex(q, k, v, key_bias, blocks, scale=None):
     def add_bias(score, b, h, i, j):
         return score + key_bias[b, j]
 
     bias = None if key_bias is None else add_bias
-    return flex_attention(q, k, v, bias, blocks, enable_gqa=q.size(1) != k.size(1))
+    return flex_attention(q, k, v, bias, blocks, scale, enable_gqa=q.size(1) != k.size(1))
 
 
 @lru_cache
@@ -123,9 +126,9 @@ def compiled_flex():
 
 @torch.compiler.disable  # made once, not in every compiled block
 @lru_cache
-def causal_blocks(N, device):
-    """Which blocks of an N x N score matrix have anything to see."""
-    return create_block_mask(lambda b, h, i, j: i >= j, None, None, N, N, device=device)
+def causal_blocks(N, device, n=1):
+    """Which blocks of an N x n N score matrix have anything to see, as in `attend_to_slots`."""
+    return create_block_mask(lambda b, h, i, j: i >= j % N, None, None, N, n * N, device=device)
 
 
 ON_CUDA = dict(cudnn=cudnn, flash=flash, fa2=fa2, flex=flex)
@@ -168,27 +171,32 @@ def find(name, device, dtype=torch.bfloat16):
     return FORMS[name]
 
 
-def fastest(shape, G, device, dtype, *, biased=True, compiled=False):
+def fastest(shape, G, device, dtype, *, biased=True, compiled=False, slots=1):
     """The name of the fastest form, forward and backward: measured on CUDA, else by a rule.
 
     Args:
         shape: (B, H, N, d) of the queries. G: key heads. biased: whether keys have a bias.
         compiled: whether it will be part of a compiled block, which flex breaks into pieces.
+        slots: n of `attend_to_slots`; 1 for plain causal attention.
 
     Raises:
         UserError: none of them runs.
     """
     if device.type != "cuda":
-        short = device.type == "cpu" and dtype in HALF and shape[2] <= SHORT
+        short = device.type == "cpu" and dtype in HALF and shape[2] * slots <= SHORT
         return "dense" if short else "sdpa"
     names = [name for name in ("sdpa", *ON_CUDA) if not missing(name, device, dtype)]
-    if shape[-1] % 64 or not biased or compiled:
-        # To compile takes a minute: only where one more channel makes the others' heads wider.
+    if compiled or (slots == 1 and (shape[-1] % 64 or not biased)):
+        # To compile takes a minute: only where one more channel makes the others' heads wider, or
+        # where the others have a mask to read.
         names.remove("flex")
+    if slots > 1:
+        names = [name for name in names if name in ("sdpa", "flex")]
     times, failed = {}, {}
     for name in names:
         try:
-            times[name] = median(milliseconds(name, shape, G, biased, device=device, dtype=dtype))
+            how = dict(device=device, dtype=dtype)
+            times[name] = median(milliseconds(name, shape, G, biased, slots, **how))
         except Exception as error:  # a kernel of others fails in any way
             failed[name] = (str(error).strip() or repr(error)).splitlines()[0]
     torch.cuda.empty_cache()
@@ -201,18 +209,22 @@ def fastest(shape, G, device, dtype, *, biased=True, compiled=False):
     return min(times, key=times.get)
 
 
-def milliseconds(name, shape, G, biased, **of_tensors):
+def milliseconds(name, shape, G, biased, slots, **of_tensors):
     """Durations of some forward and backward passes, by the clock of the GPU."""
-    B, H, N, d = shape
-    leaves = [torch.randn(B, heads, N, d, **of_tensors).requires_grad_() for heads in (H, G, G)]
-    bias = (-5 * torch.rand(B, N, device=leaves[0].device)).requires_grad_() if biased else None
+    (B, H, N, d), form = shape, FORMS[name]
+    if slots > 1:
+        form = lambda *inputs: attend_to_slots(*augment(*inputs), d, FORMS[name])  # noqa: E731
+    sizes = (H, N), (G, slots * N), (G, slots * N)
+    leaves = [torch.randn(B, *size, d, **of_tensors).requires_grad_() for size in sizes]
+    bias = -5 * torch.rand(B, slots * N, device=leaves[0].device)
+    bias = bias.requires_grad_() if biased else None
     inputs = [*leaves, bias]
     leaves = inputs if biased else leaves
     gradient, pairs = torch.randn_like(leaves[0]), []
     for _ in range(10):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        torch.autograd.grad(FORMS[name](*inputs), leaves, gradient)
+        torch.autograd.grad(form(*inputs), leaves, gradient)
         end.record()
         pairs.append((start, end))
     torch.cuda.synchronize()

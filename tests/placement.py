@@ -2,11 +2,11 @@
 
 With PONDERLM_TEST_DEVICE=cuda the equivalence tests run there, and no others:
 
-    PONDERLM_TEST_DEVICE=cuda python -m pytest tests/method tests/kernels tests/engine
+    PONDERLM_TEST_DEVICE=cuda python -m pytest
 
-Then what these tests make lies on the device, models and tensors, and what the program makes lies
-where it says. PONDERLM_TEST_DEVICE=pretended does the same on a GPU that is not there
-(pretended_cuda.py). It stands beside conftest.py, since that is imported twice.
+Then what these tests make lies on the device, and what the program makes lies where it says.
+PONDERLM_TEST_DEVICE=pretended does the same on a GPU that is not there (pretended_cuda.py). It
+stands beside conftest.py, since that is imported twice.
 """
 
 import os
@@ -24,17 +24,16 @@ if DEVICE != "cuda":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of processes that tests start, too
 TEST_DEVICE = torch.device("cpu" if DEVICE == "cpu" else "cuda")
 EQUIVALENCE = {f"method/test_{name}.py" for name in ("attention", "golden", "model", "router")}
-EQUIVALENCE |= {"kernels/test_attention.py", "method/test_sample.py"}
+EQUIVALENCE |= {"method/test_sample.py", "kernels/test_attention.py", "baselines/test_grid.py"}
 EQUIVALENCE |= {"engine/test_batching.py", "engine/test_prefill.py"}
-# Tests in these files that make modules of their own, or are about files, other devices or the
-# compiler, which leaves blocks alone while OnDevice watches.
+# Tests in these files that make modules of their own, that are about files, other devices or the
+# compiler, or that count what runs: on a GPU more does, so that nobody has to wait.
 ON_CPU = {"test_save_and_load", "test_damaged_directories", "test_initialisation", "test_pickers"}
-ON_CPU |= {"test_k0_is_llama", "test_bfloat16", "test_bias_in_half_precision"}
-ON_CPU |= {"test_flex_equals_eager", "test_flex_is_compiled_once_a_length", "test_decoding_kernels"}
+ON_CPU |= {"test_k0_is_llama", "test_bfloat16", "test_bias_in_half_precision", "test_nobody_waits"}
+ON_CPU |= {"test_flex_equals_eager", "test_flex_to_slots", "test_flex_is_compiled_once_a_length"}
 ON_CPU |= {"test_alpha_shifts_and_a_scalar_would_not", "test_router_start_and_always"}
-ON_CPU |= {"test_router_keeps_float32_under_autocast", "test_compiled_blocks"}
-# And those that count what runs: on a GPU more does, so that nobody has to wait.
-ON_CPU |= {"test_nobody_waits", "test_steps_that_fall_and_rise"}
+ON_CPU |= {"test_router_keeps_float32_under_autocast", "test_decoding_kernels"}
+ON_CPU |= {"test_steps_that_fall_and_rise", "test_keys_that_heads_share", "test_many_short_prompts"}
 FACTORIES = {torch.tensor, torch.arange, torch.zeros, torch.ones, torch.full, torch.empty}
 FACTORIES |= {torch.eye, torch.rand, torch.randn, torch.randint, torch.logspace, torch.linspace}
 

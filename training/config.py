@@ -420,10 +420,11 @@ def pick_backend(config, processes, device, dtype):
         return config.backend
     model, method = config.model, find(config.model.method)
     B = config.micro_batch_size or config.batch_size // processes
-    N = model.block_size * (model.ponder_steps + 1 if method.interleaves else 1)
+    S = model.ponder_steps + 1 if method.interleaves else 1
+    N, slots = (model.block_size, S) if method.grid else (model.block_size * S, 1)
     shape = B, model.num_attention_heads, N, model.head_width
-    biased, G = method.has_router, model.key_value_heads
-    return fastest(shape, G, device, dtype, biased=biased, compiled=config.compile)
+    how = dict(biased=method.has_router, compiled=config.compile, slots=slots)
+    return fastest(shape, model.key_value_heads, device, dtype, **how)
 
 
 def open_model(config, tokenizer, checkpoint):

@@ -18,8 +18,8 @@ def masked(S):
         scores = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, T*S, T*S)
         if key_bias is not None:
             scores = scores + key_bias[:, None, None]
-        slot, N = torch.arange(q.size(2)) % S, q.size(2)
-        seen = torch.ones(N, N, dtype=torch.bool).tril() & (slot <= slot[:, None])
+        slot, N = torch.arange(q.size(2), device=q.device) % S, q.size(2)
+        seen = slot.new_ones(N, N).bool().tril() & (slot <= slot[:, None])
         return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
     return attend

@@ -72,7 +72,7 @@ def stand_in_model(folder, method="vanilla", K=0, **shape):
         ("pareto.sh", (), {"SCALE": "small", "SEEDS": "5"}, None, []),
         ("grid.sh", (), {}, 39, ["budget"] * 3),
         ("paper.sh", (), {"TRY": "1"}, 2, []),
-        ("gpu.sh", ("b",), {"STEPS": "7"}, 2, []),
+        ("gpu.sh", ("b",), {"STEPS": "7"}, 4, []),
     ],
 )
 def test_flags(script, arguments, variables, trainings, figures, run_script, tmp_path):
@@ -97,7 +97,9 @@ def test_flags(script, arguments, variables, trainings, figures, run_script, tmp
         same = {(c.steps, c.batch_size, c.learning_rate, c.data, c.precision) for c in configs}
         assert len(same) == 1
     if script == "gpu.sh":
-        assert changes(*configs).keys() == {"method", "ponder_steps"}
+        ours, *others = configs
+        differ = [changes(ours, config).keys() for config in others]
+        assert differ == [{"method", "ponder_steps"}, {"method", "ponder_steps"}, {"method"}]
 
 
 def test_what_is_done_is_not_done_again(run_script, tmp_path):
@@ -216,9 +218,11 @@ def test_gpu_at_toy_size(tmp_path):
     tree = tmp_path / "tree"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", "data", "out", "figures"))
     environment = os.environ | {"TRY": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-
+    environment["MODEL"] = "out/gpu/vanilla-0"  # of part b
     command = ["bash", "runs/gpu.sh", *"abcd"]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    for printed in ("4 passed", "soft, all steps", "memory / plain", "MFU", "saved time"):
+    for printed in (
+        "4 passed", "grid-3-0 (grid, K = 3)", "memory / plain", "MFU", "saved time", "taught-0-cpu",
+    ):  # fmt: skip
         assert printed in done.stdout, printed

@@ -266,6 +266,8 @@ def test_static_shapes(ahead, prefill, monkeypatch):
     assert len({A for A, _, _ in engine.passes.recorded}) > 2
     _, _, position, length, _, limit = engine.rows.counters.unbind(1)
     assert (position <= limit).all() and (length <= 4 * limit).all()  # nobody runs on into others
+    engine.generate([[1]], 3, temperature=0.7)  # graphs are kept for one way to choose
+    assert {how for _, _, how in engine.passes.recorded} == {(0.7, None, None)}
 
 
 def test_nothing_to_do(model):

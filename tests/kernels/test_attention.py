@@ -3,12 +3,13 @@
 import pytest
 import torch
 from conftest import assert_is_attention, attention_inputs, outputs_and_gradients
+from placement import TEST_DEVICE
 from torch.backends import cuda as flags
 from torch.nn.attention import flex_attention as flex_module
 
-from attention import BACKENDS, MASKED, eager, fa2, sdpa
+from attention import BACKENDS, MASKED, augment, eager, sdpa
 from kernels import attention
-from kernels.attention import dense, fastest, find, flex
+from kernels.attention import attend_to_slots, dense, fastest, find, flex, missing
 from runtime import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -66,6 +67,16 @@ def test_flex_equals_eager(flex_on_cpu, G, dtype, tolerance):
     torch.testing.assert_close(flex(*leaves[:3], None), plain, atol=tolerance, rtol=0)
 
 
+def test_flex_to_slots(flex_on_cpu):
+    """Catches a block or a key that is seen too early, a scale of the wider heads, or a head group,
+    where a token sees several slots of each. 140 tokens are two blocks, and one of both slots."""
+    q, k, v, bias = attention_inputs(4, 2, 280, 16, log_w=(-8, 0))
+    leaves = [q.detach()[:, :, :140].requires_grad_(), k, v, bias]
+    forms = [lambda *x, f=f: attend_to_slots(*augment(*x), 16, f) for f in (flex, sdpa)]
+    for a, b in zip(*(outputs_and_gradients(form, leaves) for form in forms), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
+
+
 def test_flex_is_compiled_once_a_length(flex_on_cpu):
     """Catches a bias that is part of the compiled code: each step would compile anew."""
     made = []
@@ -116,6 +127,7 @@ def test_fastest(monkeypatch, capsys):
     monkeypatch.setattr(attention, "milliseconds", measure)
     assert on_cuda(56) == "cudnn" and on_cuda(64) == "flex"
     assert on_cuda(64, biased=False) == on_cuda(64, compiled=True) == "cudnn"
+    assert on_cuda(56, slots=2) == "flex" and on_cuda(56, slots=2, compiled=True) == "sdpa"
     first = capsys.readouterr().out.splitlines()[0]
     assert "(2, 4, 12, 56), ms forward and backward: cudnn 2.50, sdpa 4.00; not flash: " in first
     assert first.endswith("flash is out of memory") and "fa2" not in first
@@ -124,18 +136,31 @@ def test_fastest(monkeypatch, capsys):
         on_cuda(56)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or not attention.has_flash_attn(),
-    reason="needs CUDA and flash-attn",
-)
-def test_fa2_on_cuda():
-    """Catches what the stand-in cannot: the real kernel, in bfloat16, against eager in float32."""
-    leaves = attention_inputs(4, 2, 130, 56, torch.float32, log_w=(-8, 0))
-    leaves = [x.detach().cuda() for x in leaves]
-    expected = outputs_and_gradients(eager, [x.clone().requires_grad_() for x in leaves])
-    half = [x.to(torch.bfloat16).requires_grad_() for x in leaves]
-    for a, b in zip(outputs_and_gradients(fa2, half), expected, strict=True):
-        assert (a.float() - b).norm() / b.norm() < 2e-2
+HERE = attention.FORMS if torch.backends.cuda.is_built() else attention.ANYWHERE
+CASES = [(name, 1) for name in HERE] + [
+    (name, 2) for name in HERE if name in ("dense", "sdpa", "flex")
+]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 1e-2), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("name, slots", CASES)
+def test_errors_on_a_device(name, slots, dtype, tolerance):
+    """Catches a kernel of a GPU that computes something else, in outputs or gradients: relative
+    errors against float64, where keys are of one slot of each token, and of two."""
+    if needs := missing(name, TEST_DEVICE, dtype):
+        pytest.skip(f"{name} needs {needs}")
+    q, k, v, bias = attention_inputs(4, 2, 130 * slots, 56, log_w=(-8, 0))
+    exact = [x.detach().to(dtype).double().requires_grad_() for x in (q[:, :, -130:], k, v)]
+    leaves = [x.detach().to(dtype).requires_grad_() for x in exact]
+    pairs = (find(name, TEST_DEVICE, dtype), [*leaves, bias.detach().float().requires_grad_()])
+    found, expected = (
+        outputs_and_gradients(
+            form if slots == 1 else lambda *x, f=form: attend_to_slots(*augment(*x), 56, f), leaves
+        )
+        for form, leaves in (pairs, (dense, [*exact, bias]))
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).norm() / b.norm() < tolerance
 
 
 def test_find():

@@ -107,10 +107,11 @@ def test_one_cast_for_several_products():
 @pytest.mark.parametrize(
     "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )
-def test_compiled_blocks(compiler, backend, monkeypatch):
+@pytest.mark.parametrize("method", ["ponderlm3", "grid"])
+def test_compiled_blocks(method, compiler, backend, monkeypatch):
     """Catches a block that compiles to something else (loss and gradients to 1e-5 in float32), a
-    block that is compiled for each layer, and lengths beyond torch's limit (8, here 2), which would
-    run uncompiled without a word."""
+    block that is compiled for each layer or in pieces, and lengths, or passes of the grid, beyond
+    torch's limit (8, here 2), which would run uncompiled without a word."""
     K, original, made = 2, nn.Module.compile, []
 
     def count(*graph):
@@ -121,7 +122,7 @@ def test_compiled_blocks(compiler, backend, monkeypatch):
         nn.Module, "compile", lambda block, **how: original(block, backend=count, **how)
     )
     torch._dynamo.reset()
-    model, idx = small_model(ponder_steps=K).float().train(), tokens(B=2)
+    model, idx = small_model(method=method, ponder_steps=K).float().train(), tokens(B=2)
     model.backend = FORMS[backend]
     expected = loss_and_gradients(model, idx)
     use_fast_blocks(model, norms=False)

@@ -6,12 +6,15 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_is_attention, attention_inputs, outputs_and_gradients
+from pretended_cuda import pretended_cuda
 from torch.backends import cuda as flags
 
 import attention
 from attention import (
     MASKED,
+    attend_causally,
     attend_to_cache,
     augment,
     decoding_kernels,
@@ -154,6 +157,27 @@ def test_decoding_kernels(monkeypatch):
     q, k, v, _ = attention_inputs()
     attend_to_cache(q[:, :, -1:], k, v, 8)
     assert asked == [torch.device("cpu")]
+
+
+@pytest.mark.parametrize(
+    "dtype, masked, shares",
+    [("bfloat16", False, True), ("bfloat16", True, False), ("float32", 0, 0)],
+)
+def test_keys_that_heads_share(dtype, masked, shares, monkeypatch):
+    """Catches N x N scores on CUDA: the only form there that shares keys in float32, or with a
+    mask, has them."""
+    own, asked = F.scaled_dot_product_attention, []
+
+    def watch(*args, enable_gqa, **kwargs):
+        asked.append(enable_gqa)
+        return own(*args, enable_gqa=enable_gqa, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    with pretended_cuda():
+        q, k, v, _ = (x.detach().to("cuda", getattr(torch, dtype)) for x in attention_inputs(G=2))
+        mask = torch.ones(17, 17, dtype=torch.bool, device="cuda").tril() if masked else None
+        found, expected = attend_causally(q, k, v, 8, mask), eager(q, k, v, None)
+    assert asked == [shares] and (found - expected).norm() < 1e-2 * expected.norm()
 
 
 def test_shapes_that_do_not_fit():

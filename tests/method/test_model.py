@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import decode, small_model, tokens
+from pretended_cuda import pretended_cuda
 
 from attention import eager, sdpa
 from engine.batching import Engine
@@ -425,9 +426,15 @@ def test_initialisation():
 
 
 def test_pickers():
-    """Catches a device or precision that is taken without being asked for."""
+    """Catches a device or precision that is taken without being asked for, and a GPU whose streams,
+    events and graphs are made on another one."""
     assert pick_device("cpu").type == "cpu"
     with pytest.raises(UserError, match=r"'tpu' is not here; there is .*cpu"):
         pick_device("tpu")
     assert pick_precision("float32", pick_device("cpu")) == torch.float32
     assert pick_precision("auto", torch.device("mps")) == torch.float32
+    with pretended_cuda():
+        assert pick_device("cuda:0") == torch.device("cuda:0")
+        torch.cuda.set_device.assert_called_once_with(torch.device("cuda:0"))
+        with pytest.raises(UserError, match="'cuda:3' is not here: 1"):
+            pick_device("cuda:3")

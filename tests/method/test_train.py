@@ -202,7 +202,8 @@ def test_gradients_that_are_not_finite(config, monkeypatch, log_every, noticed):
 
 
 @pytest.mark.parametrize(
-    "method,own", [("ponderlm3", 0), ("mor-expert", 0), ("mor-token", 2), ("ponderlm1", 0)]
+    "method,own",
+    [("ponderlm3", 0), ("grid", 0), ("mor-expert", 0), ("mor-token", 2), ("ponderlm1", 0)],
 )
 def test_a_gpu_is_not_waited_for(config, monkeypatch, method, own):
     """Catches a step that stops the GPU: none is waited for but where a line is logged, at the end
@@ -240,22 +241,22 @@ def test_backend_of_a_training(config, monkeypatch):
         train(parse(["--resume", "--backend", "cudnn"]))
     asked = []
 
-    def measured(shape, G, device, dtype, *, biased, compiled):
-        asked.append((shape, G, biased, compiled))
+    def measured(shape, G, device, dtype, *, biased, compiled, slots):
+        asked.append((shape, G, biased, slots, compiled))
         return "sdpa"
 
     monkeypatch.setattr("kernels.attention.fastest", measured)
     train(parse(["--resume", "--steps", "2"]))
     assert not asked
-    for method in ("ponderlm3", "pause", "looped", "mor-token", "vanilla"):
+    for method in ("ponderlm3", "pause", "looped", "mor-token", "vanilla", "grid"):
         shape = configure(replace(config.model, num_key_value_heads=1), method)
         pick_backend(replace(config, model=shape), 2, CPU, torch.float32)
     B, H, T, d = 4, 2, 16, 16  # 8 windows by 2 processes, K = 2
-    sizes = [((B, H, N, d), 1, biased) for N, biased in ((3 * T, True), (3 * T, False))]
-    sizes += 3 * [((B, H, T, d), 1, False)]
+    sizes = [((B, H, N, d), 1, biased, 1) for N, biased in ((3 * T, True), (3 * T, False))]
+    sizes += [*3 * [((B, H, T, d), 1, False, 1)], ((B, H, T, d), 1, True, 3)]
     assert asked == [(*size, False) for size in sizes]
     pick_backend(replace(config, micro_batch_size=2, compile=True), 1, CPU, torch.float32)
-    assert asked[-1][0][0] == 2 and asked[-1][3]
+    assert asked[-1][0][0] == 2 and asked[-1][-1]
 
 
 def test_learning_rate():
