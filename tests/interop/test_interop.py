@@ -350,10 +350,7 @@ def test_official_settings(tmp_path):
 
 OF_NEOX = [
     (dict(hidden_act="gelu_new"), "hidden_act = 'gelu_new'"),
-    (dict(layer_norm_eps=None), "rms_norm_eps = None"),
     (dict(rope_parameters=None, rotary_pct=2.0), "rotary_pct = 2.0"),
-    (dict(num_attention_heads=3), "hidden_size = 32 is not divisible by 3 heads"),
-    (dict(intermediate_size=50), "size mismatch for model.layers.0"),
 ]
 
 
@@ -368,7 +365,6 @@ OF_NEOX = [
         (dict(quantization_config={"bits": 4}), "quantization_config = "),
         (dict(interpolation=True), "interpolation = True"),
         (dict(hidden_size=None), "hidden_size = None: it should be a valid integer"),
-        (dict(num_key_value_heads=3), "4 heads cannot share 3"),
         (dict(rope_parameters={"rope_type": "yarn"}), "rope_parameters is of type 'yarn'"),
         (
             dict(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2}),
@@ -378,7 +374,6 @@ OF_NEOX = [
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
         (dict(recurrent_model=True), "num_latent_thoughts"),
         (dict(format="x"), "format 'x'"),
-        (dict(vocab_size=62), "do not fit"),
         (dict(num_hidden_layers=3), "fit config.json: .*Missing key"),
         (dict(tie_word_embeddings=True), "tie_word_embeddings, but lm_head.weight differs"),
     ],
@@ -431,8 +426,6 @@ NORM = "model.norm.weight"
     [
         (lambda d: (d / interop.SINGLE).unlink(), "has no model.safetensors"),
         (tensor_file(lambda b: b[: len(b) // 2]), "damaged or no safetensors file"),
-        (tensor_file(lambda b: b""), "damaged or no safetensors file"),
-        (tensor_file(lambda b: b[:8] + b"#" + b[9:]), "damaged or no safetensors file"),
         (tensor_file(lambda b: struct.pack("<Q", 2**60) + b[8:]), "damaged or no safetensors file"),
         (tensor_file(lambda b: b"version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
         (change_tensor(NORM, lambda x: x.to(torch.float8_e4m3fn)), "quantized"),
@@ -452,33 +445,20 @@ def test_damaged_tensors(tmp_path, damage, message):
         load(tmp_path)
 
 
-def edit_index(change):
-    def damage(directory):
-        index = json.loads((directory / interop.INDEX).read_text())
-        change(index["weight_map"])
-        (directory / interop.INDEX).write_text(json.dumps(index))
-
-    return damage
-
-
-def shard_of(directory, name=NORM):
-    return directory / json.loads((directory / interop.INDEX).read_text())["weight_map"][name]
-
-
 @pytest.mark.parametrize(
-    "damage,message",
+    "change,message",
     [
-        (lambda d: shard_of(d).unlink(), "is missing, a shard"),
-        (lambda d: (d / interop.INDEX).write_text("{}"), "has no weight_map"),
-        (edit_index(lambda m: m.update({NORM: "../../model.safetensors"})), "is not a safetensors"),
-        (edit_index(lambda m: m.update({"odd": m[NORM]})), "damaged.*odd"),
-        (edit_index(lambda m: m.pop(NORM)), "do not fit"),
+        (lambda places: {}, "has no weight_map"),
+        (lambda places: places | {NORM: "other.safetensors"}, "is missing, a shard"),
+        (lambda places: places | {NORM: "../../model.safetensors"}, "is not a safetensors"),
     ],
-)  # fmt: skip
-def test_damaged_shards(tmp_path, damage, message):
+)
+def test_damaged_index(tmp_path, change, message):
     """Catches a shard that is passed over, and a path that leads out of the directory."""
     make_llama(tmp_path, shard="10KB")
-    damage(tmp_path)
+    index = json.loads((tmp_path / interop.INDEX).read_text())
+    index["weight_map"] = change(index["weight_map"])
+    (tmp_path / interop.INDEX).write_text(json.dumps(index))
     with pytest.raises(UserError, match=message):
         load(tmp_path)
 
@@ -547,17 +527,11 @@ def test_hub(tmp_path, monkeypatch):
 # -- The command -------------------------------------------------------------------------------
 
 
-def test_command_line(tmp_path, capsys):
-    """Catches an exported Llama that does not know where its texts end, or one that is
-    overwritten."""
+def test_command_line(tmp_path):
+    """Catches an exported Llama that does not know where its texts begin and end."""
     save(small_model(ponder_steps=0, vocab_size=300), tmp_path / "model")
-    make_tokenizer(tmp_path / "model", "llama 3")
+    _, tokenizer = make_tokenizer(tmp_path / "model", "llama 3")
     interop_main(str(tmp_path / "model"), to=tmp_path / "other")
-    out = capsys.readouterr().out
-    assert "vanilla, K = 0" in out and "a Hugging Face Llama" in out
     written = read_json(tmp_path / "other")
-    _, tokenizer = make_tokenizer(tmp_path / "again", "llama 3")
     assert written["eos_token_id"] == tokenizer.end_of_text
     assert written["bos_token_id"] == tokenizer.begin[0]
-    with pytest.raises(UserError, match="exists already"):
-        interop_main(str(tmp_path / "model"), to=tmp_path / "other")
