@@ -14,8 +14,8 @@ official PonderLM-2     one of these two, and        K = num_latent_thoughts, me
                         num_latent_thoughts
 
 Only JSON and safetensors are read: loading a model never runs code from its files. A setting that
-is not understood is refused by name: a misread model would talk nonsense. Beside its
-command, __main__.py, this room imports baselines and below.
+is not understood is refused by name: a misread model would talk nonsense. from_gguf.py makes such
+a directory of llama.cpp's file. Beside its command, this room imports baselines and below.
 """
 
 import json
@@ -85,17 +85,9 @@ def read_config(directory):
     """
     directory = Path(directory)
     if not is_model(directory):
-        if any(directory.glob("pytorch_model*.bin")):
-            raise UserError(
-                f"{directory} has its weights in a pickle file, which can run code and is not "
-                f"read: save them as {SINGLE} (transformers' save_pretrained does)"
-            )
         raise UserError(f"{directory} holds no trained model: it has no {SINGLE}")
-    way_out = "; copy it anew from where it came"
-    if any(directory.glob("step-*")):  # it is the folder of a run
-        way_out = "; train.py --resume takes it from the last checkpoint"
     file = directory / "config.json"
-    content = read_json(file, way_out=way_out)
+    content = read_json(file)
     if content.get("model_type") == FOR_TRANSFORMERS:
         content = content.get("ponder", {})
     form = content.pop("format", None)
@@ -106,11 +98,9 @@ def read_config(directory):
             raise UserError(f"format {form!r}: only {FORMAT!r} is known")
         return parse_config(content)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise UserError(
-            f"{file}: a field is missing or of a wrong type: {error!r}{way_out}"
-        ) from None
-    except UserError as error:  # of others it may be whole, and of a kind that is not known here
-        raise UserError(f"{file}: {error}{way_out * (form == FORMAT)}") from None
+        raise UserError(f"{file}: a field is missing or of a wrong type: {error!r}") from None
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
 
 
 def parse_config(content):
@@ -153,7 +143,7 @@ ONLY = {
 ONLY_OF = {
     "llama": {
         "architectures": (None, ["LlamaForCausalLM"]),
-        "hidden_act": (None, "swish", "silu"),  # two names of one function
+        "hidden_act": (None, "silu"),
         "attention_bias": (None, False),
         "mlp_bias": (None, False),
     },

@@ -4,6 +4,7 @@ python -m interop DIR                                what it holds
 python -m interop DIR --to OTHER                     write it anew; without pondering as others do
 python -m interop DIR --to OTHER --transformers      as a model that transformers runs
 python -m interop DIR --to OTHER --half              in half the size
+python -m interop FILE.gguf --to DIR                 a Llama of llama.cpp's form as Hugging Face's
 """
 
 from dataclasses import fields
@@ -16,6 +17,7 @@ from corpus.tokenizers import IdTokenizer, load_tokenizer
 from engine.request import scored_tau
 from interop import load, locate, save
 from interop.export import export
+from interop.from_gguf import from_gguf
 from runtime import UserError, command_line
 
 
@@ -29,7 +31,7 @@ def main(
     """Show what a directory of weights holds, and write it anew.
 
     Args:
-        directory: a model's directory, or its name on the Hugging Face Hub
+        directory: a model's directory, or its name on the Hugging Face Hub; or a GGUF
         to: a new directory. A model without pondering becomes a Hugging Face Llama or GPT-NeoX,
             which transformers loads, any other one a directory of our own
         half: weights in float16, 2 bytes each, read as float32 again
@@ -41,6 +43,12 @@ def main(
     if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
         raise UserError(f"{to} exists already; give a new directory")
     place = locate(directory)
+    if place.suffix == ".gguf":
+        if to is None:
+            raise UserError(f"{place} is written as a directory: say which with --to")
+        from_gguf(place, to)
+        print(f"written: {to}, a Hugging Face Llama in half precision")
+        place, to = to, None
     model = load(place)
     config = model.config
     size = sum(p.numel() for p in model.parameters())

@@ -42,7 +42,8 @@ ASKED_FOR = {
 }
 
 # Packages that are not in requirements.txt: no import of a file may need them.
-OPTIONAL = ["datasets", "tokenizers", "huggingface_hub", "transformers", "lm_eval", "flash_attn"]
+OPTIONAL = ["datasets", "tokenizers", "huggingface_hub", "transformers", "gguf", "lm_eval"]
+OPTIONAL += ["flash_attn"]
 INSIDE = {*OPTIONAL, "matplotlib", "rustbpe"}  # the last two are heavy
 
 

@@ -11,15 +11,12 @@ from conftest import LLAMA3, small_model
 from foreign import read_json
 from hypothesis import given
 from hypothesis import strategies as st
-from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 from baselines import all_methods
 from corpus.huggingface import save_pretrained
 from corpus.tokenizers import WORDS, IdTokenizer, Tokenizer, load_tokenizer
 from engine.request import scored_tau
-from evaluation.harness import harness_lm
 from evaluation.scoring import states
 from interop import load, save
 from interop.__main__ import main as interop_main
@@ -326,27 +323,6 @@ def test_pipeline(directory):
         for text, (one,), sample in zip(texts, out, expected, strict=True):
             ids = list(text.encode()) + sample.tokens
             assert one["generated_token_ids"][-len(ids) :] == ids  # behind padding
-
-
-def test_lm_eval(directory):
-    """Catches answers of lm-evaluation-harness's own `hf` model that are not ours: log-likelihoods
-    to 1e-4, whether greedy decoding has them, generated texts."""
-    ours = harness_lm(load(directory), load_tokenizer(directory / "tokenizer.json"), tau=0.1)
-    theirs = HFLM(str(directory), trust_remote_code=True, batch_size=2, device="cpu")
-    assert theirs.max_length == 64
-
-    def ask(kind, *requests):
-        instances = [Instance(kind, {}, request, i) for i, request in enumerate(requests)]
-        return [getattr(lm, kind)(instances) for lm in (ours, theirs)]
-
-    a, b = ask("loglikelihood", ("the quick", " brown"), ("a", "b c"), (TEXT[:50], " dog"))
-    for (x, greedy), (y, other) in zip(a, b, strict=True):
-        assert x == pytest.approx(y, abs=1e-4) and greedy == other
-    a, b = ask("loglikelihood_rolling", (TEXT,), ("a fox",))
-    assert a == pytest.approx(b, abs=1e-3)
-    a, b = ask("generate_until", ("the quick", {"max_gen_toks": 6, "until": ["e"]}),
-               ("a lazy dog", {"max_gen_toks": 6, "until": ["e"]}))  # fmt: skip
-    assert a == b
 
 
 # -- The command -----------------------------------------------------------------------------------
