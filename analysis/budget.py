@@ -61,9 +61,11 @@ class Budget(Comparison):
         frame = self.frame(
             "budget", budget_table, lambda runs, device: budget_rows(runs, self.reference)
         )
-        labels = {"slots": "slots that ran in training, millions", "read": "text read, MB"}
-        figure, panels = new_figure("", "loss, nats a byte (lower is better)", panels=2)
-        for axes, (x, label) in zip(panels, labels.items(), strict=True):
+        labels = {"steps": "executed extra steps per token"}
+        labels |= {"slots": "slots that ran in training, millions", "read": "text read, MB"}
+        differ = [x for x in labels if frame[x].max() > 1.01 * frame[x].min() + 0.01]
+        figure, panels = new_figure("", "loss, nats a byte (lower is better)", panels=len(differ))
+        for axes, x in zip(panels, differ, strict=True):
             draw_curves(axes, frame, frame.method, x, "loss")
-            axes.set(xlabel=label, xscale="log")
+            axes.set(xlabel=labels[x])
         save_figure(figure, self.out / "budget.png", legend_of=panels[0])

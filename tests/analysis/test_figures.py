@@ -155,8 +155,8 @@ def test_published_figures(tmp_path):
     shown = ROOT / "docs/figures"
     for file in shown.glob("*.csv"):
         shutil.copy(file, tmp_path)
-    for command in (*figures.ALL, analyze.Pareto, analyze.Frontier, analyze.Lookup):
+    for command in (*figures.ALL, analyze.Pareto, analyze.Frontier, analyze.Budget, analyze.Lookup):
         command(out=tmp_path, redraw=True).draw()
-    for name in (*NAMES, "pareto", "frontier", "lookup"):
+    for name in (*NAMES, "pareto", "frontier", "budget", "lookup"):
         drawn = tmp_path / f"{name}.png"
         assert drawn.read_bytes() == (shown / drawn.name).read_bytes(), name
