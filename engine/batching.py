@@ -31,7 +31,7 @@ from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import read_on_grid, settle
 from engine.products import WEIGHTS, has_bfloat16
 from engine.request import Sample, check_request, choose_finite, not_finite, uniform
-from engine.rows import Rows
+from engine.rows import HostRows, Rows
 from runtime import UserError, autocast
 
 PLACES = 16  # a CPU's passes see multiples of so many places
@@ -122,7 +122,8 @@ class Engine:
         self.ahead = 2 if on_gpu else 0  # passes that may be under way when one is looked at
         graphs = on_gpu if graphs is None else graphs
         self.static = on_gpu or graphs
-        self.rows = Rows(model, batch_size, self.dtype, tau, alpha, weights, self.static)
+        kind = Rows if self.static else HostRows
+        self.rows = kind(model, batch_size, self.dtype, tau, alpha, weights)
         self.cache = self.rows.cache
         self.passes = Graphs(self.rows) if graphs else self.rows
         self.running = []  # Sequence number i runs in row i

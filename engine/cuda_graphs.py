@@ -65,7 +65,7 @@ class Fetched:
 
     def __init__(self, out):
         self.out, self.event = out, None
-        if out.is_cuda:
+        if torch.is_tensor(out) and out.is_cuda:
             self.out = torch.empty(out.shape, dtype=out.dtype, pin_memory=True)
             self.out.copy_(out, non_blocking=True)
             self.event = torch.cuda.Event()
@@ -74,4 +74,4 @@ class Fetched:
     def tolist(self):
         if self.event is not None:
             self.event.synchronize()
-        return self.out.tolist()
+        return self.out.tolist() if torch.is_tensor(self.out) else self.out

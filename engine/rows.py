@@ -21,6 +21,8 @@ context     (B, T)       the tokens that it begins with
 uniform     (B, T)       a random number for each token that is chosen
 """
 
+from dataclasses import dataclass, replace
+
 import torch
 import torch.nn.functional as F
 
@@ -33,21 +35,32 @@ from engine.slot_step import make_step
 from router import mask_score, upcast
 
 
+@dataclass
+class Counters:
+    """Of a row; see the table above."""
+
+    k: int
+    steps: int
+    position: int
+    length: int
+    given: int
+    limit: int
+
+
 class Rows:
-    """State of `batch_size` rows of a model, and a pass over them.
+    """State of `batch_size` rows of a model, and a pass without a value that the host must know.
+
+    Every pass computes everything for all rows, and selects.
 
     Args:
         dtype: of the matrix products and the cache. tau, alpha: as PonderLM.ponder_token.
         weights: see products.matrix.
-        static: a pass has no value that the host must know: it computes everything for all rows,
-            and selects. Otherwise it looks, and computes only what it needs.
     """
 
-    def __init__(self, model, batch_size, dtype, tau, alpha, weights="float32", static=True):
+    def __init__(self, model, batch_size, dtype, tau, alpha, weights="float32"):
         config, weight = model.config, model.lm_head.weight
         B, T, S, device = batch_size, config.block_size, config.ponder_steps + 1, weight.device
         self.model, self.tau, self.dtype, self.d = model, tau, dtype, config.head_width
-        self.static = static
         self.cache = SlotCache(model, B, dtype, device)
         self.step = make_step(model, B, dtype, weights)
         self.head = matrix(weight, dtype, B, weights)  # D -> V
@@ -78,7 +91,7 @@ class Rows:
         """Texts begin in `rows`, a list of numbers.
 
         Args:
-            tokens: (R,) which each row reads next. counters: (R, 6), from k to limit as above.
+            tokens: (R,) which each row reads next. counters: (R, 6), in the order of Counters.
             uniform, contexts: (R, T), padded.
         """
         at, *values = (
@@ -109,49 +122,27 @@ class Rows:
         counters = self.counters[:A]
         k, steps, position, length, given, limit = counters.unbind(1)
         h = self.run(A, places, position, length, k)
-        first = k == 0
-        if self.model.router is not None and (at := self.needed(first)) is not None:
-            s, channels, found = self.route(h[at])
-            here = first[at]
-            self.s[at] = torch.where(here[:, None], s, self.s[at])
-            bias = self.channels[at, :, :2]
-            self.channels[at, :, :2] = torch.where(here[:, None, None], channels, bias)
-            steps[at] = torch.where(here, found, steps[at])
+        if self.model.router is not None:
+            first = (k == 0)[:, None]
+            s, channels, found = self.route(h)
+            self.s[:A] = torch.where(first, s, self.s[:A])
+            bias = self.channels[:A, :, :2]
+            self.channels[:A, :, :2] = torch.where(first[..., None], channels, bias)
+            steps = torch.where(first[:, 0], found, steps)
         self.integrate(h, k)
-        self.x[:A] = self.model.feed_back(h)
 
         active = position < limit
         done = active & (k == steps)
-        position += done
-        length += active
-        k += active
-        k *= ~done
-        out = counters.new_full((2, A), -1)
-        if (at := self.needed(done)) is not None:
-            tokens = self.following(position, position - given, done, choice)
-            e = self.embed(tokens[at].clamp(min=0))
-            self.x[at] = torch.where(done[at][:, None], e, self.x[at])
-            out = torch.stack([torch.where(done, steps, -1), tokens])
-        return out
-
-    def following(self, position, number, done, choice):
-        """The tokens at `position` (A,): of the prompt, or chosen, the `number`-th. -> (A,)"""
-        rows, last = self.numbers[: len(number)], self.context.size(1) - 1
-        tokens = self.context[rows, position.clamp(max=last)]
-        if (at := self.needed(done & (number >= 0))) is not None:
-            u = self.uniform[rows[at], number[at]]  # below 0 it is not used
-            chosen = choose(self.logits(self.h_hat[at]), u, *choice)
-            tokens[at] = torch.where(number[at] < 0, tokens[at], chosen)
-        return tokens
-
-    def needed(self, mask):
-        """An index of the rows that a mask (A,) names, None if it names none; static: of all."""
-        if self.static:
-            return slice(len(mask))
-        rows = [row for row, named in enumerate(mask.tolist()) if named]
-        if rows and rows[-1] - rows[0] == len(rows) - 1:
-            return slice(rows[0], rows[-1] + 1)  # which is faster
-        return torch.tensor(rows) if rows else None
+        position, number = position + done, position + done - given
+        u = self.uniform[self.numbers[:A], number]  # below 0, of a prompt, it is not used
+        chosen = choose(self.logits(self.h_hat[:A]), u, *choice)
+        prompt = self.context[self.numbers[:A], position.clamp(max=self.context.size(1) - 1)]
+        tokens = torch.where(number < 0, prompt, chosen)
+        e = self.embed(tokens.clamp(min=0))
+        self.x[:A] = torch.where(done[:, None], e, self.model.feed_back(h))
+        k = torch.where(done, 0, k + active)
+        counters.copy_(torch.stack([k, steps, position, length + active, given, limit], dim=1))
+        return torch.stack([torch.where(done, steps, -1), tokens])
 
     # -- Its parts ---------------------------------------------------------------------------------
 
@@ -182,3 +173,69 @@ class Rows:
 
     def logits(self, h_hat):
         return self.head(h_hat.to(self.dtype))
+
+
+class HostRows(Rows):
+    """The same where looking at a value costs nothing: a pass computes only what it needs.
+
+    Counters, contexts and random numbers are lists of the host.
+    """
+
+    def __init__(self, model, batch_size, *args):
+        super().__init__(model, batch_size, *args)
+        del self.state[4:]  # what lists take the place of
+        self.counters = [Counters(*[0] * 6) for _ in range(batch_size)]
+        self.context, self.uniform = [[[] for _ in range(batch_size)] for _ in range(2)]
+
+    def begin(self, rows, tokens, counters, uniform, contexts):
+        for i, row in enumerate(rows):
+            self.counters[row] = Counters(*counters[i].tolist())
+            self.uniform[row], self.context[row] = uniform[i].tolist(), contexts[i].tolist()
+        self.x[rows] = self.embed(tokens)
+
+    def move(self, source, target, length):
+        super().move(source, target, length)
+        self.counters[target] = replace(self.counters[source])
+        self.context[target], self.uniform[target] = self.context[source], self.uniform[source]
+
+    def advance(self, A, places, choice):
+        counters = self.counters[:A]
+        now = torch.tensor([(c.position, c.length, c.k) for c in counters])
+        position, length, k = now.unbind(1)
+        h = self.run(A, places, position, length, k)
+        first = [row for row, c in enumerate(counters) if c.k == 0]
+        if first and self.model.router is not None:
+            at = index(first)
+            self.s[at], self.channels[at, :, :2], steps = self.route(h[at])
+            for row, K_hat in zip(first, steps.tolist(), strict=True):
+                counters[row].steps = K_hat
+        self.integrate(h, k)
+        self.x[:A] = self.model.feed_back(h)
+
+        read, tokens, chosen, prompt = [-1] * A, [-1] * A, [], []
+        for row, c in enumerate(counters):
+            c.length += 1
+            c.k += 1
+            if c.k > c.steps:
+                read[row], c.k = c.steps, 0
+                c.position += 1
+                (prompt if c.position < c.given else chosen).append(row)
+        for row in prompt:
+            tokens[row] = self.context[row][counters[row].position]
+        if chosen:
+            u = [self.uniform[row][counters[row].position - counters[row].given] for row in chosen]
+            u = torch.tensor(u, dtype=torch.float64)
+            found = choose(self.logits(self.h_hat[index(chosen)]), u, *choice)
+            for row, token in zip(chosen, found.tolist(), strict=True):
+                tokens[row] = token
+        if prompt or chosen:
+            rows = sorted(prompt + chosen)
+            self.x[index(rows)] = self.embed(torch.tensor([max(tokens[row], 0) for row in rows]))
+        return read, tokens
+
+
+def index(rows):
+    """An index of ascending rows, a slice where it can be: that is faster."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows)
