@@ -62,9 +62,14 @@ class Budget(Comparison):
             "budget", budget_table, lambda runs, device: budget_rows(runs, self.reference)
         )
         labels = {"steps": "executed extra steps per token"}
-        labels |= {"slots": "slots that ran in training, millions", "read": "text read, MB"}
+        labels |= {
+            "slots": "slots that ran in training, millions",
+            "read": "text read, millions of tokens",
+        }
         differ = [x for x in labels if frame[x].max() > 1.01 * frame[x].min() + 0.01]
-        figure, panels = new_figure("", "loss, nats a byte (lower is better)", panels=len(differ))
+        figure, panels = new_figure(
+            "", "loss, nats per token (lower is better)", panels=len(differ)
+        )
         for axes, x in zip(panels, differ, strict=True):
             draw_curves(axes, frame, frame.method, x, "loss")
             axes.set(xlabel=labels[x])

@@ -40,8 +40,9 @@ class Ouro(Exits):
             self.requires_grad_(False).router.requires_grad_(True)
 
     def forward(self, idx, targets=None, **kwargs):
-        """As PonderLM.forward. In training the loss is the expected one over the exits, or 0 in
-        the second stage, and `auxiliary` -beta H(s), or the gate's own loss."""
+        """As PonderLM.forward. In training the loss is the expected one over the exits, and
+        `auxiliary` -beta H(s); in the second stage the last loop's, without gradient, and
+        `auxiliary` the gate's own."""
         out = super().forward(idx, targets, **kwargs)
         if self.training and targets is not None:
             S = self.config.ponder_steps + 1

@@ -83,9 +83,8 @@ class Small:
         if weights == "int8":
             self.scale = weight.abs().amax(1).clamp(min=1e-30) / 127  # (O,)
             weight = (weight / self.scale[:, None]).round()
-        if (
-            self.scale is not None and rows <= FEW and weight.size(1) % 32 == 0
-        ):  # as its kernel wants
+        fits = rows <= FEW and weight.size(1) % 32 == 0  # as its kernel wants
+        if self.scale is not None and fits:
             codes, ones = weight.to(torch.int8), torch.ones_like(self.scale).bfloat16()
             self.product = lambda x: torch._weight_int8pack_mm(x, codes, ones)
         else:  # bfloat16 holds these whole numbers exactly

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# PonderLM-3 beside every method at equal steps. Runs with one seed
-# have the same first weights of the backbone and the same batches. What is finished is skipped.
+# PonderLM-3 beside every method at equal steps. Runs with one seed have the same first weights of
+# the backbone and the same batches. What is finished is skipped.
 #     bash runs/frontier.sh          PARTS="pairs size", SEEDS=1 or both: these runs, no figures
 # `pairs` and `more` have the settings that were chosen by text held apart.
 set -euo pipefail
@@ -32,7 +32,7 @@ chosen() { # K = 3 and PonderLM-2 with the settings that were chosen
 large=(--hidden-size 256 --intermediate-size 512 --num-hidden-layers 4 --num-attention-heads 4)
 large+=(--head-dim 56 --learning-rate 2e-3 --eval-windows 256)
 
-for part in ${PARTS:-pairs more choice long others size}; do
+for part in ${PARTS:-pairs more long others size}; do
   case $part in
     more) seeds="5 6 7 8 9" ;;
     pairs | long) seeds="0 1 2 3 4" ;;

@@ -24,10 +24,8 @@ for part in ${PARTS:-slots text short}; do
         train slots ponderlm3-3
         ;;
       text) # as much as these 1000 steps read
-        for K in 1 3; do
-          grid text $K 1000
-          train text ponderlm3-$K --ponder-steps $K
-        done
+        for K in 1 3; do grid text $K 1000; done
+        train text ponderlm3-1 --ponder-steps 1
         for method in ouro adaponder; do train text $method-3 --method $method; done
         ;;
       short) # a million bytes of Shakespeare, read 7 times by vanilla
@@ -41,6 +39,6 @@ done
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   analyze() { "${PYTHON:-python}" analyze.py budget --runs "${@:2}" --out "out/analyze/$1"; }
   analyze slots out/slots/*
-  analyze text out/text/* --reference ponderlm3
+  analyze text out/text/* out/slots/ponderlm3-3-* --reference ponderlm3
   analyze short out/short/*
 fi

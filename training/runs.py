@@ -75,7 +75,9 @@ def new_run(out, name, prefix):
     """
     if name and (Path(name).name != name or name == ".."):
         raise UserError(f"--name {name!r} is not a plain name; --out says where the run goes")
-    run = Path(out) / (name or f"{prefix}-{time.strftime('%m%d-%H%M%S')}")
+    fresh = f"{prefix}-{time.strftime('%m%d-%H%M%S')}"
+    same_second = len(list(Path(out).glob(f"{fresh}*")))
+    run = Path(out) / (name or (f"{fresh}-{same_second + 1}" if same_second else fresh))
     check_free(run)
     run.mkdir(parents=True, exist_ok=bool(name))
     return run

@@ -63,7 +63,7 @@ def evaluate(
         rows = torch.from_numpy(np.stack(rows)).to(device)
         x, y = rows[:, :-1], rows[:, 1:]
         h, s, log_w = model.states(x, R, tau)
-        if permute and mixes:
+        if permute:
             router, model.router = model.router, PermutedRouter(s, log_w)
             h, s, log_w = model.states(x, R, tau)
             model.router = router
