@@ -14,21 +14,29 @@ train() { # folder, name, flags
 grid() { train "$1" grid-"$2" --method grid --ponder-steps "$2" --steps "$3" "${@:4}"; }
 
 for part in ${PARTS:-slots text short}; do
-  for seed in ${SEEDS:-0 1 2}; do
+  for seed in ${SEEDS:-0 1 2 3 4}; do
     case $part in
       slots) # as many as 1000 steps of PonderLM-3 with K = 3 run: 14 for each token that they read
         train slots vanilla --method vanilla --steps 14000
         grid slots 1 7000
+        [ "$seed" -lt 3 ] || continue # five pairs for these two, three for the rest
+        grid slots 2 4667
         grid slots 3 3500
+        train slots grid-fixed-1 --method grid-fixed --ponder-steps 1 --steps 7000
         train slots looped-3 --method looped --steps 3500
-        train slots ponderlm3-3
+        train slots ponderlm3-last-3 --backprop-passes 1
         ;;
       text) # as much as these 1000 steps read
-        for K in 1 3; do grid text $K 1000; done
-        train text ponderlm3-1 --ponder-steps 1
+        for K in 1 2 3; do
+          grid text $K 1000
+          train text ponderlm3-$K --ponder-steps $K
+        done
+        for method in grid-fixed ponderlm2; do train text $method-3 --method $method; done
+        [ "$seed" -lt 3 ] || continue
         for method in ouro adaponder; do train text $method-3 --method $method; done
         ;;
       short) # a million bytes of Shakespeare, read 7 times by vanilla
+        [ "$seed" -lt 3 ] || continue
         train short vanilla --method vanilla --steps 14000 --data "${SHAKESPEARE:-shakespeare}"
         grid short 1 7000 --data "${SHAKESPEARE:-shakespeare}"
         ;;
@@ -38,7 +46,7 @@ done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   analyze() { "${PYTHON:-python}" analyze.py budget --runs "${@:2}" --out "out/analyze/$1"; }
-  analyze slots out/slots/*
-  analyze text out/text/* out/slots/ponderlm3-3-* --reference ponderlm3
+  analyze slots out/slots/* out/text/ponderlm3-3-[012]
+  analyze text out/text/* --reference ponderlm3
   analyze short out/short/*
 fi

@@ -70,7 +70,7 @@ def stand_in_model(folder, method="vanilla", K=0, **shape):
         ("ablations.sh", (), {}, 21, ["pareto"]),
         ("pareto.sh", (), {}, None, ["pareto", "depth"]),
         ("pareto.sh", (), {"SCALE": "small", "SEEDS": "5"}, None, []),
-        ("grid.sh", (), {}, 36, ["budget"] * 3),
+        ("grid.sh", (), {}, 77, ["budget"] * 3),
         ("paper.sh", (), {"TRY": "1"}, 2, []),
         ("gpu.sh", ("b",), {"STEPS": "7"}, 4, []),
     ],
