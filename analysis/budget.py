@@ -17,14 +17,18 @@ from analysis.frontier import interval, with_interval
 from analysis.tables import new_figure, save_figure, tabulate
 from baselines.cost import cost
 from model import strict_dataclass
+from runtime import UserError
 
 
 def budget_rows(runs, reference):
     """One row for each method and K: loss, steps, slots, text and the difference to `reference`."""
     losses = {}  # of the reference, by seed and K
     for run in runs:
+        pair = run.config.seed, run.shape.ponder_steps
+        if run.shape.method == reference and pair in losses:
+            raise UserError(f"{run.path}: another {reference} with its K and seed: leave one out")
         if run.shape.method == reference:
-            losses[run.config.seed, run.shape.ponder_steps] = stopped(run)["loss"]
+            losses[pair] = stopped(run)["loss"]
     one = len({K for _, K in losses}) == 1
 
     def measure(run):

@@ -43,9 +43,12 @@ class PonderLM3(PonderLM):
 
     @staticmethod
     def training_forwards(config, steps):
-        """Passes of the stack for each training token, forward, with R as the mean of its range."""
-        K, R = config.ponder_steps, sum(config.refinements) / 2
-        return sum(slots_of_passes(K, 0)) + R * (K + 1)
+        """Passes of the stack for each training token, the mean over the range of R. A slot without
+        gradient counts a third: it leaves out the backward pass, which is two thirds (6 N, 2 N)."""
+        lowest, highest = config.refinements
+        K, n = config.ponder_steps, config.backprop_passes or 0
+        passes = [slots_of_passes(K, R) for R in range(lowest, highest + 1)]
+        return sum((sum(p) + 2 * sum(p[-n:])) / 3 for p in passes) / len(passes)
 
     @staticmethod
     def vocabulary_products(steps):

@@ -14,7 +14,8 @@ product_flops         FLOPs                  about 2 for each weight that is mul
                                              routers, which are small but in AdaPonderLM, and
                                              attention's products, which grow with the text.
 cache_entries         keys a layer           1 + steps
-training_forwards     passes of the stack    slots that run for it in all passes of a training step
+training_forwards     passes of the stack    slots that run for it in all passes of a training step;
+                                             one without gradient counts a third (--backprop-passes)
 
 N are all parameters, the embedding table's too; steps are those executed beyond the first
 computation, a mean over tokens (for MoR: mean depth - 1).

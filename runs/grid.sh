@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What training costs: the grid (baselines/grid.py) beside Jacobi iteration, loops and no thinking,
-# at equal text and at equal slots. Runs with one seed have the same first weights and batches. What
-# is finished is skipped.
+# at equal text and at equal slots. Runs with one seed have the same first weights and batches: five
+# pairs of what matters most, three of the rest. What is finished is skipped.
 #     bash runs/grid.sh              PARTS="slots text", SEEDS=1 or both: these runs, no figures
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,18 +13,24 @@ train() { # folder, name, flags
 
 grid() { train "$1" grid-"$2" --method grid --ponder-steps "$2" --steps "$3" "${@:4}"; }
 
-for part in ${PARTS:-slots text short}; do
+pairs() { [ -n "${SEEDS:-}" ] || [ "$seed" -lt "$1" ]; }
+
+for part in ${PARTS:-slots half text short}; do
   for seed in ${SEEDS:-0 1 2 3 4}; do
     case $part in
       slots) # as many as 1000 steps of PonderLM-3 with K = 3 run: 14 for each token that they read
         train slots vanilla --method vanilla --steps 14000
         grid slots 1 7000
-        [ "$seed" -lt 3 ] || continue # five pairs for these two, three for the rest
+        pairs 3 || continue
         grid slots 2 4667
         grid slots 3 3500
         train slots grid-fixed-1 --method grid-fixed --ponder-steps 1 --steps 7000
         train slots looped-3 --method looped --steps 3500
-        train slots ponderlm3-last-3 --backprop-passes 1
+        # PonderLM-3 itself is trained below; a slot without gradient counts a third
+        train slots ponderlm3-last-3 --backprop-passes 1 --steps 1900
+        ;;
+      half) # as much as the grid with K = 1 reads there
+        train half vanilla --method vanilla --steps 7000
         ;;
       text) # as much as these 1000 steps read
         for K in 1 2 3; do
@@ -32,11 +38,11 @@ for part in ${PARTS:-slots text short}; do
           train text ponderlm3-$K --ponder-steps $K
         done
         for method in grid-fixed ponderlm2; do train text $method-3 --method $method; done
-        [ "$seed" -lt 3 ] || continue
+        pairs 3 || continue
         for method in ouro adaponder; do train text $method-3 --method $method; done
         ;;
       short) # a million bytes of Shakespeare, read 7 times by vanilla
-        [ "$seed" -lt 3 ] || continue
+        pairs 3 || continue
         train short vanilla --method vanilla --steps 14000 --data "${SHAKESPEARE:-shakespeare}"
         grid short 1 7000 --data "${SHAKESPEARE:-shakespeare}"
         ;;
@@ -47,6 +53,7 @@ done
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   analyze() { "${PYTHON:-python}" analyze.py budget --runs "${@:2}" --out "out/analyze/$1"; }
   analyze slots out/slots/* out/text/ponderlm3-3-[012]
+  analyze half out/half/* out/slots/grid-1-*
   analyze text out/text/* --reference ponderlm3
   analyze short out/short/*
 fi

@@ -100,3 +100,6 @@ def test_budget(make_run):
     several = [make_run(f"p{K}", 3.0 + K, 1.0, ponder_steps=K) for K in (1, 2)]
     frame = budget_rows(read_runs([*paths[1:2], *several]), "ponderlm3").set_index("method")
     assert frame.loc["PonderLM-3, grid"].difference == pytest.approx(-1.1)
+    twice = [*paths[:1], make_run("half", 2.0, 0.0, 0, "vanilla", batch_size=4)]
+    with pytest.raises(UserError, match="half: another vanilla with its K and seed: leave one out"):
+        budget_rows(read_runs(twice), "vanilla")

@@ -59,6 +59,8 @@ def test_training_forwards():
             config = shape(method, ponder_steps=K, refinements=(R, R))
             assert training_forwards(config, K) == forwards
     assert training_forwards(shape("ponderlm2"), 3) == 20  # R is 2 or 3
+    last = [shape("ponderlm3", refinements=(1, 1), backprop_passes=n) for n in (1, 2, 9)]
+    assert [training_forwards(config, 3) for config in last] == [22 / 3, 10, 14]
 
 
 @pytest.mark.parametrize("method", [kind.method for kind in all_methods()])
