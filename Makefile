@@ -4,6 +4,7 @@ BIN := .venv/bin
 .PHONY: demo test
 
 demo: .venv/installed
+	$(BIN)/python analyze.py puzzle
 	$(BIN)/python sample.py --run models/shakespeare --prompt "ROMEO:" --show-steps --seed 1
 	$(BIN)/python train.py --preset tiny
 	$(BIN)/python sample.py --tau auto

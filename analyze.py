@@ -10,6 +10,7 @@ Of one run, by default the newest in out/; written to <run>/report/:
     python analyze.py heatmap       a text, each token shaded by its steps: an HTML page
     python analyze.py report        all of these on one page, index.html
     python analyze.py explainer     the model itself on a page that runs it: explainer.html
+    python analyze.py puzzle        what it looks up at each step: printed, and puzzle.svg
 
 Of several runs, written to out/analyze/:
 
@@ -35,6 +36,7 @@ from analysis.figures import Buckets, Converge, Shift, Tau, Tokens
 from analysis.frontier import Frontier
 from analysis.lookup import Lookup
 from analysis.pages import Heatmap, Report
+from analysis.puzzle import Puzzle
 from runtime import command_line
 
 OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Heatmap, Report)
@@ -54,7 +56,7 @@ def reader(figure):
 def main(argv=None):
     """Draw one figure. argv: its name and flags; by default those of the command line."""
     argv = sys.argv[1:] if argv is None else argv
-    figures = (*OF_ONE_RUN, Explainer, *OF_SEVERAL)
+    figures = (*OF_ONE_RUN, Explainer, Puzzle, *OF_SEVERAL)
     commands = {figure.__name__.lower(): reader(figure) for figure in figures}
     tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, args=argv).draw()
 

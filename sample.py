@@ -83,6 +83,10 @@ def generate(model, prompts, max_new_tokens, *, seed=None, **kwargs):
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     request, o = Request(options), options
+    if request.is_first:
+        from engine import puzzle
+
+        puzzle.show(*puzzle.open_model())
     request.describe("simple")
     total, n, start = 0, len(request.ids), time.perf_counter()
     with new_file(o.out, n) as file:

@@ -1,7 +1,9 @@
-"""A trained model as one HTML page that runs it: thinking time, byte by byte, live as one types.
+"""Two trained models on one HTML page that runs them: puzzles whose difficulty is known, and the
+thinking time of a text, byte by byte, live as one types.
 
 The page holds the weights and a PonderLM-3 in plain JavaScript (templates/model.js), and asks no
-other place for anything. worker.js runs it in a thread of its own, explainer.js shows what it does.
+other place for anything. worker.js runs each model in a thread of its own; puzzle.js and
+explainer.js show what they do. chains.js makes the puzzles.
 """
 
 import base64
@@ -11,13 +13,14 @@ from pathlib import Path
 
 from analysis.pages import write_page
 from corpus.tokenizers import load_tokenizer
-from interop import INCLUDED, find_model, load
+from interop import INCLUDED, PUZZLES, find_model, load
 from model import Given, strict_dataclass
 from runtime import UserError
 from training.config import Share, read_run
-from training.runs import read_results
 
 ROOT = Path(__file__).parent.parent
+BYTES = 256  # tokens before the words of the puzzle, which has no use for them
+PUZZLE_TAU = 0.1  # as docs/lookup.md has it
 TEXT = """\
 ROMEO:
 The sun, the sun, the sun! and then the zephyr,
@@ -27,38 +30,37 @@ JULIET:
 What's that to me?"""
 
 
-def packed(model):
-    """Weights in float16 -> [(name, shape), ..] and their bytes in that order, as base64."""
+def packed(model, first=0):
+    """A model, without the first tokens of its vocabulary -> its settings and [(name, shape), ..];
+    its weights in float16 and in that order, as base64."""
     tensors = {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
+    for name in tensors.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
+        tensors[name] = tensors[name][first:]
     data = b"".join(tensor.numpy().astype("<f2").tobytes() for tensor in tensors.values())
+    names = "key_value_heads", "head_width", "scale", "offset"
+    config = asdict(model.config) | {name: getattr(model.config, name) for name in names}
+    config["vocab_size"] -= first
     shapes = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
-    return shapes, base64.b64encode(data).decode()
+    return {"config": config, "tensors": shapes}, base64.b64encode(data).decode()
 
 
-def check(path, model, tokenizer):
-    """Refuse what the page's model is not. UserError."""
+def open_model(path, method, tokens):
+    """A model of this method, and its tokenizer; refuse what the page cannot run. UserError."""
+    model, tokenizer = load(path), load_tokenizer(path / "tokenizer.json")
     names = "method", "backbone", "tokenizer", "vocabulary"
     found = model.method, model.config.backbone, tokenizer.name, model.config.vocab_size
-    needed = "ponderlm3", "llama", "bytes", tokenizer.vocab_size
+    needed = method, "llama", tokens, tokenizer.vocab_size
     for what, a, b in zip(names, found, needed, strict=True):
         if a != b:
             raise UserError(f"{path} has the {what} {a}; the page runs {b} alone")
-
-
-def measured(path, config):
-    """What the run measured of itself, for the page; None of an unfinished run."""
-    if not (path / "results.json").is_file():
-        return None
-    hard, fixed = (read_results(path)[key] for key in ("hard", "fixed"))
-    losses = {"hard": hard["loss"], "always": fixed["loss"], "truncated": fixed["truncated"]}
-    return {"tau": config.tau, "steps": hard["steps"], **losses}
+    return model, tokenizer
 
 
 @strict_dataclass
 class Explainer:
-    """A model of bytes on a page that runs it: a text's thinking time, live as one types."""
+    """A page that runs models: one solves puzzles, one of bytes reads a text, live as one types."""
 
     # directory of a trained PonderLM-3; by default the newest in out/, else models/shakespeare
     run: Given | None = None
@@ -70,29 +72,31 @@ class Explainer:
         path = find_model(self.run, otherwise=INCLUDED)
         of_run = Path("out") if path == INCLUDED and self.run is None else path / "report"
         file = self.out or of_run / "explainer.html"
-        run, config, _ = read_run(path)
-        model = load(path)
-        check(path, model, load_tokenizer(path / "tokenizer.json"))
-        tensors, weights = packed(model)
-        shape = model.config
-        names = "key_value_heads", "head_width", "scale", "offset"
-        derived = {name: getattr(shape, name) for name in names}
+        config = read_run(path)[1]
+        model, _ = open_model(path, "ponderlm3", "bytes")
+        puzzler, tokenizer = open_model(PUZZLES, "grid", "lookup")
+        of_text, weights = packed(model)
+        of_puzzle, puzzle_weights = packed(puzzler, BYTES)
+        end = tokenizer.vocab_size - 1
+        words = [tokenizer.decode([i]).decode().strip() for i in range(BYTES, end)]
+        root = os.path.relpath(ROOT, file.resolve().parent).replace(os.sep, "/")
         payload = {
-            "config": asdict(shape) | derived,
-            "tensors": tensors,
-            "tau": config.tau if self.tau is None else self.tau,
+            "text": of_text | {"tau": config.tau if self.tau is None else self.tau},
+            "puzzle": of_puzzle | {"tau": PUZZLE_TAU, "words": [*words, "end of text"]},
+            "root": root,
         }
         write_page(
             file,
             "explainer.html",
             payload=payload,
             weights=weights,
-            config=shape,
-            K=shape.ponder_steps,
-            parameters=sum(p.numel() for p in model.parameters()),
-            numbers=measured(run, config),
+            puzzle_weights=puzzle_weights,
+            puzzle=puzzler.config,
+            config=model.config,
+            K=model.config.ponder_steps,
+            parameters=[sum(p.numel() for p in each.parameters()) for each in (puzzler, model)],
             data=Path(config.data).name,
             steps=config.steps,
             text=TEXT,
-            root=os.path.relpath(ROOT, file.resolve().parent).replace(os.sep, "/"),
+            root=root,
         )

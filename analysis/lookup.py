@@ -1,14 +1,18 @@
 """Does depth follow difficulty, where that is known? The lookup task (corpus/lookup.py)."""
 
+from dataclasses import replace
+
 import pandas as pd
 import torch
+from pydantic import PositiveInt
 
 from analysis.comparing import Comparison, curve_names, draw_curves, over_seeds
 from analysis.measuring import open_subject, stopped
 from analysis.tables import new_figure, save_figure
-from corpus.lookup import CHAINS, LOOKUPS, lookups_asked
+from corpus.lookup import longest_of, lookups_asked
 from model import Given, strict_dataclass
 from training.config import Share
+from training.warm_start import longer, start_from
 
 
 @torch.no_grad()
@@ -23,19 +27,27 @@ def answers(subject):
     return [torch.cat(parts) for parts in zip(*found, strict=True)]
 
 
-def lookup_rows(runs, tau, device, data=None):
-    """One row for each method, K and number of lookups, 0 for filler, over the seeds.
+def lookup_rows(runs, tau, device, data=None, most=()):
+    """One row for each method, K, `most` and number of lookups, 0 for filler, over the seeds.
 
-    Asked of at most 1024 lines, of the corpus `data` if that is given.
+    Asked of at most 1024 lines, of the corpus `data` if that is given. `most`: the most steps that
+    a model may take, instead of K: what the router says of its last step holds for the new ones.
     """
 
     def numbers(run):
-        asked, right, steps = answers(open_subject(run.path, 1024, tau, device, data))
-        tokens = pd.DataFrame({"accuracy": right.double(), "steps": steps.double()})
-        found = tokens.groupby(asked.numpy()).mean().reindex([0, *LOOKUPS])
-        return found.rename_axis("lookups").reset_index()
+        subject, shape, found = open_subject(run.path, 1024, tau, device, data), run.shape, []
+        for n in most or [shape.ponder_steps]:
+            if n != shape.ponder_steps:
+                grown = replace(shape, ponder_steps=n, router_offset=longer(shape, n))
+                subject.model = start_from(run.path, grown).to(device).eval()
+            asked, right, steps = answers(subject)
+            tokens = pd.DataFrame({"accuracy": right.double(), "steps": steps.double()})
+            rows = tokens.groupby(asked.numpy()).mean()
+            rows = rows.reindex(range(longest_of(subject.tokenizer) + 1)).rename_axis("lookups")
+            found.append(rows.reset_index().assign(most=n))
+        return pd.concat(found)
 
-    frame = over_seeds(runs, numbers, by=["lookups"], one_text=not data)
+    frame = over_seeds(runs, numbers, by=["most", "lookups"], one_text=not data)
     return frame.sort_values("K", kind="stable")
 
 
@@ -46,20 +58,27 @@ class Lookup(Comparison):
     tau: Share | None = None  # where pondering stops; by default where each run scored it
     # the prepared corpus that all are asked about; by default what each was trained on
     data: Given | None = None
+    most: tuple[PositiveInt, ...] = ()  # steps that each may take, instead of its K
 
     def draw(self):
         def rows(runs, device):
-            return lookup_rows(runs, self.tau, device, self.data)
+            return lookup_rows(runs, self.tau, device, self.data, self.most)
 
-        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "lookups": "lookups:.0f"}
+        columns = {"method": "method", "K": "K:.0f", "most": "most:.0f", "seeds": "seeds:.0f"}
+        columns |= {"lookups": "lookups:.0f"}
         columns |= {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"}
         frame = self.frame("lookup", columns, rows)
         x = "lookups that the next token takes (0: filler)"
         figure, (left, right) = new_figure(x, "", panels=2)
+        names = curve_names(frame)
+        if (frame.most != frame.K).any():
+            names += frame.most.map(", at most {:.0f} steps".format)
         for axes, y in ((left, "accuracy"), (right, "steps")):
-            draw_curves(axes, frame, curve_names(frame), "lookups", y)
-        left.axhline(1 / CHAINS, color="#777777", linestyle=":", label="guessing; lookups - 1")
-        right.plot(LOOKUPS, [n - 1 for n in LOOKUPS], color="#777777", linestyle=":")
+            draw_curves(axes, frame, names, "lookups", y)
+        longest = frame.lookups.max()
+        right.plot(
+            [1, longest], [0, longest - 1], color="#777777", linestyle=":", label="lookups - 1"
+        )
         left.set_ylabel("share of right answers")
         right.set_ylabel("executed steps")
         save_figure(figure, self.out / "lookup.png", legend_of=left)

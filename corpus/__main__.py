@@ -45,17 +45,19 @@ def lookup(
     folder: Path = CACHE / "lookup",
     lines: int = 100_000,
     seed: int = 0,
-    lookups: tuple[Literal[1, 2, 3, 4, 5, 6], ...] = (),
+    lookups: tuple[int, ...] = (),
+    longest: Literal[6, 10] = 6,
 ):
-    """Prepare the lookup task: chains of 1 to 6 lookups, to train on and to measure with.
+    """Prepare the lookup task: chains of known length, to train on and to measure with.
 
     Args:
         folder: where to
         lines: number of lines, of 64 tokens each; one in 20 is for validation
         seed: of the random lines
-        lookups: of a question, all equally often; by default 1 to 6, few more often
+        lookups: of a question, all equally often; by default 1 to the longest
+        longest: lookups of the longest chain of each line
     """
-    prepare_lookup(folder, lines, seed, lookups)
+    prepare_lookup(folder, lines, seed, lookups, longest)
     show(str(folder))
     print(f"next: python train.py --data {folder}")
 

@@ -179,6 +179,8 @@ class Request:
         texts = read_prompts(o.prompt, o.prompts)
         self.texts = [text for text in texts for _ in range(o.num_samples)]
         self.directory = find_model(o.run, otherwise=INCLUDED)
+        # nothing was trained and nothing is asked for yet
+        self.is_first = self.directory == INCLUDED and not (o.run or o.prompt or o.prompts or o.out)
         self.device = pick_device(o.device)
         self.model = load(self.directory).to(self.device)
         self.tokenizer = load_tokenizer(self.directory / "tokenizer.json")

@@ -34,7 +34,8 @@ from runtime import UserError, locate, one_line, read_json, write_json, writing
 
 FORMAT = "ponderlm-3"
 FOR_TRANSFORMERS = "ponderlm"  # model_type where export.py has put our form into config.json
-INCLUDED = Path(__file__).parent.parent / "models" / "shakespeare"  # a model to begin with
+MODELS = Path(__file__).parent.parent / "models"  # that come with the code
+INCLUDED, PUZZLES = MODELS / "shakespeare", MODELS / "lookup"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # -- Places ------------------------------------------------------------------------------------

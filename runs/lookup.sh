@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Does depth follow difficulty where the difficulty is known? One layer, learned one step at a time.
+# Does depth follow difficulty where the difficulty is known? One layer on the grid learns one step
+# after the other, and each step of a token costs 0.05 nats.
 #     bash runs/lookup.sh      RUNS="grown once", SEEDS=1 or both: these alone, no table
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -7,61 +8,58 @@ cd "$(dirname "$0")/.."
 
 OUT=out/lookup
 
-task() { # folder, lines, seed, lookups: each equally often
+task() { # folder, lines, seed, flags
   [ -f "data/$1/meta.json" ] ||
-    "${PYTHON:-python}" -m corpus lookup --folder "data/$1" --lines "$2" --seed "$3" --lookups "${@:4}"
+    "${PYTHON:-python}" -m corpus lookup --folder "data/$1" --lines "$2" --seed "$3" "${@:4}"
 }
 
-train() { # name, seed, text, flags
-  once $OUT "$1" "$2" --preset tiny --data "data/$3" --num-hidden-layers 1 --hidden-size 128 \
-    --intermediate-size 344 --num-attention-heads 4 --head-dim 32 --batch-size 16 \
-    --eval-every 500 --log-every 100 "${@:4}"
+train() { # name, text, flags
+  once $OUT "$1" "$seed" --preset tiny --threads 1 --data "data/$2" --num-hidden-layers 1 \
+    --hidden-size 128 --intermediate-size 344 --num-attention-heads 4 --head-dim 32 --batch-size 16 \
+    --eval-every 500 --log-every 100 "${@:3}"
 }
 
-finish() { # name, seed, K: 500 steps more; in ours each step of a token now costs 0.1 nats
-  local price=
-  [ "$1" != grown ] || price="--penalty mean --penalty-weight 0.1"
-  train "$1-K$3" "$2" "lookup-K$3" --init-from "$OUT/$1-learns-K$3-$2" --refinements 1 1 \
-    --learning-rate 3e-3 --steps 500 $price
-}
-
-grow() { # name, seed, the last K, flags of the first stage
-  train "$1-learns-K1" "$2" lookup-K1 --ponder-steps 1 --refinements 0 0 --learning-rate 3e-3 --steps 3000 \
-    "${@:4}"
-  finish "$1" "$2" 1
-  local K from=$1-K1 more=
-  [ "$1" != grown ] || more="--penalty-weight 0 --ponder-warmup 0" # and the copied row counts at once
+grow() { # name, text, the last K, steps of the first stage, flags
+  local K free= price=
+  if [[ $1 = grown* ]]; then # has a router: undecided at first, then each step costs something
+    free="--penalty-weight 0 --router-offset 0 0"
+    price="--penalty mean --penalty-weight 0.05"
+  fi
+  train "$1-learns" "$2-K1" --ponder-steps 1 --learning-rate 3e-3 --steps "$4" $free "${@:5}"
+  train "$1-K1" "$2-K1" --init-from "$OUT/$1-learns-$seed" --learning-rate 3e-3 --steps 300 $price
   for K in $(seq 2 "$3"); do
-    train "$1-learns-K$K" "$2" "lookup-K$K" --init-from "$OUT/$from-$2" --ponder-steps "$K" \
-      --refinements 1 1 --learning-rate 1.5e-3 --steps 500 $more
-    from=$1-learns-K$K
+    train "$1-K$K" "$2-K$K" --init-from "$OUT/$1-K$((K - 1))-$seed" --ponder-steps "$K" \
+      ${price:+--ponder-warmup 0} --learning-rate 1.5e-3 --steps 500 $price
   done
+  train "$1" "$2-K$3" --init-from "$OUT/$1-K$3-$seed" --learning-rate 3e-3 --steps 500 $price
 }
 
-for K in 1 2 3 4 5; do task lookup-K$K 50000 0 $(seq 1 $((K + 1))); done
-task lookup-all 20000 1 1 2 3 4 5 6
+for K in 1 2 3 4 5; do # questions of 1 to K + 1 lookups
+  task lookup-K$K 50000 0 --lookups $(seq 1 $((K + 1)))
+  task long-K$K 50000 0 --longest 10 --lookups $(seq 1 $((K + 1)))
+done
+task lookup-all 20000 1
+task long-all 20000 1 --longest 10
 
-free=(--penalty-weight 0 --router-offset 0 0) # no step costs anything, the router is undecided
-long=(--learning-rate 3e-3 --steps 5000) # as much text as K = 3 has seen when it is grown
-for seed in ${SEEDS:-0 1 2}; do
-  for run in ${RUNS:-grown once ponderlm2 looped vanilla}; do
+for seed in ${SEEDS:-0 1 2 3 4}; do
+  for run in ${RUNS:-grown long fixed looped once vanilla}; do
+    [ $run = grown ] || [ -n "${SEEDS:-}" ] || [ "$seed" -lt 3 ] || continue
     case $run in
-      grown)
-        grow grown "$seed" 5 "${free[@]}"
-        for K in 2 3 4 5; do finish grown "$seed" "$K"; done
+      grown) grow grown lookup 5 3000 --method grid ;;
+      long) grow grown-long long 5 5000 --method grid ;;
+      fixed) grow fixed lookup 3 3000 --method grid-fixed ;;
+      looped) grow looped lookup 3 3000 --method looped ;;
+      once) # as much text as K = 3 has seen when it is grown
+        train once lookup-K3 --method grid --ponder-steps 3 --penalty-weight 0 --router-offset 0 0 0 0 \
+          --learning-rate 3e-3 --steps 4800
         ;;
-      once) train once-K3 "$seed" lookup-K3 --ponder-steps 3 --refinements 1 1 "${free[@]}" 0 0 "${long[@]}" ;;
-      ponderlm2 | looped)
-        grow "$run" "$seed" 3 --method "$run"
-        finish "$run" "$seed" 3
-        ;;
-      vanilla) train vanilla-L4 "$seed" lookup-K3 --method vanilla --num-hidden-layers 4 "${long[@]}" ;;
+      vanilla) train vanilla lookup-K3 --method vanilla --num-hidden-layers 4 --learning-rate 3e-3 --steps 4800 ;;
     esac
   done
 done
 
 if [ -z "${RUNS:-}${SEEDS:-}" ]; then
   asked() { "${PYTHON:-python}" analyze.py lookup --tau 0.1 --data data/lookup-all "$@"; }
-  asked --runs $OUT/grown-K*
-  asked --runs $OUT/{grown,once,ponderlm2,looped}-K3-? $OUT/vanilla-L4-? --out out/analyze/rivals
+  asked --runs $OUT/grown-K[13]-? $OUT/grown-?
+  asked --runs $OUT/{grown-K3,fixed,looped,once,vanilla}-? --out out/analyze/rivals
 fi

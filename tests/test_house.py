@@ -36,6 +36,7 @@ BELOW = {
 } | dict.fromkeys(("analysis", "evaluation", "docs"), USES)
 # What a file imports only where a command asks for it: everybody else need not read it.
 ASKED_FOR = {
+    ("sample", "engine.puzzle"),  # where nobody asks for anything
     ("training.config", "kernels.attention"),  # the forms of attention, by the name of one
     ("training.config", "kernels.blocks"),  # how a model runs, decided last
     ("training.config", "training.warm_start"),  # --init-from

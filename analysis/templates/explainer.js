@@ -1,8 +1,9 @@
-/* The page: it asks the worker (worker.js), which holds the model, and shows what comes back. Texts
+/* The text of the page: what its model does with it, byte by byte. puzzle.js, which follows, shows
+the puzzle. Both ask a worker (worker.js), which holds the model, and show what comes back. Texts
 reach the document as textContent only. Tests and a console may ask, too: window.ponder. */
 
 const payload = JSON.parse(document.getElementById("payload").textContent);
-const {config} = payload, K = config.ponder_steps, END = 256;  // END: the token behind a text
+const {config} = payload.text, K = config.ponder_steps, END = 256;  // END: the token behind a text
 const MOST = 512;  // bytes that are read
 const WRITTEN = 200;  // bytes of a continuation
 const DARKEST = 60;  // percent of colour behind text
@@ -11,20 +12,59 @@ const find = id => document.getElementById(id);
 // -- Asking ---------------------------------------------------------------------------------------
 
 const source = new Blob([find("worker").textContent], {type: "text/javascript"});
-const worker = new Worker(URL.createObjectURL(source)), asked = [];  // what was asked of it
 
-/** Ask the worker (see there) -> a promise of its answer; `hear` gets what comes before it. */
-function request(name, values = {}, hear = () => {}) {
-  worker.postMessage({number: asked.length, name, values});
-  return new Promise((resolve, reject) => asked.push({resolve, reject, hear}));
+/** A thread that holds a model -> a function that asks it (see worker.js), which gives a promise
+ * of the answer; `hear` gets what comes before it. */
+function thread(model, weights) {
+  const worker = new Worker(URL.createObjectURL(source)), asked = [];  // what was asked of it
+  worker.onmessage = ({data: {number, event, result, error, done}}) => {
+    if (!done) return asked[number].hear(event);
+    if (error) asked[number].reject(new Error(error));
+    else asked[number].resolve(result);
+    delete asked[number];
+  };
+  const request = (name, values = {}, hear = () => {}) => {
+    worker.postMessage({number: asked.length, name, values});
+    return new Promise((resolve, reject) => asked.push({resolve, reject, hear}));
+  };
+  request("start", {...model, weights: find(weights).textContent});
+  return request;
 }
 
-worker.onmessage = ({data: {number, event, result, error, done}}) => {
-  if (!done) return asked[number].hear(event);
-  if (error) asked[number].reject(new Error(error));
-  else asked[number].resolve(result);
-  delete asked[number];
-};
+/** The buttons NAME-play, -step and -again, which walk to last() by go(n), from what now() says.
+ * Playing waits `delay()` before each, and until it is ready(). -> its functions play and pause. */
+function player(name, {now, last, go, delay, ready = () => true}) {
+  let timer = null;
+  const button = part => find(`${name}-${part}`);
+  const pause = () => {
+    clearTimeout(timer);
+    timer = null;
+    button("play").textContent = "Play";
+  };
+  const play = () => {
+    if (now() >= last()) return pause();
+    button("play").textContent = "Pause";
+    timer = setTimeout(() => {
+      if (ready()) go(now() + 1);
+      play();
+    }, delay());
+  };
+  button("play").addEventListener("click", () => {
+    if (timer !== null) return pause();
+    if (now() >= last()) go(0);
+    play();
+  });
+  button("step").addEventListener("click", () => {
+    pause();
+    if (now() < last()) go(now() + 1);
+  });
+  button("again").addEventListener("click", () => {
+    pause();
+    go(0);
+    play();
+  });
+  return {play, pause};
+}
 
 // -- Bytes as text --------------------------------------------------------------------------------
 
@@ -69,11 +109,13 @@ function write_bytes(place, bytes) {
   while (place.children.length > bytes.length) place.lastChild.remove();
 }
 
-// -- 1. The text, shaded --------------------------------------------------------------------------
+// -- 2. The text, shaded --------------------------------------------------------------------------
 
 /* ids: the bytes of the text. steps: K-hat of those that are read. at: the open byte, or -1.
 shown, always: {n, steps, loss} of the text at tau, and at tau = 0. */
-const state = {ids: [], steps: [], tau: payload.tau, alpha: 0, at: -1, shown: null, always: null};
+const request = thread(payload.text, "weights");
+const state =
+  {ids: [], steps: [], tau: payload.text.tau, alpha: 0, at: -1, shown: null, always: null};
 let reading = null;  // a promise: the worker knows the text
 
 /** Read the text of the page at its tau and alpha, from where they differ from what was read. */
@@ -116,8 +158,6 @@ function heard({steps, summary}) {
   show_costs(summary, "shown");
   show_legend();
   show_passes();
-  const speed = summary.milliseconds?.toFixed(1);
-  if (speed) find("speed").textContent = `On this machine it takes ${speed} ms a byte.`;
   if (state.at < 0) state.at = state.steps.lastIndexOf(Math.max(...state.steps));
   open_byte(Math.min(state.at, state.ids.length - 1));
 }
@@ -132,7 +172,7 @@ function show_legend() {
   }));
 }
 
-// -- 2. What it costs -----------------------------------------------------------------------------
+// -- 3. What it costs -----------------------------------------------------------------------------
 
 /** tau at a place of its slider: 0, then 1.1e-6 .. 1 in steps that are even in the logarithm. */
 const tau_at = place => place === 0 ? 0 : +(10 ** ((place - 120) / 20)).toPrecision(2);
@@ -154,12 +194,15 @@ function show_costs({n, steps, loss}, name) {
   state[name] = {n, steps, loss};
 }
 
+function show_tau(id, tau) {
+  find(id).value = PLACES.findLastIndex(value => value <= tau);
+  find(id).setAttribute("aria-valuetext", text_of_tau(tau));
+  find(id + "-value").textContent = text_of_tau(tau);
+}
+
 function show_sliders() {
-  const distances = PLACES.map(tau => Math.abs(Math.log((tau || 1e-9) / (state.tau || 1e-9))));
-  find("tau").value = distances.indexOf(Math.min(...distances));
+  show_tau("tau", state.tau);
   find("alpha").value = state.alpha;
-  find("tau").setAttribute("aria-valuetext", text_of_tau(state.tau));
-  find("tau-value").textContent = text_of_tau(state.tau);
   find("alpha-value").textContent = (state.alpha > 0 ? "+" : "") + state.alpha;
 }
 
@@ -171,9 +214,9 @@ function move_to(tau, alpha) {
 
 find("tau").addEventListener("input", () => move_to(PLACES[+find("tau").value], state.alpha));
 find("alpha").addEventListener("input", () => move_to(state.tau, +find("alpha").value));
-find("reset").addEventListener("click", () => move_to(payload.tau, 0));
+find("reset").addEventListener("click", () => move_to(payload.text.tau, 0));
 
-// -- 3. One byte, opened --------------------------------------------------------------------------
+// -- 4. One byte, opened --------------------------------------------------------------------------
 
 let opened = null;  // what the worker knows of byte state.at
 
@@ -263,7 +306,8 @@ function column(byte, count = K + 1) {
 /** Which keys the chosen slot of the opened byte sees in the chosen layer, and how strongly. */
 function show_attention() {
   const {t, keys, seen, start, ids} = opened, slot = +find("slot").value;
-  const attention = seen[slot][+find("layer").value];
+  const heads = seen[slot][+find("layer").value];
+  const attention = heads[0].map((_, j) => heads.reduce((sum, p) => sum + p[j], 0) / heads.length);
   const most = Math.max(...attention);
   const columns = ids.slice(start).map(id => column(id));
   columns[t - start].classList.add("on");
@@ -299,15 +343,14 @@ find("text").addEventListener("keydown", event => {
   find("text").children[state.at].scrollIntoView({block: "nearest"});
 });
 
-// -- 4. The Jacobi iteration ----------------------------------------------------------------------
+// -- 5. The Jacobi iteration ----------------------------------------------------------------------
 
 const SHOWN = 64;  // bytes, as in worker.js
 const SETTLED = 1e-4;  // relative distance to the fixed point
 let passes = null;  // of this text, as the worker sends them: a list
-let playing = null;  // a timer
 
 function forget_passes() {
-  pause_passes();
+  film.pause();
   passes = null;
   find("pass").value = 0;
 }
@@ -376,32 +419,19 @@ function go_to(n) {
   show_passes();
 }
 
-function pause_passes() {
-  clearTimeout(playing);
-  playing = null;
-  find("play").textContent = "Play";
-}
-
-/** One forward pass after the other: slowly while the parallel form runs, then faster. */
-function play_on() {
-  const n = +find("pass").value;
-  if (n >= +find("pass").max) return pause_passes();
-  if (n < passes.length || passes.done) go_to(n + 1);  // else wait for the worker
-  playing = setTimeout(play_on, n < passes.length ? 600 : 40);
-}
-
-find("play").addEventListener("click", () => {
-  if (playing !== null) return pause_passes();
-  run_passes();
-  if (+find("pass").value >= +find("pass").max) go_to(0);
-  find("play").textContent = "Pause";
-  play_on();
+const film = player("passes", {
+  now: () => +find("pass").value,
+  last: () => +find("pass").max,
+  go: go_to,
+  delay: () => find("pass").value < (passes?.length ?? 1) ? 600 : 40,  // slowly while both run
+  ready: () => {
+    run_passes();
+    return passes.done || find("pass").value < passes.length;
+  },
 });
-find("step").addEventListener("click", () => go_to(+find("pass").value + 1));
-find("restart").addEventListener("click", () => { pause_passes(); go_to(0); });
-find("pass").addEventListener("input", () => { pause_passes(); go_to(+find("pass").value); });
+find("pass").addEventListener("input", () => { film.pause(); go_to(+find("pass").value); });
 
-// -- 5. A continuation ----------------------------------------------------------------------------
+// -- 6. A continuation ----------------------------------------------------------------------------
 
 let writing = null;  // the bytes of the one that is being written
 
@@ -419,7 +449,8 @@ async function write() {
   if (mine !== writing) return;  // the text has changed meanwhile
   const seed = +find("seed").value;
   const temperature = Math.min(Math.max(+find("temperature").value, 0), 2);
-  const ended = await request("more", {ids: state.ids, seed, temperature, count: WRITTEN}, ({id, steps}) => {
+  const asked = {ids: state.ids, seed, temperature, count: WRITTEN};
+  const ended = await request("more", asked, ({id, steps}) => {
     if (mine !== writing) return;
     mine.push(id);
     write_bytes(place, mine);
@@ -430,6 +461,7 @@ async function write() {
   stop_writing();
 }
 
+find("temperature").addEventListener("input", stop_writing);
 find("write").addEventListener("click", () => {
   if (!writing) return write();
   stop_writing();
@@ -438,16 +470,27 @@ find("write").addEventListener("click", () => {
 
 // -- Begin ----------------------------------------------------------------------------------------
 
-/* For tests and for the console:
+/** An example puts a value into a field, and clicks something: {put: {id: value}, click: css}. */
+document.addEventListener("click", event => {
+  const {put = {}, click} = JSON.parse(event.target.dataset?.example ?? "{}");
+  for (const [id, value] of Object.entries(put)) {
+    find(id).value = value;
+    find(id).dispatchEvent(new Event("input"));
+  }
+  if (click) document.querySelector(click)?.click();
+});
 
-    await ponder.request("decode", {ids: [72, 105], tau: 0.1, alpha: 0})
+/** A file of the code on GitHub, if a page of this address is served from there; else null. */
+function on_github(hostname, pathname, file) {
+  const [, user] = hostname.match(/^(.+)\.github\.io$/) ?? [];
+  return user ? `//github.com/${user}/${pathname.split("/")[1]}/blob/main/${file}` : null;
+}
 
-gives the logits and steps of a text, decoded slot by slot; "iterate" the same by the Jacobi
-iteration. ponder.state is what the page shows, and document.body.dataset.state "ready" when it is
-all there. */
-window.ponder = {request, state};
+for (const link of document.querySelectorAll(`a[href^="${payload.root}/"]`)) {
+  const file = link.getAttribute("href").slice(payload.root.length + 1);
+  link.href = on_github(location.hostname, location.pathname, file) ?? link.href;
+}
 
 find("input").addEventListener("input", read);
 show_sliders();
-request("start", {...payload, weights: find("weights").textContent});
 read();

@@ -6,7 +6,7 @@ code        paper         shape
 D           D             width of a state
 H, G, d                   query heads, key heads, head width
 K, S        K, K+1        pondering steps and slots of a token
-V                         vocabulary: 256 bytes and the end of text
+V                         vocabulary: bytes or words, and the end of text
 idx         x_1 .. x_T    (T)         token ids
 e           e(x_t)        (D)         scaled token embedding, the input of slot 0
 h           h_t^(k)       (D)         output of slot k, the input of slot k + 1
@@ -118,13 +118,14 @@ function slot_bias(log_w, tau) {
 
 // -- The model ------------------------------------------------------------------------------------
 
-/** Keys and values of the slots executed so far, of every layer, and the bias of each key. */
+/** Keys and values of the slots executed so far, of every layer; bias and slot number of each. */
 class Cache {
   constructor(layers, width, most) {
     const table = () => Array.from({length: layers}, () => new Float32Array(most * width));
     this.keys = table();  // (layers)(M * G * d)
     this.values = table();
     this.bias = new Float64Array(most);  // (M), log w: the same in every layer
+    this.slots = new Uint8Array(most);  // (M), k
     this.length = 0;  // M
   }
 }
@@ -154,21 +155,22 @@ class PonderLM {
     return times(h, this.config.feedback_scale ?? 1);
   }
 
-  /** One slot through all layers: x (D) -> h (D). It attends to the cache, and stays there.
+  /** Slot k of a token through all layers: x (D) -> h (D). It joins the cache, and attends to it.
    * `key_bias`, log w, makes its key fainter for itself and all after it.
-   * `seen`, a list, receives each layer's attention (M), the mean over the heads. */
-  forward(x, position, key_bias, cache, seen) {
+   * `seen`, a list, receives each layer's attention (H)(M). */
+  forward(x, k, position, key_bias, cache, seen) {
     const {num_hidden_layers, rms_norm_eps: eps} = this.config;
+    cache.slots[cache.length] = k;
     cache.bias[cache.length++] = key_bias;
     for (let i = 0; i < num_hidden_layers; i++) {
       const weight = name => this.weights[`model.layers.${i}.${name}.weight`];
       const y = rms_norm(x, weight("input_layernorm"), eps);
       const q = linear(weight("self_attn.q_proj"), y);  // (H * d)
-      const k = linear(weight("self_attn.k_proj"), y);  // (G * d)
+      const key = linear(weight("self_attn.k_proj"), y);  // (G * d)
       apply_rotary(q, position, this.frequencies);
-      apply_rotary(k, position, this.frequencies);
-      const row = (cache.length - 1) * k.length;
-      cache.keys[i].set(k, row);
+      apply_rotary(key, position, this.frequencies);
+      const row = (cache.length - 1) * key.length;
+      cache.keys[i].set(key, row);
       cache.values[i].set(linear(weight("self_attn.v_proj"), y), row);
       const attended = this.attend(q, cache.keys[i], cache.values[i], cache, seen);
       x = add(x, linear(weight("self_attn.o_proj"), attended));
@@ -179,27 +181,29 @@ class PonderLM {
     return rms_norm(x, this.weights["model.norm.weight"], eps);
   }
 
-  /** softmax(q K^T / sqrt(d) + log w) V for one query (H * d) and all M slots -> (H * d). */
+  /** softmax(q K^T / sqrt(d) + log w) V for one query (H * d), of the newest slot, and all M slots
+   * -> (H * d). The method grid hides the slots whose number k is larger than the query's. */
   attend(q, keys, values, cache, seen) {
     const {num_attention_heads: H, key_value_heads: G, head_width: d} = this.config;
     const M = cache.length, out = new Float32Array(H * d), scores = new Float64Array(M);
-    const mean = new Float64Array(M);
+    const deepest = this.config.method === "grid" ? cache.slots[M - 1] : Infinity, attention = [];
     for (let head = 0; head < H; head++) {
       const mine = head * d, theirs = Math.floor(head / (H / G)) * d;  // H/G heads share a key head
       for (let j = 0; j < M; j++) {
         const row = j * G * d + theirs;
         let score = 0;
         for (let i = 0; i < d; i++) score += q[mine + i] * keys[row + i];
-        scores[j] = score / Math.sqrt(d) + cache.bias[j];
+        score = score / Math.sqrt(d) + cache.bias[j];
+        scores[j] = cache.slots[j] > deepest ? MASKED : score;
       }
       const p = softmax(scores);
       for (let j = 0; j < M; j++) {
         const row = j * G * d + theirs;
         for (let i = 0; i < d; i++) out[mine + i] += p[j] * values[row + i];
-        mean[j] += p[j] / H;
       }
+      attention.push(p);
     }
-    seen?.push(mean);
+    seen?.push(attention);
     return out;
   }
 
@@ -229,10 +233,10 @@ class PonderLM {
    * `seen`, a list, receives the attention of each slot, of each layer. */
   ponder_token(token, position, cache, tau, alpha, seen) {
     const attention = k => seen && (seen[k] = []);
-    const h = [this.forward(this.embed(token), position, 0, cache, attention(0))];
+    const h = [this.forward(this.embed(token), 0, position, 0, cache, attention(0))];
     const {s, log_w} = this.router(h[0], alpha), steps = stop_step(log_w, tau);
     for (let k = 1; k <= steps; k++)  // stop as soon as w_k < tau
-      h.push(this.forward(this.feed_back(h[k - 1]), position, log_w[k], cache, attention(k)));
+      h.push(this.forward(this.feed_back(h[k - 1]), k, position, log_w[k], cache, attention(k)));
     return {logits: this.lm_head(this.integrate(h, s)), steps, s, log_w, h};
   }
 
@@ -243,7 +247,7 @@ class PonderLM {
   jacobi_pass(e, latents, bias, alpha) {
     const cache = this.new_cache(e.length);
     const h = e.map((e_t, t) => [e_t, ...latents[t]].map(
-      (x, k) => this.forward(x, t, bias ? bias[t][k] : 0, cache)));
+      (x, k) => this.forward(x, k, t, bias ? bias[t][k] : 0, cache)));
     const routed = h.map(([h0]) => this.router(h0, alpha));
     return {h, s: routed.map(({s}) => s), log_w: routed.map(({log_w}) => log_w)};
   }

@@ -4,6 +4,7 @@ request                          answer
 start {config, tensors, weights}
 read {ids, tau, alpha}           the summary at tau = 0; before it, steps and summary as they come
 open {t}                         all that is known of token t
+solve {ids, tau}                 the same of the last token of a puzzle
 jacobi {}                        before it, each pass: errors and steps of the first tokens
 more {ids, seed, temperature, count}  before it, each token that continues ids, and its steps
 stop {}                          ends what is being written
@@ -53,6 +54,12 @@ class Reading {
     return this.tokens.at(-1);
   }
 
+  /** Read tokens -> this. */
+  all(ids) {
+    ids.forEach(id => this.read(id));
+    return this;
+  }
+
   append({cache, lengths}, id) {
     lengths.push(cache.length);
     return model.ponder_token(id, lengths.length - 1, cache, this.tau, this.alpha);
@@ -73,6 +80,17 @@ class Reading {
     return {seen, keys, start};
   }
 
+  /** All that is known of token t, and how probable the one that follows it was, if one does. */
+  open(t, next) {
+    const {id, steps, s, log_w, h, logits} = this.tokens[t];
+    return {
+      t, id, steps, s, w: log_w.map(Math.exp), ...this.again(t),
+      alone: h.map(state => top(model.lm_head(state))), integrated: top(logits),
+      ids: this.tokens.slice(0, t + 1).map(token => token.id), next,
+      probability: next === undefined ? null : softmax(logits)[next],
+    };
+  }
+
   /** Steps and loss so far. The loss is the mean over all tokens but the first. */
   summary() {
     const before = this.tokens.slice(0, -1);
@@ -89,17 +107,6 @@ function pick(logits, u, temperature) {
   const p = softmax(times(logits, 1 / temperature)), whole = p.reduce((a, b) => a + b);
   let total = 0;
   return p.findIndex(value => (total += value) > u * whole);
-}
-
-/** Random numbers in [0, 1) from a seed, the generator called mulberry32. Other numbers than
- * torch's: the same seed writes another text there. */
-function random(seed) {
-  return () => {
-    seed = seed + 0x6D2B79F5 | 0;
-    let x = Math.imul(seed ^ seed >>> 15, 1 | seed);
-    x = x + Math.imul(x ^ x >>> 7, 61 | x) ^ x;
-    return ((x ^ x >>> 14) >>> 0) / 2 ** 32;
-  };
 }
 
 /** The most probable tokens after a state, [[id, probability], ..]. */
@@ -129,30 +136,20 @@ const requests = {
     for (const reading of new Set([shown, always])) {
       reading.keep(ids);
       if (reading === shown) say({steps: reading.tokens.map(({steps}) => steps)});
-      const begin = performance.now(), n = reading.tokens.length;
       while (reading.tokens.length < ids.length) {
         const {steps} = reading.read(ids[reading.tokens.length]);
         if (reading === shown) say({steps: [steps]});
         await pause();
         if (mine !== newest) return null;
       }
-      const milliseconds = (performance.now() - begin) / (ids.length - n);
-      const speed = ids.length - n >= 16 ? {milliseconds} : {};  // of fewer it says little
-      if (reading === shown) say({summary: {...reading.summary(), ...speed}});
+      if (reading === shown) say({summary: reading.summary()});
     }
     return always.summary();
   },
 
-  open({t}) {
-    const {id, steps, s, log_w, h, logits} = shown.tokens[t];
-    const next = t + 1 < size ? shown.tokens[t + 1]?.id : undefined;
-    return {
-      t, id, steps, s, w: log_w.map(Math.exp), ...shown.again(t),
-      alone: h.map(state => top(model.lm_head(state))), integrated: top(logits),
-      ids: shown.tokens.slice(0, t + 1).map(token => token.id), next,
-      probability: next === undefined ? null : softmax(logits)[next],
-    };
-  },
+  open: ({t}) => shown.open(t, t + 1 < size ? shown.tokens[t + 1]?.id : undefined),
+
+  solve: ({ids, tau}) => new Reading(tau, 0).all(ids).open(ids.length - 1),
 
   async jacobi(_, say) {
     const mine = newest, count = Math.min(SHOWN, model.config.block_size, size);
@@ -188,10 +185,9 @@ const requests = {
   },
 
   decode({ids, tau, alpha}) {
-    const reading = new Reading(tau, alpha);
-    ids.forEach(id => reading.read(id));
-    return {logits: reading.tokens.map(({logits}) => Array.from(logits)),
-      steps: reading.tokens.map(({steps}) => steps)};
+    const {tokens} = new Reading(tau, alpha).all(ids);
+    return {logits: tokens.map(({logits}) => Array.from(logits)),
+      steps: tokens.map(({steps}) => steps)};
   },
 
   iterate({ids, tau, alpha}) {

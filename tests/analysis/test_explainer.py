@@ -1,14 +1,16 @@
-"""The page that runs a model: its numbers against PyTorch's, and what a reader can do with it.
+"""The page that runs two models: their numbers against PyTorch's, and what a reader can do.
 
 The numbers come from V8, in this process, which runs the page's worker as it stands in the page.
 What takes a click is tried in Chromium. Models are tiny and random, with weights that float16 holds
-exactly; and the included one.
+exactly; and the included ones.
 """
 
 import json
 import re
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -17,8 +19,9 @@ from py_mini_racer import MiniRacer
 
 import analyze
 from analysis import explainer
+from corpus import lookup
 from corpus.tokenizers import Tokenizer
-from interop import INCLUDED, load, save
+from interop import INCLUDED, PUZZLES, load, save
 from runtime import UserError
 from training.config import PRESETS
 
@@ -35,12 +38,19 @@ SHAPES = {
         head_dim=6,
     ),
 }
+WORDS = explainer.BYTES  # the first word of a puzzle
+TOKENIZER = lookup.tokenizer()
+# models of the puzzle: the page that has each
+PUZZLERS = {"grid": "plain", "puzzles": "included"}
 
 
 def model_of(name):
     """A model in float64 whose weights are those of its page."""
-    if name == "included":
-        model = load(INCLUDED)
+    if name in ("included", "puzzles"):
+        model = load(INCLUDED if name == "included" else PUZZLES)
+    elif name == "grid":
+        shape = {"vocab_size": 532, "block_size": 16, "ponder_steps": 3}
+        model = small_model(seed=4, method="grid", tie_word_embeddings=True, **shape)
     else:
         shape = {"vocab_size": 257, "block_size": 16, "ponder_steps": 2} | SHAPES[name]
         model = small_model(seed=3, **shape)
@@ -58,11 +68,6 @@ def write_run(folder, model, tokenizer=None, **changes):
     corpus = {"name": "text", "train_tokens": 1, "val_tokens": 1, "sha256": ""}
     corpus |= {"val_sha256": "", "tokenizer": ""}
     (folder / "train.json").write_text(json.dumps({"config": asdict(config), "corpus": corpus}))
-    part = {"loss": 2.25, "steps": 1.5, "truncated": [2.5, 2.25, 2.25]}
-    part |= {"weight": [], "alone": [], "stopped": []}
-    results = dict.fromkeys(("trained", "fixed", "hard", "permuted"), part)
-    results |= {"chosen": None, "R": 2, "unigram_entropy": 3.0}
-    (folder / "results.json").write_text(json.dumps(results))
     return folder
 
 
@@ -70,10 +75,12 @@ def write_run(folder, model, tokenizer=None, **changes):
 def pages(tmp_path_factory):
     """A page of each model, by name."""
     folder, made = tmp_path_factory.mktemp("runs"), {}
-    for name in SHAPES:
-        run = write_run(folder / name, model_of(name))
-        analyze.main(["explainer", "--run", str(run)])
-        made[name] = run / "report/explainer.html"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explainer, "PUZZLES", write_run(folder / "p", model_of("grid"), TOKENIZER))
+        for name in SHAPES:
+            run = write_run(folder / name, model_of(name))
+            analyze.main(["explainer", "--run", str(run)])
+            made[name] = run / "report/explainer.html"
     made["included"] = folder / "included.html"
     explainer.Explainer(str(INCLUDED), TAU, made["included"]).draw()
     return made
@@ -81,7 +88,7 @@ def pages(tmp_path_factory):
 
 # What a browser has and V8 alone has not. Messages arrive at once.
 BROWSER = """
-    const self = {}, performance = {now: Date.now};
+    const self = {};
     const atob = base64 =>
       Array.from(Uint8Array.fromBase64(base64), byte => String.fromCharCode(byte)).join("");
     class MessageChannel {
@@ -98,14 +105,15 @@ BROWSER = """
 
 
 class Worker:
-    """The worker of a page: it answers requests as worker.js says."""
+    """A worker of a page: it answers requests as worker.js says."""
 
-    def __init__(self, page):
+    def __init__(self, page, part="text", weights="weights"):
         text = page.read_text("utf-8")
         find = lambda id: re.search(rf'id="{id}">(.*?)</script>', text, re.DOTALL)[1]  # noqa: E731
         self.engine = MiniRacer()
         self.engine.eval(BROWSER + find("worker"))
-        self.ask("start", **json.loads(find("payload")), weights=find("weights"))
+        self.payload = json.loads(find("payload"))[part]
+        self.ask("start", **self.payload, weights=find(weights))
 
     def hear(self, name, **values):
         """What a request is answered, and what is said before."""
@@ -125,7 +133,12 @@ class Worker:
 
 @pytest.fixture
 def worker(pages):
-    return lambda name="plain": Worker(pages[name])
+    def worker_of(name="plain"):
+        if name in PUZZLERS:
+            return Worker(pages[PUZZLERS[name]], "puzzle", "puzzle-weights")
+        return Worker(pages[name])
+
+    return worker_of
 
 
 class Page:
@@ -148,7 +161,7 @@ class Page:
         WebDriverWait(self.driver, 20, 0.02).until(lambda _: self.run(f"return {condition}", *args))
 
     def ready(self):
-        self.until("document.body.dataset.state === 'ready'")
+        self.until("document.body.dataset.state + document.body.dataset.puzzle === 'readyready'")
 
     def put(self, id, value):
         """Type into a field, or move a slider, and wait for what follows from it."""
@@ -172,14 +185,17 @@ class Page:
 def show(chromium, pages):
     """Open the page of a model. At the end nothing complained."""
 
-    def show_page(name="plain"):
+    def show_page(name="plain", address=""):
         chromium.get_log("browser")
-        chromium.get(pages[name].as_uri())
+        chromium.get("about:blank")  # another address of one page would not load it again
+        chromium.get(pages[name].as_uri() + address)
         page = Page(chromium)
         page.ready()
         return page
 
     yield show_page
+    asked = "return performance.getEntriesByType('resource').map(entry => entry.name)"
+    assert all(name.startswith("blob:") for name in chromium.execute_script(asked))
     assert chromium.get_log("browser") == []
 
 
@@ -208,28 +224,34 @@ def largest_gap(rows, logits):
 # -- The numbers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "included"])
+@pytest.mark.parametrize("name", [*SHAPES, "included", *PUZZLERS])
 @torch.no_grad()
 def test_same_numbers_as_pytorch(name, worker):
     """Catches any difference of the page's model from model.py: weights in another order, RoPE in
     another form, a bias on the wrong slot, heads that look at another's keys, a threshold that is
-    missed; slot by slot and in parallel (logits of size 1 within 1e-3; K-hat equal)."""
-    page, model = worker(name), model_of(name)
+    missed, a word for another, a step on the grid that sees deeper ones; slot by slot and in
+    parallel (logits of size 1 within 1e-3; K-hat equal)."""
+    page, model, first = worker(name), model_of(name), WORDS if name in PUZZLERS else 0
     ids = torch.randint(257, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     ids = list(explainer.TEXT.encode())[:40] if name == "included" else ids
-    start, different = torch.tensor([ids[:14]]), set()
+    if name in PUZZLERS:
+        text = lookup.line(Random(1))
+        ids = [token - WORDS for token in TOKENIZER.encode(text)[:40]]
+        assert [page.payload["words"][i] for i in ids] == text.split()[:40]
+    start, different = torch.tensor([ids[:14]]) + first, set()
     for tau, alpha in ((0.0, 0.0), (0.1, 0.0), (TAU, 0.5), (1.0, 0.0)):
-        logits, steps = zip(*growing(model, ids, tau, alpha), strict=True)
+        words = [token + first for token in ids]
+        logits, steps = zip(*growing(model, words, tau, alpha), strict=True)
         found = page.ask("decode", ids=ids, tau=tau, alpha=alpha)
         assert found["steps"] == list(steps), (tau, alpha)
-        assert largest_gap(found["logits"], torch.stack(logits)) < 1e-3
+        assert largest_gap(found["logits"], torch.stack(logits)[:, first:]) < 1e-3
         out = model(start, tau=tau, alpha=alpha)
         found = page.ask("iterate", ids=ids[:14], tau=tau, alpha=alpha)
         assert found["steps"] == out.steps[0].tolist()
-        assert largest_gap(found["logits"], out.logits[0]) < 1e-3
+        assert largest_gap(found["logits"], out.logits[0, :, first:]) < 1e-3
         assert tau or torch.stack(logits).std() > 0.5
         different |= {steps}
-    assert len(different) == 4 and len(set(steps)) == 1  # tau = 1: no token takes a step
+    assert len(different) > 2 and len(set(steps)) == 1  # tau = 1: no token takes a step
 
 
 def test_passes_are_those_of_model_py(worker):
@@ -281,8 +303,9 @@ def test_an_opened_byte(worker):
         assert list(best) == expected.indices[k].tolist()
         assert p == pytest.approx(expected.values[k].tolist(), abs=1e-4)
     # slot k sees the slots of bytes 0..3, and its own up to k
-    assert [len(layers[0]) for layers in found["seen"]] == [13, 14, 15]
-    assert all(sum(layer) == pytest.approx(1, abs=1e-6) for row in found["seen"] for layer in row)
+    assert [len(layers[0][0]) for layers in found["seen"]] == [13, 14, 15]
+    heads = [head for layers in found["seen"] for heads in layers for head in heads]
+    assert len(heads) == 3 * 2 * 4 and all(sum(p) == pytest.approx(1, abs=1e-6) for p in heads)
     slots = [(i, k) for i in range(5) for k in range(3)]
     assert [(key["t"], key["k"]) for key in found["keys"]] == slots
     w = log_w[0, :5].exp().flatten().tolist()
@@ -323,6 +346,229 @@ def test_continuation(worker):
     assert page.ask("open", t=6)["probability"] is None  # nothing follows it yet
 
 
+# -- The puzzle ------------------------------------------------------------------------------------
+
+
+def chains_of(pairs):
+    """The chains of a table, as words, the longest first."""
+    goes = dict(pairs)
+    chains = sorted(goes.keys() - {*goes.values()})
+    for i, chain in enumerate(chains):
+        while chain[-1] in goes:
+            chain += goes[chain[-1]]
+        chains[i] = chain
+    return sorted(chains, key=len, reverse=True)
+
+
+@torch.no_grad()
+def answer_of(model, pairs, letter, tau=0.1):
+    """What a model of the task says after "n letter" -> n, steps, the word, its probability."""
+    (n,) = (len(chain) - 1 - chain.index(letter) for chain in chains_of(pairs) if letter in chain)
+    ids = TOKENIZER.encode("".join(f" {word}" for word in [*pairs, n, letter]))
+    *_, (logits, steps) = growing(model, ids, tau, 0.0)
+    p, word = logits[WORDS:].softmax(-1).max(-1)
+    return n, steps, TOKENIZER.decode([word.item() + WORDS]).decode().strip(), p.item()
+
+
+def test_tables_are_those_of_the_task(worker):
+    """Catches a table that the model was not trained on, and a seed that does not repeat one."""
+    page, tables = worker("grid"), []
+    for seed in range(40):
+        pairs = json.loads(page.engine.eval(f"JSON.stringify(make_table({seed}))"))
+        chains = chains_of(pairs)
+        assert len(chains[0]) == 7 and sum(map(len, chains[1:])) == 10
+        assert {"".join(pair) for chain in chains for pair in pairwise(chain)} == {*pairs}
+        question = [*pairs, *["6", *chains[0][::6], "6"] * 12, "the", "end"]
+        ids = [*TOKENIZER.encode("".join(f" {word}" for word in question)), TOKENIZER.end_of_text]
+        assert lookup.lookups_asked(torch.tensor([ids]), TOKENIZER)[0, 14] == 6
+        read = json.loads(page.engine.eval(f"JSON.stringify(read_table('{' '.join(pairs)}'))"))
+        assert read["pairs"] == pairs and sorted(read["chains"]) == sorted(chains)
+        tables.append((*pairs, len(chains[-1])))
+    assert len({*tables}) == 40 and {lengths for *_, lengths in tables} == {2, 3}
+
+
+TABLE = "gi ed jf le hT ck bh aV iS dc mb ka fZ"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (("gi", "gii"), "“gii” is no pair: write a letter a to m"),
+        (("gi", "gW"), "“gW” is no pair: .* an end, one of S,T,U,V,X,Y,Z."),
+        (("gi ", ""), "^No pair begins with g: add one for each"),
+        (("gi", "gi gU"), "gi and gU both begin with g: take one of them away"),
+        (("iS", "iV"), "aV and iV both lead to V: lead one elsewhere"),
+        (("iS", "ig"), "^g, i: they lead round in a circle. Lead one of them to an end"),
+        (("iS", "ii"), "gi and ii both lead to i"),
+        (("fZ", "fl"), "^jfledckaV takes 8 lookups, but 6 is the most"),
+    ],
+)
+def test_wrong_tables(change, message, worker):
+    """Catches a table that is no puzzle and is asked about, or refused for another reason."""
+    text = json.dumps(TABLE.replace(*change))
+    code = f"(() => {{ try {{ return !read_table({text}) }} catch (e) {{ return e.message }} }})()"
+    assert re.search(message, worker("grid").engine.eval(code))
+
+
+@pytest.mark.parametrize("name", PUZZLERS)
+def test_a_solved_puzzle(name, worker):
+    """Catches an answer that is not the model's, and a look at slots that the grid hides."""
+    page, model, pairs = worker(name), model_of(name), TABLE.split()
+    for letter in "lkfg":
+        n, steps, word, p = answer_of(model, pairs, letter)
+        ids = [page.payload["words"].index(word) for word in [*pairs, str(n), letter]]
+        found = page.ask("solve", ids=ids, tau=0.1)
+        assert found["steps"] == steps and page.payload["words"][found["integrated"][0][0]] == word
+        assert found["integrated"][0][1] == pytest.approx(p, abs=1e-3)
+        assert name != "grid" or any(key["t"] < 13 and key["k"] for key in found["keys"])
+        for k, layers in enumerate(found["seen"]):
+            for head in (head for heads in layers for head in heads):
+                pairs_seen = zip(head, found["keys"], strict=False)
+                assert all((p > 0) == (key["k"] <= k) for p, key in pairs_seen)
+
+
+class Puzzle(Page):
+    """The puzzle of an open page, by the included model."""
+
+    def __init__(self, page):
+        super().__init__(page.driver)
+        self.model = model_of("puzzles")
+
+    def expect(self, pairs, letter, tau=0.1):
+        """Wait until this is what the page asks and says, as the model would."""
+        n, steps, word, p = answer_of(self.model, pairs.split(), letter, tau)
+        self.until(f"document.getElementById('said').innerText.includes(' says {word} ({p:.2f})')")
+        self.ready()
+        seen = self.run("""const {table, ask, tau, thought} = ponder.puzzle;
+            return [table.pairs.join(' '), ask, tau, thought.n, thought.steps, thought.answer]""")
+        assert seen == [pairs, letter, tau, n, steps, word]
+        address = f"#puzzle={pairs.replace(' ', '.')}&ask={letter}&tau={tau:g}"
+        began = (pairs, letter, tau) == (TABLE, "l", 0.1)
+        assert self.run("return location.hash") in (("", address) if began else (address,))
+        assert self.text("read").split() == [*pairs.split(), str(n), letter, word]
+        done = self.run("return [...document.querySelectorAll('#thoughts td:nth-child(2)')]"
+            ".map(cell => cell.innerText)")  # fmt: skip
+        assert done[steps + 1 :] == ["not run"] * (5 - steps) and "not run" not in done[: steps + 1]
+        end = next(chain[-1] for chain in chains_of(pairs.split()) if letter in chain)
+        assert ("That is right." in self.text("said")) == (word == end)
+        return steps
+
+    def counts(self, n):
+        """Wait for a count of n questions -> (lookups, steps, right) of each, as shown."""
+        self.until(f"document.getElementById('tally').innerText.startsWith('{n} asked')")
+        asked = self.run("return ponder.puzzle.asked.map(({n, steps, right}) => [n, steps, right])")
+        *rows, _ = [row.split("\t")[1:] for row in self.text("staircase").split("\n")]
+        for steps, row in zip(range(5, -1, -1), rows, strict=True):
+            for n, cell in enumerate(row, 1):
+                here = [right for *place, right in asked if place == [n, steps]]
+                right = sum(here)
+                whole = str(right) if all(here) else f"{right}/{len(here)}"
+                assert cell == (whole if here else "·"), (n, steps)
+        right, steps = sum(one[2] for one in asked), sum(one[1] for one in asked) / len(asked)
+        assert f"{right} right, {steps:.1f} steps" in self.text("tally")
+        return asked
+
+
+@pytest.fixture
+def puzzle(show):
+    return lambda address="": Puzzle(show("included", address))
+
+
+def test_asking(puzzle):
+    """Catches a page that waits for its reader; a click, key or number that asks something else,
+    and a step whose arrow or pair is not the one with the most attention."""
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    page = puzzle()
+    steps = page.expect(TABLE, "l")
+    looks = page.run("return ponder.puzzle.thought.looks")
+    best = [TABLE.split()[look.index(max(look))] for look in looks]
+    rows = page.text("thoughts").split("\n")[1:]
+    assert len(best) == steps + 1
+    assert [row.split()[1] for row in rows[: steps + 1]] == best
+    widths = page.run("return [...document.querySelectorAll('.arrow')]"
+        ".map(arrow => +arrow.style.getPropertyValue('--a'))")  # fmt: skip
+    assert TABLE.split()[widths.index(max(widths))] == best[-1]
+    page.driver.find_element(By.CSS_SELECTOR, "[data-letter=b]").click()
+    page.expect(TABLE, "b")
+    page.driver.find_element(By.CSS_SELECTOR, "[data-letter=b]").send_keys(Keys.ARROW_RIGHT)
+    page.expect(TABLE, "h")
+    assert page.run("return document.activeElement.dataset.letter") == "h"
+    page.run("document.querySelector('#numbers [value=\"3\"]').click()")
+    page.expect(TABLE, "c")
+    page.run("document.querySelector('#numbers [value=\"3\"]').click()")
+    page.expect(TABLE, "m")
+    page.click("walk-again")
+    page.until("document.getElementById('said').innerText.startsWith('The model has read')")
+    page.click("walk-step")
+    assert page.text("said").startswith("Step 0 looks")
+
+
+def test_tau_of_the_puzzle(puzzle):
+    """Catches a threshold that stops nothing or everything, and a count of other thresholds."""
+    page = puzzle()
+    page.expect(TABLE, "l")
+    page.put("puzzle-tau", 120)
+    assert page.expect(TABLE, "l", 1) == 0
+    page.click("many")
+    assert {right for *_, right in page.counts(31)} == {True, False}
+    page.put("puzzle-tau", 59)
+    assert page.expect(TABLE, "l", 0) == 5
+    assert page.text("tally").startswith("1 asked at τ = 0: ")
+
+
+def test_other_tables(puzzle):
+    """Catches a new table that is the old one; a count that leaves questions out; a text that is
+    taken although it is wrong, or not taken when it is mended; a table of another form without its
+    note."""
+    page = puzzle()
+    page.expect(TABLE, "l")
+    page.click("new")
+    page.until("ponder.puzzle.table.pairs.join(' ') !== arguments[0]", TABLE)
+    page.ready()
+    pairs, letter = page.run("return [ponder.puzzle.table.pairs.join(' '), ponder.puzzle.ask]")
+    page.expect(pairs, letter)
+    page.click("many")
+    assert sorted(n for n, *_ in page.counts(32)) == sorted([6, 6, *[1, 2, 3, 4, 5, 6] * 5])
+    page.put("own", TABLE.replace("gi", "gb"))
+    assert "bh" not in page.text("own-note") and "lead to b" in page.text("own-note")
+    assert page.run("return ponder.puzzle.table.pairs.join(' ')") == pairs
+    for other in (
+        "ab bc cS de ef fT gh hi iU jk kl lm mV",
+        "ab bc cd de ef fS gh hT ij jU kV lX mY",
+    ):
+        page.put("own", other)
+        page.expect(other, chains_of(other.split())[0][0])
+        assert "has read no such table" in page.text("own-note")
+    page.put("own", TABLE)
+    page.expect(TABLE, "l")
+    assert page.text("own-note") == ""
+
+
+def test_address(puzzle):
+    """Catches an address that shows something else than what it says, or stops the page."""
+    from selenium.webdriver.common.by import By
+
+    page = puzzle("#puzzle=ab.bc&ask=b")
+    assert page.run("return ponder.puzzle.ask + ponder.puzzle.table.pairs.join(' ')") == "l" + TABLE
+    assert page.text("own-note").startswith("No pair begins with c, d, e")
+    table = "ab bc cd de ef fS gh hi iU jk kl lV mX"
+    page = puzzle(f"#puzzle={table.replace(' ', '.')}&ask=k&tau=0.5")
+    page.expect(table, "k", 0.5)
+    page.run("location.hash = 'puzzle=a%&ask=%E0%A4%A&tau=x'")
+    page.until("document.getElementById('own-note').innerText.includes('“a” is no pair')")
+    for wrong in ("ask=W", "ask=", "tau=-1", "tau=2", "tau=", "&&=%", "ask=ab"):
+        page.run("location.hash = arguments[0]", wrong)
+        page.run("return new Promise(done => setTimeout(done, 50))")
+    shown = page.run(
+        "const {table, ask, tau} = ponder.puzzle; return [table.pairs.join(' '), ask, tau]"
+    )
+    assert shown == [table, "k", 0.5]
+    page.driver.find_element(By.LINK_TEXT, "one lookup, thinking on for nothing").click()
+    page.expect(TABLE, "a", 0)
+
+
 # -- What a reader can do --------------------------------------------------------------------------
 
 
@@ -354,7 +600,8 @@ def test_sliders(show):
 
 
 def test_walking_through_the_bytes(show):
-    """Catches a click or key that opens another byte, and attention of another slot."""
+    """Catches a click or key that opens another byte, and attention of another slot, or of heads
+    whose mean it is not."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
@@ -370,6 +617,9 @@ def test_walking_through_the_bytes(show):
     page.until("document.getElementById('opened').innerText.includes('Nothing follows')")
     page.put("slot", 0)
     assert page.run("return document.querySelectorAll('#keys .attended').length") == 9 * 3 + 1
+    titles = page.run("return [...document.querySelectorAll('#keys .attended')].map(c => c.title)")
+    shown = [float(re.search("attention ([^,]*)", title)[1]) for title in titles]
+    assert sum(shown) == pytest.approx(1, abs=0.02)
 
 
 def test_requests_that_overtake(show):
@@ -392,6 +642,31 @@ def test_requests_that_overtake(show):
         assert page.state[name] == expected[name], name
 
 
+def test_examples(show):
+    """Catches an example that does nothing."""
+    page = show()
+    examples = "[...document.querySelectorAll('[data-example]')]"
+    assert page.run(f"return {examples}.length") >= 15
+    page.run(f"{examples}[0].click()")
+    page.ready()
+    assert bytes(page.state["ids"]) == b"All that glitters is not gold."
+    missing = page.run(f"""return {examples}.map(({{dataset}}) => JSON.parse(dataset.example))
+        .flatMap(({{put = {{}}, click}}) => [...Object.keys(put).map(id => '#' + id), click ?? []])
+        .flat().filter(css => !document.querySelector(css))""")
+    assert missing == []
+    page.run(f"{examples}.find(({{innerText}}) => innerText === 'wild').click()")
+    page.until("document.getElementById('continuation').children.length > 1")
+
+
+def test_links_on_github(show):
+    """Catches links to code that a page on GitHub cannot follow, or that leave a clone."""
+    page = show()
+    link = "return on_github(arguments[0], '/repo/explainer.html', 'docs/lookup.md')"
+    assert page.run(link, "me.github.io") == "//github.com/me/repo/blob/main/docs/lookup.md"
+    assert page.run(link, "example.org") is None
+    assert page.run("return document.querySelector('a.code').protocol") == "file:"
+
+
 def test_both_iterations(show):
     """Catches grids that do not end at the same states, and a count of passes that is not that of
     the slots."""
@@ -400,7 +675,7 @@ def test_both_iterations(show):
     slots = page.state["shown"]["steps"] + 10
     assert page.run("return +document.getElementById('pass').max") == slots
     settled = "document.querySelectorAll('#{} .settled').length"
-    page.click("step")
+    page.click("passes-step")
     page.until("document.getElementById('parallel-state').innerText.startsWith('pass 1;')")
     assert page.run("return " + settled.format("sequential")) == 1
     page.put("pass", slots)
@@ -432,7 +707,7 @@ def test_page_is_self_contained(pages):
     """Catches a page that names another place, shows a path of its maker, or links to a function
     that is not there."""
     text = pages["plain"].read_text(encoding="utf-8")
-    assert "http" not in text and "/home/" not in text and text.count("</script>") == 4
+    assert "http" not in text and "/home/" not in text and text.count("</script>") == 5
     links = re.findall(r'class="code" href="([^"]*)">([^:]*): (\w*)</a>', text)
     assert len(links) > 10
     for href, file, name in links:
@@ -445,6 +720,7 @@ def test_refusals(tmp_path):
     page = tmp_path / "page.html"
     vanilla = write_run(tmp_path / "vanilla", small_model(vocab_size=257, ponder_steps=0))
     odd = write_run(tmp_path / "odd", small_model(vocab_size=300))
+    assert 'url=explainer.html"' in (ROOT / "docs/index.html").read_text("utf-8")
     for run, message in (
         (vanilla, "has the method vanilla; the page runs ponderlm3 alone"),
         (odd, "has the vocabulary 300; the page runs 257 alone"),

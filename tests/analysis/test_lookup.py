@@ -1,6 +1,7 @@
 """Where the difficulty is known: right answers and their steps."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from analysis.measuring import open_subject
 from analysis.tables import read
 from analyze import Lookup
 from corpus import lookup
+from interop import load
 from runtime import UserError
+from training.warm_start import start_from
 
 
 @pytest.fixture
@@ -83,3 +86,25 @@ def test_one_text_for_all(trained, tmp_path):
     assert rows.accuracy[2] == pytest.approx(right[asked == 2].double().mean().item())
     with pytest.raises(UserError, match="ids of another tokenizer"):
         lookup_rows(read_runs([trained / "ponder"]), None, "cpu", data=str(folder))
+
+
+@torch.no_grad()
+def test_more_steps_than_learned(trained):
+    """Catches new steps that have another share of s than the last one's, and rows of one number of
+    steps that are said to be of another."""
+    runs = read_runs([trained / "lookup-0"])
+    rows = lookup_rows(runs, 0.0, "cpu", most=(2, 4))
+    assert rows.most.tolist() == 7 * [2] + 7 * [4] and set(rows.K) == {2}
+    assert rows[:7].drop(columns="most").equals(lookup_rows(runs, 0.0, "cpu").drop(columns="most"))
+    taken = rows.steps[rows.accuracy.notna()]
+    assert taken.tolist() == [n for n in rows.most[rows.accuracy.notna()]]
+    model = start_from(
+        trained / "lookup-0", replace(runs[0].shape, ponder_steps=4, router_offset=(0,) * 5)
+    )
+    known = load(trained / "lookup-0")
+    s, before = (
+        m.route(torch.ones(1, 1, 5, m.config.hidden_size))[0][0, 0] for m in (model, known)
+    )
+    assert s[2:] == pytest.approx(s[2].expand(3)) and s[:2] / s[2] == pytest.approx(
+        before[:2] / before[2]
+    )

@@ -1,6 +1,5 @@
 import random
 from hashlib import sha256
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,35 +19,43 @@ def corpus(tmp_path_factory):
     return folder
 
 
-def test_lines():
-    """Catches a chain that does not lead to its answer, or in fewer lookups than it says, chains of
-    other lengths, lines of another length, and a word that is more than one token."""
-    tokenizer, rng, asked, ends = lookup.tokenizer(), random.Random(3), [], []
+@pytest.mark.parametrize("longest", [6, 10])
+def test_lines(longest):
+    """Catches an answer that is not as many lookups away as the question says, chains of other
+    lengths, lines of another length, and a word that is more than one token."""
+    tokenizer, rng, asked = lookup.tokenizer(longest), random.Random(3), []
+    pairs = longest + 7
     for _ in range(100):
-        text = lookup.line(rng)
+        text = lookup.line(rng, longest=longest)
         ids = tokenizer.encode(text)
         assert len(ids) == lookup.LINE - 1 and min(ids) >= 256
         assert tokenizer.decode(ids).decode() == text
         parts = text.split()
-        following = dict(parts[:13])
-        assert len(following) == len(set(following.values())) == 13
-        for i in range(13, 61, 4):
-            now, number, letter, answer = parts[i : i + 4]
-            for n in range(int(number)):
-                assert letter in "abcdefghijklm", n
+        following = dict(parts[:pairs])
+        assert len(following) == len(set(following.values())) == pairs
+        chains = []
+        for letter in following.keys() - following.values():
+            chains.append(0)
+            while letter in following:
+                letter, chains[-1] = following[letter], chains[-1] + 1
+            assert letter in "STUVXYZ"
+        assert len(chains) == 4 and longest in chains
+        for i in range(pairs, 61, 4):
+            number, letter, answer, again = parts[i : i + 4]
+            for _ in range(int(number)):
                 letter = following[letter]
-            assert (now, letter) == ("now", answer) and answer in "STUVXYZ"
+            assert letter == answer and answer in "STUVXYZ" and number == again
             asked.append(int(number))
-            ends.append(answer)
         assert parts[61:] == ["the", "end"]
-    assert set(asked) == set(range(1, 7)) and asked.count(1) > 3 * asked.count(6)
-    assert all(100 < ends.count(end) < 250 for end in "STUVXYZ")
+    counts = [asked.count(n) for n in range(1, longest + 1)]
+    assert sum(counts) == len(asked) and min(counts) > 0.7 * max(counts)
+    assert lookup.longest_of(tokenizer) == longest
 
 
 def test_corpus(corpus):
     """Catches another text or another split than before, which earlier results were measured on,
     and windows that are not lines."""
-    digests = {"train": "1a10ad0e46381222", "val": "3596c4d6580e2c98"}
+    digests = {"train": "b1d522b7c0ed2bb4", "val": "64547a7e1f21490d"}
     for split, digest in digests.items():
         assert sha256((corpus / f"{split}.bin").read_bytes()).hexdigest()[:16] == digest
     folder, tokenizer = prepare(str(corpus))
@@ -57,7 +64,7 @@ def test_corpus(corpus):
     windows = Windows(tokens, lookup.LINE, seed=0)
     x = windows.rows(0, windows.count)
     assert (x[:, -2] == tokenizer.end_of_text).all()
-    assert tokens.bytes is None and load_tokens(folder, "val", 600, 64).bytes == 1336
+    assert tokens.bytes is None and load_tokens(folder, "val", 600, 64).bytes == 1144
     # The held-out lines of another seed are none of these.
     assert not {*lookup.documents(30, 0)} & {*lookup.documents(30, 1)}
 
@@ -67,16 +74,18 @@ def test_chosen_lookups(tmp_path, monkeypatch):
     corpus that is made again, or trained on although it is another one."""
     rng = random.Random(0)
     words = "".join(lookup.line(rng, lookups=(1, 3)) for _ in range(50)).split()
-    asked = [b for a, b in pairwise(words) if a == "now"]
-    assert set(asked) == {"1", "3"} and 250 < asked.count("3") < 350
+    asked = [word for word in words if word.isdigit()]
+    assert set(asked) == {"1", "3"} and 500 < asked.count("3") < 700
     folder, asked_for = tmp_path / "some", dict(lines=100, lookups=(1, 3))
     lookup.prepare_lookup(folder, **asked_for)
-    assert read_meta(folder)["source"] == "lookup, 100 lines, seed 0, lookups 1 3"
+    assert read_meta(folder)["source"] == "lookup task, 100 lines, seed 0, lookups 1 3"
     monkeypatch.setattr(lookup, "write_corpus", lambda *_: pytest.fail("it was made again"))
     lookup.prepare_lookup(folder, **asked_for)
-    for other in (dict(lines=300), dict(seed=1), dict(lookups=())):
+    for other in (dict(lines=300), dict(seed=1), dict(lookups=()), dict(longest=10)):
         with pytest.raises(UserError, match=r"holds something else than .*use another --folder"):
             lookup.prepare_lookup(folder, **asked_for | other)
+    with pytest.raises(UserError, match=r"lookups \[1, 8\]: chains have 1 to 6 \(--longest 10"):
+        lookup.prepare_lookup(folder, lookups=(8, 1))
 
 
 def test_command(tmp_path, monkeypatch, capsys, run):
@@ -84,7 +93,7 @@ def test_command(tmp_path, monkeypatch, capsys, run):
     monkeypatch.chdir(tmp_path)
     run("lookup", "--folder", "there", "--lines", "150", "--seed", "2")
     out = capsys.readouterr().out
-    assert "there: 25,050 bytes" in out and "lookup, 150 lines, seed 2" in out
+    assert "there: 21,450 bytes" in out and "lookup task, 150 lines, seed 2" in out
     assert out.endswith("next: python train.py --data there\n")
     assert [path.name for path in Path().iterdir()] == ["there"]
 
@@ -98,10 +107,10 @@ def test_lookups_asked(corpus):
         words = [tokenizer.decode([token]).decode().strip() for token in line]
         for i, n in enumerate(row):
             following = words[i + 1] if i < 63 else "table"
-            if following in ("now", "the", "end", "<|endoftext|>"):
+            if following in ("end", "<|endoftext|>"):
                 assert n == 0
             else:
-                first = following in "STUVXYZ" and i == 15  # now, number, letter: 13, 14, 15
+                first = i == 14  # number, letter: 13, 14
                 assert n == (int(words[i - 1]) if first else -1)
     for other in (x[:, :60], x.roll(1, dims=1)):
         with pytest.raises(UserError, match=r"not lines of the lookup task: .* --data data/lookup"):

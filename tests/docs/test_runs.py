@@ -173,43 +173,44 @@ def test_lookup(run_script, tmp_path):
     """Catches flags that train.py does not know, stages that do not begin from the one before, or
     have another text, rivals with more or less text, and a task that is prepared again."""
     calls = run_script("lookup.sh")
-    asked = {args[2]: args[args.index("--lookups") + 1 :] for args in calls["corpus"]}
-    assert [len(numbers) for numbers in asked.values()] == [2, 3, 4, 5, 6, 6]
+    asked = {args[2]: args for args in calls["corpus"]}
+    texts = [
+        f"data/{task}-{K}" for K in ("K1", "K2", "K3", "K4", "K5") for task in ("lookup", "long")
+    ]
+    assert [*asked] == [*texts, "data/lookup-all", "data/long-all"]
     flags = {args[args.index("--name") + 1]: args for args in calls["train.py"]}
-    assert len(flags) == 3 * (5 + 5 + 1 + 5 + 5 + 1)
-    configs = {}
+    assert len(flags) == 5 * 7 + 3 * (7 + 5 + 5 + 1 + 1)
+    configs, before = {}, None
     for name, args in flags.items():
-        method, *learns, K, seed = name.split("-")
+        *method, seed = name.split("-")
         if "--init-from" in args:  # which is not there: as if it was, but for what it would say
-            at, K = args.index("--init-from"), int(K[1])
-            before = f"{method}-learns-K{K}-{seed}"
-            if learns:
-                before = f"{method}-{'learns-' * (K > 2)}K{K - 1}-{seed}"
-            assert args[at + 1] == f"out/lookup/{before}" and before in configs
+            at = args.index("--init-from")
+            assert args[at + 1] == f"out/lookup/{before}"
             kept = " ".join(args[:at] + args[at + 2 :]).replace("--ponder-warmup 0", "")
-            more = "" if learns else f" --ponder-steps {K}"
-            args = [*kept.split(), *more.split(), "--method", method.replace("grown", "ponderlm3")]
+            K = configs[before].model.ponder_steps
+            more = "" if "--ponder-steps" in kept else f" --ponder-steps {K}"
+            args = [*kept.split(), *more.split(), "--method", configs[before].model.method]
         configs[name] = config = parse(args)
-        K = 3 if method == "vanilla" else config.model.ponder_steps
-        assert f"data/lookup-K{K}" == config.data in asked and config.seed == int(seed)
-        assert name.split("-")[-2] in (f"K{K}", "L4")
-        if method == "grown":
-            assert config.model.penalty_weight == (0 if learns else 0.1)
-    text = {name: config.steps * config.batch_size for name, config in configs.items()}
-    for rival in ("grown", "ponderlm2", "looped"):
-        stages = ("learns-K1", "K1", "learns-K2", "learns-K3", "K3")
-        total = sum(text[f"{rival}-{stage}-1"] for stage in stages)
-        assert total == text["once-K3-1"] == text["vanilla-L4-1"]
-    assert configs["grown-learns-K1-0"].model.offset == (0, 0)
-    assert configs["grown-K2-0"].model.penalty == "mean"
-    assert configs["vanilla-L4-0"].model.num_hidden_layers == 4
+        K = 3 if method == ["vanilla"] else config.model.ponder_steps
+        text = "long" if "long" in method else "lookup"
+        assert config.data == f"data/{text}-K{K}" and config.seed == int(seed)
+        if method[0] == "grown":
+            assert config.model.penalty_weight == (0 if "learns" in method else 0.05)
+            assert "learns" in method or config.model.penalty == "mean"
+        before = name
+    seen = {name: config.steps * config.batch_size for name, config in configs.items()}
+    for rival in ("fixed", "looped"):
+        stages = (f"{rival}{stage}-1" for stage in ("-learns", "-K1", "-K2", "-K3", ""))
+        assert sum(seen[stage] for stage in stages) == seen["once-1"] == seen["vanilla-1"]
+    assert configs["grown-learns-4"].model.offset == (0, 0)
+    assert configs["grown-0"].model.ponder_steps == configs["grown-long-0"].model.ponder_steps == 5
     analyzed = calls["analyze.py"]
     assert [args[0] for args in analyzed] == 2 * ["lookup"]
     assert all("data/lookup-all" in args for args in analyzed)
     for folder in asked:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "meta.json").touch()
-    calls = run_script("lookup.sh", SEEDS="1", RUNS="once vanilla")
+    calls = run_script("lookup.sh", SEEDS="4", RUNS="once vanilla")
     assert [len(calls[name]) for name in ("corpus", "train.py", "analyze.py")] == [0, 2, 0]
 
 

@@ -1,0 +1,106 @@
+"""Puzzles: what each step looks up is what it attends to; the model that comes along answers."""
+
+import random
+
+import pytest
+import torch
+from conftest import small_model
+
+from corpus import lookup
+from engine import puzzle
+from model import apply_rotary
+from router import stop_step
+
+
+@torch.no_grad()
+def attention_by_hand(model, ids, k, tau):
+    """The attention of slot k of the last token to all slots that it sees, (H, ..), and of which
+    token each is: from the states, by the definition."""
+    h, _, log_w = model.states(torch.tensor([ids]), tau=tau)
+    steps = stop_step(log_w, tau)[0].tolist()
+    layer, slots = model.model.layers[0], [(t, j) for t in range(len(ids)) for j in range(k + 1)]
+    slots = [(t, j) for t, j in slots if j <= steps[t]]  # those that run
+
+    def heads(t, j, project):
+        x = (
+            model.embed(torch.tensor([[ids[t]]]))[:, 0]
+            if j == 0
+            else model.feed_back(h[:, t, j - 1])
+        )
+        x = project(layer.input_layernorm(x)).view(1, -1, 1, layer.self_attn.d)
+        return apply_rotary(x, model.model.angles(torch.tensor([t]), x.dtype))[0, :, 0]
+
+    q = heads(len(ids) - 1, k, layer.self_attn.q_proj)  # (H, d)
+    keys = torch.stack([heads(*slot, layer.self_attn.k_proj) for slot in slots], 1)  # (G, M, d)
+    keys = keys.repeat_interleave(len(q) // len(keys), dim=0)
+    scores = (keys @ q[..., None])[..., 0] / layer.self_attn.d**0.5
+    bias = torch.stack([log_w[0, t, j] * (j > 0) for t, j in slots])
+    return (scores + bias).softmax(-1), [t for t, _ in slots]
+
+
+def test_what_a_step_looks_up():
+    """Catches attention of another slot, token or head, without log w, or to slots that are
+    skipped or deeper; and steps, s and states that are not those of decoding."""
+    tokenizer = lookup.tokenizer()
+    shape = dict(num_hidden_layers=1, ponder_steps=3, block_size=64, vocab_size=532)
+    model = small_model(method="grid", seed=2, **shape)
+    table, letters = puzzle.puzzle(1)
+    ids = tokenizer.encode(f" {' '.join(table)} 3 {letters[3]}")
+    for tau in (0.0, 0.2):
+        found = puzzle.solve(model, tokenizer, table, 3, letters[3], tau)
+        out = model(torch.tensor([ids]), tau=tau)
+        assert found.steps == out.steps[0, -1] and len(found.attention) == found.steps + 1
+        assert found.probability == pytest.approx(out.logits[0, -1].softmax(-1).max().item())
+        said = tokenizer.decode([int(out.logits[0, -1].argmax())])
+        assert found.answer == said.decode("utf-8", "replace").strip()
+        for k, pairs in enumerate(found.attention):
+            weights, owners = attention_by_hand(model, ids, k, tau)
+            assert [*pairs] == table
+            for t, pair in enumerate(table):
+                of_pair = weights[:, [j for j, owner in enumerate(owners) if owner == t]]
+                assert pairs[pair] == pytest.approx(of_pair.sum(-1).max().item(), abs=1e-9)
+            assert found.looked_up()[k] == max(pairs.items(), key=lambda item: item[1])
+
+
+def test_puzzles():
+    """Catches a letter that is not as far from its end as the question says."""
+    for longest in (6, 10):
+        table, letters = puzzle.puzzle(3, longest)
+        assert len(table) == longest + 7 and [*letters] == [*range(1, longest + 1)]
+        assert all(len(puzzle.chain_from(a, table)) == n + 1 for n, a in letters.items())
+
+
+@pytest.fixture(scope="module")
+def included():
+    return puzzle.open_model()
+
+
+def test_the_included_model_answers(included):
+    """Catches weights that are others than those described: 200 questions of each kind, of a seed
+    of its own, with their executed steps."""
+    model, tokenizer = included
+    rng = random.Random(1234)
+    for n in range(1, 7):
+        lines = [
+            [*tokenizer.encode(lookup.line(rng, [n])), tokenizer.end_of_text] for _ in range(200)
+        ]
+        x = torch.tensor(lines)
+        with torch.no_grad():
+            out = model(x, tau=0.1)
+        asked = lookup.lookups_asked(x, tokenizer) == n
+        right = out.logits.argmax(-1)[asked] == x.roll(-1, dims=1)[asked]
+        assert asked.sum() == 200 and right.double().mean() >= 0.97
+        assert out.steps[asked].double().mean() == pytest.approx(n - 1, abs=0.1)
+
+
+def test_show(included, capsys):
+    """Catches a table without its questions, and an answer that is wrong and not said to be."""
+    puzzle.show(*included, tau=0.1, seed=6)
+    out = capsys.readouterr().out
+    table, letters = puzzle.puzzle(6)
+    assert " ".join(table) in out
+    rows = [line.split() for line in out.splitlines()[3:9]]
+    assert [row[:2] for row in rows] == [[str(n), letter] for n, letter in letters.items()]
+    assert [int(row[-1]) for row in rows] == [0, 1, 2, 3, 4, 5]
+    puzzle.show(*included, tau=1.0, seed=6)  # without a thinking step
+    assert f", not {puzzle.chain_from(letters[6], table)[-1]}" in capsys.readouterr().out
