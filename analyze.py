@@ -15,7 +15,6 @@ Of one run, by default the newest in out/; written to <run>/report/:
 Of several runs, written to out/analyze/:
 
     python analyze.py pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
-    python analyze.py depth --runs out/pareto/tiny/*      loss against the step budget K
     python analyze.py frontier --runs out/frontier/*      differences to PonderLM-2 at equal steps
     python analyze.py budget --runs out/slots/*           loss at equal cost of training
     python analyze.py lookup --runs out/lookup/*          accuracy where the difficulty is known
@@ -30,7 +29,7 @@ from typing import Annotated
 import tyro
 
 from analysis.budget import Budget
-from analysis.comparing import Depth, Pareto
+from analysis.comparing import Pareto
 from analysis.explainer import Explainer
 from analysis.figures import Buckets, Converge, Shift, Tau, Tokens
 from analysis.frontier import Frontier
@@ -40,7 +39,7 @@ from analysis.puzzle import Puzzle
 from runtime import command_line
 
 OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Heatmap, Report)
-OF_SEVERAL = (Pareto, Depth, Frontier, Budget, Lookup)
+OF_SEVERAL = (Pareto, Frontier, Budget, Lookup)
 
 
 def reader(figure):

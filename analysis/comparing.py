@@ -297,20 +297,3 @@ class Pareto(Comparison):
             axes.step(best.steps, best.perplexity, **look)
         panels[-1].set_ylim(low - margin, high + margin)
         save_figure(figure, self.out / "pareto.png", legend_of=panels[0])
-
-
-# -- Loss against the step budget (section 4.4) ----------------------------------------------------
-
-
-@strict_dataclass
-class Depth(Comparison):
-    """The loss against the step budget K: table and figure."""
-
-    def draw(self):
-        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "loss": "loss:.4f"}
-        columns |= {"extra steps": "steps:.2f", "training forwards": "training_forwards:.1f"}
-        frame = self.frame("depth", columns, lambda runs, device: pareto_rows(runs))
-        figure, (axes,) = new_figure("K, the step budget", "validation loss, nats per token")
-        draw_curves(axes, frame, frame.method, "K", "loss")
-        axes.set_xticks(sorted(frame.K.unique()))
-        save_figure(figure, self.out / "depth.png", legend_of=axes)

@@ -31,7 +31,7 @@ grow() { # name, text, the last K, steps of the first stage, flags
     train "$1-K$K" "$2-K$K" --init-from "$OUT/$1-K$((K - 1))-$seed" --ponder-steps "$K" \
       ${price:+--ponder-warmup 0} --learning-rate 1.5e-3 --steps 500 $price
   done
-  train "$1" "$2-K$3" --init-from "$OUT/$1-K$3-$seed" --learning-rate 3e-3 --steps 500 $price
+  train "$1" "$2-K$3" --init-from "$OUT/$1-K$3-$seed" --learning-rate 3e-3 --steps 1000 $price
 }
 
 for K in 1 2 3 4 5; do # questions of 1 to K + 1 lookups
@@ -51,9 +51,9 @@ for seed in ${SEEDS:-0 1 2 3 4}; do
       looped) grow looped lookup 3 3000 --method looped ;;
       once) # as much text as K = 3 has seen when it is grown
         train once lookup-K3 --method grid --ponder-steps 3 --penalty-weight 0 --router-offset 0 0 0 0 \
-          --learning-rate 3e-3 --steps 4800
+          --learning-rate 3e-3 --steps 5300
         ;;
-      vanilla) train vanilla lookup-K3 --method vanilla --num-hidden-layers 4 --learning-rate 3e-3 --steps 4800 ;;
+      vanilla) train vanilla lookup-K3 --method vanilla --num-hidden-layers 4 --learning-rate 3e-3 --steps 5300 ;;
     esac
   done
 done

@@ -42,5 +42,4 @@ done
 
 if [ -z "${SEEDS:-}" ]; then
   "${PYTHON:-python}" analyze.py pareto --runs "$RUNS"/*-[0-9] --taus 0.01 0.1
-  "${PYTHON:-python}" analyze.py depth --runs "$RUNS"/ponderlm3-[1-5]-[0-9]
 fi

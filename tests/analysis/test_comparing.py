@@ -19,7 +19,7 @@ from analysis.comparing import (
     stopped_at,
 )
 from analysis.tables import new_figure, read
-from analyze import Depth, Pareto
+from analyze import Pareto
 from baselines.cost import cost
 from interop import load
 from runtime import UserError
@@ -129,17 +129,16 @@ def test_runs_that_are_left_out(make_run, tmp_path, capsys):
         read_runs([make_run("damaged", math.nan, 2)])
 
 
-@pytest.mark.parametrize("figure", [Pareto, Depth])
-def test_redrawing(figure, make_run, tmp_path):
+def test_redrawing(make_run, tmp_path):
     """Catches numbers that do not survive their file, and a figure that needs the runs."""
     runs = [make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, ponder_steps=2)]
     runs += [make_run("c", 1.3, 2.2, seed=1), make_run("v", 1.7, 0, method="vanilla")]
-    out, name = tmp_path / "out", figure.__name__.lower()
-    figure(flags(runs), out=out).draw()
-    files = [out / f"{name}{suffix}" for suffix in (".csv", ".md", ".png")]
+    out = tmp_path / "out"
+    Pareto(flags(runs), out=out).draw()
+    files = [out / f"pareto{suffix}" for suffix in (".csv", ".md", ".png")]
     before = [file.read_bytes() for file in files]
     files[1].unlink(), files[2].unlink()
-    figure(out=out, redraw=True).draw()
+    Pareto(out=out, redraw=True).draw()
     assert [file.read_bytes() for file in files] == before
     pd.testing.assert_frame_equal(read(files[0]), pareto_rows(read_runs(runs)), check_exact=True)
 

@@ -68,7 +68,7 @@ def stand_in_model(folder, method="vanilla", K=0, **shape):
         ("tiny.sh", (), {"SEEDS": "1"}, 4, []),
         ("remedies.sh", (), {}, None, ["pareto"]),
         ("ablations.sh", (), {}, 21, ["pareto"]),
-        ("pareto.sh", (), {}, None, ["pareto", "depth"]),
+        ("pareto.sh", (), {}, None, ["pareto"]),
         ("pareto.sh", (), {"SCALE": "small", "SEEDS": "5"}, None, []),
         ("grid.sh", (), {}, 82, ["budget"] * 4),
         ("grid.sh", (), {"SEEDS": "4"}, 20, []),
