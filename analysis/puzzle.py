@@ -4,9 +4,10 @@ from pathlib import Path
 
 from analysis.pages import write_page
 from corpus.lookup import longest_of
-from engine.puzzle import chain_from, open_model, puzzle, show, solve
+from engine.puzzle import open_model, puzzle, show, solve
 from interop import PUZZLES, locate
 from model import Given, strict_dataclass
+from runtime import UserError
 from training.config import Share
 
 SECONDS, PAUSE = 0.9, 4  # of a step, and behind the last
@@ -27,8 +28,9 @@ class Puzzle:
         show(model, tokenizer, self.tau, self.seed)
         table, letters = puzzle(self.seed, longest_of(tokenizer))
         number = max(letters) if self.number is None else self.number
-        found = solve(model, tokenizer, table, number, letters[number], self.tau)
-        chain = chain_from(letters[number], table)
+        if number not in letters:
+            raise UserError(f"--number {number}: there are 1 to {max(letters)} lookups")
+        found = solve(model, tokenizer, table, letters[number], self.tau)
         period = SECONDS * (found.steps + 2) + PAUSE
         at = [100 * SECONDS * (k + 1) / period for k in range(found.steps + 2)]  # percent
-        write_page(self.out, "puzzle.svg", found=found, chain=chain, period=period, at=at)
+        write_page(self.out, "puzzle.svg", found=found, number=number, period=period, at=at)

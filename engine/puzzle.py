@@ -15,22 +15,16 @@ from baselines import grid
 from corpus.lookup import line, longest_of
 from corpus.tokenizers import load_tokenizer
 from interop import PUZZLES, load
+from runtime import UserError
 
 
 @dataclass
 class Solution:
-    """What one question took. A list for the steps has an entry for each state, h⁽⁰⁾ included."""
-
     table: list  # the pairs, in the order that they are read
-    number: int  # lookups that are asked for
-    letter: str
+    chain: str  # the letters from the one that is asked about to the end
     answer: str
-    probability: float
-    truth: str
     steps: int  # executed
-    s: list  # of all K + 1
-    attention: list  # {pair: the share of the head that gives it most} of each state
-    guesses: list  # (word, probability) of each state alone
+    attention: list  # {pair: the share of the head that gives it most} of each state, h⁽⁰⁾ first
 
     def looked_up(self):
         """The pair that each state attends to most, with its share."""
@@ -55,15 +49,11 @@ def watched():
 
 
 @torch.no_grad()
-def solve(model, tokenizer, table, number, letter, tau):
-    """Ask a model of one layer on the grid one question of a table -> Solution."""
-    follow, at = {a: b for a, b in table}, letter
-    for _ in range(number):
-        at = follow[at]
-    word = lambda id: tokenizer.decode([int(id)]).decode("utf-8", "replace").strip()  # noqa: E731
-    best = lambda h: model.lm_head(h).softmax(-1).max(-1)  # noqa: E731
+def solve(model, tokenizer, table, letter, tau):
+    """Ask a model of one layer on the grid for the end of a letter's chain -> Solution."""
+    chain = chain_from(letter, table)
+    ids = tokenizer.encode(f" {' '.join(table)} {len(chain) - 1} {letter}")
     cache, owners = model.new_cache(), [[] for _ in range(model.config.ponder_steps + 1)]
-    ids = tokenizer.encode(f" {' '.join(table)} {number} {letter}")
     with watched() as seen:
         for t, x in enumerate(ids):
             seen.clear()
@@ -75,12 +65,8 @@ def solve(model, tokenizer, table, number, letter, tau):
         places = torch.tensor([t for slot in owners[: k + 1] for t in slot])
         share = weights.new_zeros(len(weights), len(ids)).index_add_(1, places, weights)
         attention.append(dict(zip(table, share.max(0).values.tolist(), strict=False)))
-    h, s, _ = model.states(torch.tensor([ids]), tau=tau)
-    guesses = [(word(id), p.item()) for p, id in (best(h_k) for h_k in h[0, -1, : steps + 1])]
-    p, id = logits.softmax(-1).max(-1)
-    return Solution(
-        table, number, letter, word(id), p.item(), at, steps, s[0, -1].tolist(), attention, guesses
-    )
+    said = tokenizer.decode([int(logits.argmax())]).decode("utf-8", "replace").strip()
+    return Solution(table, chain, said, steps, attention)
 
 
 def puzzle(seed, longest=6):
@@ -95,14 +81,22 @@ def puzzle(seed, longest=6):
 
 def chain_from(letter, table):
     """The letters from one to its chain's end."""
-    follow, chain = {a: b for a, b in table}, [letter]
+    follow, chain = {a: b for a, b in table}, letter
     while chain[-1] in follow:
-        chain.append(follow[chain[-1]])
+        chain += follow[chain[-1]]
     return chain
 
 
 def open_model(path=PUZZLES):
-    return load(path), load_tokenizer(path / "tokenizer.json")
+    """A model of the task and its tokenizer. UserError: it is another one."""
+    model, tokenizer = load(path), load_tokenizer(path / "tokenizer.json")
+    layers = model.config.num_hidden_layers
+    if model.method != "grid" or layers != 1 or tokenizer.name != "lookup":
+        raise UserError(
+            f"{path} is {layers} layers of {model.method} for {tokenizer.name}; a puzzle takes one "
+            f"layer of grid for lookup: bash runs/lookup.sh trains some"
+        )
+    return model, tokenizer
 
 
 def show(model, tokenizer, tau=0.1, seed=6):
@@ -112,8 +106,8 @@ def show(model, tokenizer, tau=0.1, seed=6):
     width = 3 * len(letters)
     print(f"question   {'what it looks up':{max(width, 16)}}   answer   thinking steps")
     for number, letter in letters.items():
-        found = solve(model, tokenizer, table, number, letter, tau)
+        found = solve(model, tokenizer, table, letter, tau)
         pairs = " ".join(pair for pair, _ in found.looked_up())
-        wrong = "" if found.answer == found.truth else f", not {found.truth}"
+        wrong = "" if found.answer == found.chain[-1] else f", not {found.chain[-1]}"
         print(f"{number:4} {letter}     {pairs:{width}}   {found.answer + wrong:8} {found.steps}")
     print()

@@ -46,7 +46,7 @@ for seed in ${SEEDS:-0 1 2 3 4}; do
     [ $run = grown ] || [ -n "${SEEDS:-}" ] || [ "$seed" -lt 3 ] || continue
     case $run in
       grown) grow grown lookup 5 3000 --method grid ;;
-      long) grow grown-long long 5 5000 --method grid ;;
+      long) grow grown-long long 5 8000 --method grid ;;
       fixed) grow fixed lookup 3 3000 --method grid-fixed ;;
       looped) grow looped lookup 3 3000 --method looped ;;
       once) # as much text as K = 3 has seen when it is grown

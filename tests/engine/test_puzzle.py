@@ -6,10 +6,13 @@ import pytest
 import torch
 from conftest import small_model
 
+from analysis.puzzle import Puzzle
 from corpus import lookup
 from engine import puzzle
+from interop import INCLUDED
 from model import apply_rotary
 from router import stop_step
+from runtime import UserError
 
 
 @torch.no_grad()
@@ -47,10 +50,9 @@ def test_what_a_step_looks_up():
     table, letters = puzzle.puzzle(1)
     ids = tokenizer.encode(f" {' '.join(table)} 3 {letters[3]}")
     for tau in (0.0, 0.2):
-        found = puzzle.solve(model, tokenizer, table, 3, letters[3], tau)
+        found = puzzle.solve(model, tokenizer, table, letters[3], tau)
         out = model(torch.tensor([ids]), tau=tau)
         assert found.steps == out.steps[0, -1] and len(found.attention) == found.steps + 1
-        assert found.probability == pytest.approx(out.logits[0, -1].softmax(-1).max().item())
         said = tokenizer.decode([int(out.logits[0, -1].argmax())])
         assert found.answer == said.decode("utf-8", "replace").strip()
         for k, pairs in enumerate(found.attention):
@@ -104,3 +106,22 @@ def test_show(included, capsys):
     assert [int(row[-1]) for row in rows] == [0, 1, 2, 3, 4, 5]
     puzzle.show(*included, tau=1.0, seed=6)  # without a thinking step
     assert f", not {puzzle.chain_from(letters[6], table)[-1]}" in capsys.readouterr().out
+
+
+def test_wrong_models_and_numbers(tmp_path):
+    """Catches a model of another task or method that is asked, and a number that no chain has."""
+    with pytest.raises(
+        UserError, match="3 layers of ponderlm3 for bytes; a puzzle takes"
+    ):
+        puzzle.open_model(INCLUDED)
+    with pytest.raises(UserError, match="--number 7: there are 1 to 6 lookups"):
+        Puzzle(number=7, out=tmp_path / "it.svg").draw()
+
+
+def test_picture(tmp_path):
+    """Catches a picture without its steps, or with pairs that were not looked up."""
+    Puzzle(number=4, out=tmp_path / "it.svg").draw()
+    text = (tmp_path / "it.svg").read_text("utf-8")
+    found = puzzle.solve(*puzzle.open_model(), puzzle.puzzle(6)[0], puzzle.puzzle(6)[1][4], 0.1)
+    assert found.steps == 3 and all(f"{pair} {p:.2f}<" in text for pair, p in found.looked_up())
+    assert text.count("@keyframes") == 5 and f"{found.answer}, says the model, after 3" in text
