@@ -110,9 +110,7 @@ def test_show(included, capsys):
 
 def test_wrong_models_and_numbers(tmp_path):
     """Catches a model of another task or method that is asked, and a number that no chain has."""
-    with pytest.raises(
-        UserError, match="3 layers of ponderlm3 for bytes; a puzzle takes"
-    ):
+    with pytest.raises(UserError, match="3 layers of ponderlm3 for bytes; a puzzle takes"):
         puzzle.open_model(INCLUDED)
     with pytest.raises(UserError, match="--number 7: there are 1 to 6 lookups"):
         Puzzle(number=7, out=tmp_path / "it.svg").draw()
