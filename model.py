@@ -460,10 +460,13 @@ class LayerCache:
         """New slots against all so far. The bias enters the cache as a channel of the key."""
         d = q.size(-1)
         q, k, v = augment(q, k, v, key_bias)
+        self.append(k, v)
+        return attend_to_cache(q, self.keys, self.values, d)
+
+    def append(self, k, v):
         if self.keys is not None:
             k, v = torch.cat([self.keys, k], dim=2), torch.cat([self.values, v], dim=2)
         self.keys, self.values = k, v
-        return attend_to_cache(q, k, v, d)
 
 
 # -- Settings --------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ difference   a run's loss minus that of the reference with the same seed (and K,
 interval     half the width of the 95 % interval of its mean (Student's t over the seeds)
 """
 
-import math
-
 from analysis.comparing import Comparison, draw_curves, over_seeds
 from analysis.frontier import interval, with_interval
 from analysis.tables import new_figure, save_figure, tabulate
@@ -29,11 +27,15 @@ def budget_rows(runs, reference):
             raise UserError(f"{run.path}: another {reference} with its K and seed: leave one out")
         if run.shape.method == reference:
             losses[pair] = stopped(run)["loss"]
+    if not losses:
+        raise UserError(f"no run of {reference} among those given: name one with --reference")
     one = len({K for _, K in losses}) == 1
 
     def measure(run):
         scores, seed, K = stopped(run), run.config.seed, run.shape.ponder_steps
-        same = next((x for (s, k), x in losses.items() if s == seed and (one or k == K)), math.nan)
+        same = next((x for (s, k), x in losses.items() if s == seed and (one or k == K)), None)
+        if same is None:
+            raise UserError(f"{run.path}: no {reference} with its seed (and K): leave it out")
         text = run.config.steps * run.config.batch_size * run.shape.block_size / 1e6
         forwards = cost(run.shape, scores["steps"]).training_forwards
         row = {"steps": scores["steps"], "loss": scores["loss"], "read": text}

@@ -41,10 +41,12 @@ class PonderLM3(PonderLM):
     grid = False  # slot k sees slots up to k only, see grid.py
     interleaves = True  # in its longest pass there are keys of S slots for every token, not one
 
-    @staticmethod
-    def training_forwards(config, steps):
+    @classmethod
+    def training_forwards(kind, config, steps):
         """Passes of the stack for each training token, the mean over the range of R. A slot without
         gradient counts a third: it leaves out the backward pass, which is two thirds (6 N, 2 N)."""
+        if not kind.iterates or not config.ponder_steps:
+            return config.ponder_steps + 1
         lowest, highest = config.refinements
         K, n = config.ponder_steps, config.backprop_passes or 0
         passes = [slots_of_passes(K, R) for R in range(lowest, highest + 1)]
@@ -66,9 +68,7 @@ class FixedDepth(PonderLM3):
 
     def route(self, h, alpha=0.0):
         """s one-hot at K, and log_w = 0. No finite alpha moves them. (..., n+1, D) -> (..., S)."""
-        s = torch.zeros_like(upcast(h[..., 0, :1])).repeat_interleave(
-            self.config.ponder_steps + 1, dim=-1
-        )
+        s = upcast(h.new_zeros(*h.shape[:-2], self.config.ponder_steps + 1))
         s[..., -1] = 1
         return s, torch.zeros_like(s)
 

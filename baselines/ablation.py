@@ -7,15 +7,13 @@ ablation-router         a learned s: it stays uniform
 ablation-index          (nothing) the paper's index of the mask: w_k on the key of slot k+1
 """
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 
 from attention import MASKED
 from baselines import PonderLM3
 from baselines.exits import last_alone
-from router import slot_bias
+from router import Router, slot_bias
 
 
 def hide_stopped(bias, log_w, tau):
@@ -46,11 +44,8 @@ class UniformRouter(PonderLM3):
     method, title = "ablation-router", "PonderLM-3, uniform s"
     unused = ("router_offset",)
 
-    def __init__(self, config, *backbone):
-        offset = (0.0,) * (config.ponder_steps + 1)
-        super().__init__(replace(config, router_offset=offset), *backbone)
-        self.config = config
-        self.router.requires_grad_(False)  # its weights start at 0, and stay there
+    def make_router(self):  # its weights start at 0, and stay there
+        return Router(self.config.hidden_size, self.config.ponder_steps).requires_grad_(False)
 
 
 class PrintedIndex(PonderLM3):

@@ -116,9 +116,5 @@ class Exits(LoopedLM):
                 x = self.next_input(x, h, log_g)
         for later in cache[k + 1 :]:
             for mine, layer in zip(layers, later, strict=True):
-                kept = mine.keys[:, :, -1:], mine.values[:, :, -1:]
-                if layer.keys is not None:
-                    before = layer.keys, layer.values
-                    kept = (torch.cat(p, dim=2) for p in zip(before, kept, strict=True))
-                layer.keys, layer.values = kept
+                layer.append(mine.keys[:, :, -1:], mine.values[:, :, -1:])
         return self.lm_head(h)[0, 0], k

@@ -52,10 +52,6 @@ class OnGrid:
         layers = [TokenLayer(slots) for slots in zip(*cache[: k + 1], strict=True)]
         return self.model(x, positions, bias, cache=layers)
 
-    @staticmethod
-    def training_forwards(config, steps):
-        return config.ponder_steps + 1
-
 
 def slot_channels(K, d, dtype, device):
     """The mask as part of the dot product, for a cache in which keys of all slots lie side by side:
@@ -90,13 +86,11 @@ class TokenLayer:
         self.slots = slots  # a LayerCache each, of slots 0 .. k
 
     def attend(self, q, k, v, key_bias):
-        d, mine = q.size(-1), self.slots[-1]
+        d = q.size(-1)
         q, k, v = augment(q, k, v, key_bias)
-        if mine.keys is not None:
-            k, v = torch.cat([mine.keys, k], dim=2), torch.cat([mine.values, v], dim=2)
-        mine.keys, mine.values = k, v
-        keys = torch.cat([slot.keys for slot in self.slots], dim=2)
-        return attend_to_cache(q, keys, torch.cat([slot.values for slot in self.slots], dim=2), d)
+        self.slots[-1].append(k, v)
+        k, v = (torch.cat([getattr(x, name) for x in self.slots], 2) for name in ("keys", "values"))
+        return attend_to_cache(q, k, v, d)
 
 
 class Grid(OnGrid, PonderLM3):

@@ -48,7 +48,3 @@ class LoopedLM(FixedDepth):
             h = self.model.norm(y)
             x = self.next_input(x, e, y, h) if k < K else None
         return self.lm_head(h)[0, 0], K
-
-    @staticmethod
-    def training_forwards(config, steps):
-        return config.ponder_steps + 1

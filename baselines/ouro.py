@@ -53,7 +53,7 @@ class Ouro(Exits):
                 return out
             out.ce = (out.s * ce).sum(-1)
             out.loss = out.ce.sum() / (targets != -100).sum()
-            entropy = torch.special.entr(out.s).sum(-1)
+            entropy = torch.special.entr(out.s.clamp(min=torch.finfo(out.s.dtype).tiny)).sum(-1)
             out.auxiliary = -self.config.exit_entropy * entropy.mean()
         return out
 

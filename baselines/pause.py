@@ -39,7 +39,3 @@ class Pause(FixedDepth):
         positions = torch.full((self.config.ponder_steps + 1,), position, device=idx.device)
         h = self.model(self.interleave(idx), positions, None, cache=cache)  # (1, S, D)
         return self.lm_head(h[0, -1]), self.config.ponder_steps
-
-    @staticmethod
-    def training_forwards(config, steps):
-        return config.ponder_steps + 1

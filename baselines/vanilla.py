@@ -7,7 +7,3 @@ class Vanilla(FixedDepth):
     method, title = "vanilla", "vanilla"
     defaults = {"ponder_steps": 0, "router_offset": None}
     unused = ("backprop_passes", "feedback_scale")
-
-    @staticmethod
-    def training_forwards(config, steps):
-        return 1

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# PonderLM-3 beside every method at equal steps. Runs with one seed have the same first weights of
-# the backbone and the same batches. What is finished is skipped.
+# PonderLM-3 beside every method at equal steps. Runs with one seed have the same batches. What is
+# finished is skipped.
 #     bash runs/frontier.sh          PARTS="pairs size", SEEDS=1 or both: these runs, no figures
 # `pairs` and `more` have the settings that were chosen by text held apart.
 set -euo pipefail

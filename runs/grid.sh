@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What training costs: the grid (baselines/grid.py) beside Jacobi iteration, loops and no thinking,
-# at equal text and at equal slots. Runs with one seed have the same first weights and batches: five
-# pairs of what matters most, three of the rest. What is finished is skipped.
+# at equal text and at equal slots. Runs with one seed have the same batches, and the same first
+# weights where both have a router for as many steps, or neither has one. Five pairs of what matters
+# most, three of the rest. What is finished is skipped.
 #     bash runs/grid.sh              PARTS="slots text", SEEDS=1 or both: these runs, no figures
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -27,7 +28,7 @@ for part in ${PARTS:-slots half text short}; do
         train slots grid-fixed-1 --method grid-fixed --ponder-steps 1 --steps 7000
         train slots looped-3 --method looped --steps 3500
         # PonderLM-3 itself is trained below; a slot without gradient counts a third
-        train slots ponderlm3-last-3 --backprop-passes 1 --steps 1900
+        train slots ponderlm3-last-3-1900 --backprop-passes 1 --steps 1900
         ;;
       half) # as much as the grid with K = 1 reads there
         train half vanilla --method vanilla --steps 7000

@@ -103,3 +103,7 @@ def test_budget(make_run):
     twice = [*paths[:1], make_run("half", 2.0, 0.0, 0, "vanilla", batch_size=4)]
     with pytest.raises(UserError, match="half: another vanilla with its K and seed: leave one out"):
         budget_rows(read_runs(twice), "vanilla")
+    with pytest.raises(UserError, match=r"g1: no vanilla with its seed \(and K\): leave it out"):
+        budget_rows(read_runs([paths[0], paths[1], paths[3]]), "vanilla")
+    with pytest.raises(UserError, match="no run of vanila among those given"):
+        budget_rows(read_runs(paths), "vanila")

@@ -56,7 +56,7 @@ def test_lookup(trained, tmp_path, capsys):
     assert [(r["K"], r["lookups"], r["seeds"]) for r in rows] == [
         (K, n, 2 if K else 1) for K in (0, 2) for n in range(7)
     ]
-    ours = "PonderLM-3, router_offset 0 0 0"
+    ours = "PonderLM-3"
     assert {r["method"] for r in rows} == {"vanilla", ours}
     found = [answers(open_subject(run)) for run in runs[:2]]
     for row in rows[7:]:

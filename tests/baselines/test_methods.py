@@ -246,6 +246,14 @@ def test_ouro():
     assert abs(found - gates) < 1e-6  # gates are kept 1e-6 away from 0 and 1
 
 
+def test_ouro_with_a_saturated_gate():
+    """Catches a gradient that is NaN where a share of s is 0 in float32."""
+    model, idx = small_model(method="ouro").float().train(), texts(T=6)
+    torch.nn.init.constant_(model.router.proj.bias, 200.0)
+    sum(objective(model, idx, idx.flip(1), None)).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
 def test_adaponder():
     """Catches a gate of another step, one that does not scale what is fed back, a share of each
     step instead of all together, and a ramp that is not followed."""

@@ -248,5 +248,13 @@ def test_numbers_of_the_tables():
             if float(row.get("difference", 0)):  # not the reference itself
                 shown += f" | {float(row['difference']):+.3f} ± {float(row['interval']):.3f}"
             assert shown in page, (file, row["method"], row["K"], shown)
+    with open(ROOT / "docs/figures/budget-half.csv", encoding="utf-8") as lines:
+        grid, vanilla = csv.DictReader(lines)
+    gain, interval, loss, std = (
+        float(row[key])
+        for row, keys in ((grid, ("difference", "interval")), (vanilla, ("loss", "loss_std")))
+        for key in keys
+    )
+    assert f"{-gain:.3f} ± {interval:.3f}" in page and f"{loss:.3f} ± {std:.3f}" in page
     numbers = re.findall(r"\d\.\d+ ± \d\.\d+", README.split("## What it does")[1])
     assert len(numbers) >= 11 and all(shown in page for shown in numbers)
