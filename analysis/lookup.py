@@ -11,6 +11,7 @@ from analysis.measuring import open_subject, stopped
 from analysis.tables import new_figure, save_figure
 from corpus.lookup import longest_of, lookups_asked
 from model import Given, strict_dataclass
+from runtime import UserError
 from training.config import Share
 from training.warm_start import longer, start_from
 
@@ -37,6 +38,8 @@ def lookup_rows(runs, tau, device, data=None, most=()):
     def numbers(run):
         subject, shape, found = open_subject(run.path, 1024, tau, device, data), run.shape, []
         for n in most or [shape.ponder_steps]:
+            if n < shape.ponder_steps:
+                raise UserError(f"--most {n}: {run.path} takes {shape.ponder_steps} steps already")
             if n != shape.ponder_steps:
                 grown = replace(shape, ponder_steps=n, router_offset=longer(shape, n))
                 subject.model = start_from(run.path, grown).to(device).eval()

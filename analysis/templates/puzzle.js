@@ -51,8 +51,8 @@ async function ask(changes) {
 
 function show_own({pairs, usual}) {
   if (document.activeElement !== find("own")) find("own").value = pairs.join(" ");
-  find("own-note").textContent = usual ? "" : "The model has read no such table: in its texts one "
-    + "chain has 6 letters, and three have 7 together.";
+  find("own-note").textContent = usual ? "" : "The model was not trained on such tables, and may err: "
+    + "in its own, one chain has 6 letters, and three share the other 7.";
 }
 
 /** A table, and a letter of it that takes n lookups, or 6 where none does. */
@@ -81,7 +81,7 @@ function draw() {
   const svg = find("chains"), focused = svg.contains(document.activeElement);
   const {ask, tau, table: {pairs, chains, places}} = puzzle;
   svg.setAttribute("viewBox", `0 0 ${COLUMN * (LONGEST + 1)} ${ROW * chains.length}`);
-  const arrows = pairs.map(([a]) => drawn("g", {class: "arrow", transform: place(a)},
+  const arrows = pairs.map(([a]) => drawn("g", {class: "arrow", "aria-hidden": true, transform: place(a)},
     drawn("path", {d: "M16 0h12m-5 -5l5 5l-5 5"}), drawn("text", {x: 23, y: -10})));
   const nodes = Object.entries(places).map(([letter, {n}]) => {
     const radio = {class: "letter", role: "radio", "aria-checked": letter === ask,
@@ -141,9 +141,10 @@ function sentence(at, pair, attention) {
   const {ask, tau, thought: {n, w, steps, answer, p, right, end}} = puzzle, k = at - 1;
   if (!at) return `The model has read the table and “${n} ${ask}”.`;
   const looked = `Step ${k} ${attention < .5 ? "looks here and there" : `looks up ${pair}`}`;
-  if (at <= steps) return `${looked}; w is ${w[at].toFixed(2)}, so it goes on.`;
-  const why = k === DEEPEST ? "it has no more steps"
-    : `w is ${w[at].toFixed(2)}, below τ = ${text_of_tau(tau)}`;
+  const value = x => x < .01 ? "below 0.01" : x > .99 && x < 1 ? "above 0.99" : x.toFixed(2);
+  const left = `the w of step ${at} is ${value(w[at] ?? 0)}`;
+  if (at <= steps) return `${looked}; ${tau ? left : "τ is 0"}, so it goes on.`;
+  const why = k === DEEPEST ? "it has no more steps" : `${left}, less than τ = ${text_of_tau(tau)}`;
   return `${looked}; ${why}, so it stops and says ${answer} (${p.toFixed(2)}). `
     + (right ? "That is right." : `That is wrong: the chain of ${ask} ends at ${end}.`);
 }
@@ -208,7 +209,7 @@ function follow(address) {
     if (text !== null) changes.table = read_table(text);
   } catch (error) {
     find("own").value = text;
-    find("own-note").textContent = error.message;
+    find("own-note").textContent = `${error.message} Shown above is another table.`;
     find("own-table").open = true;
     return;
   }

@@ -205,8 +205,7 @@ def test_lookup(run_script, tmp_path):
     assert configs["grown-learns-4"].model.offset == (0, 0)
     assert configs["grown-0"].model.ponder_steps == configs["grown-long-0"].model.ponder_steps == 5
     analyzed = calls["analyze.py"]
-    assert [args[0] for args in analyzed] == 2 * ["lookup"]
-    assert all("data/lookup-all" in args for args in analyzed)
+    assert [args[2] for args in analyzed] == 2 * ["data/lookup-all"] + ["data/long-all"]
     for folder in asked:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "meta.json").touch()
