@@ -24,7 +24,10 @@ from engine.products import has_bfloat16
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 # In the order of the table in README.md, in which the commands of one use the runs of another.
-NAMES = [f"docs/{name}" for name in re.findall(r"\]\(docs/([\w-]+\.md)\)", README)]
+NAMES = [
+    f"docs/{name}"
+    for name in re.findall(r"\]\(docs/([\w-]+\.md)\)", README.split("## The pages")[1])
+]
 NAMES = ["README.md", *dict.fromkeys(NAMES)]
 PAGES = {name: (ROOT / name).read_text("utf-8") for name in NAMES if name != "docs/log.md"}
 
