@@ -98,7 +98,7 @@ def test_more_steps_than_learned(trained):
     assert rows[:7].drop(columns="most").equals(lookup_rows(runs, 0.0, "cpu").drop(columns="most"))
     taken = rows.steps[rows.accuracy.notna()]
     assert taken.tolist() == [n for n in rows.most[rows.accuracy.notna()]]
-    with pytest.raises(UserError, match="--most 1: .*lookup-0 takes 2 steps already"):
+    with pytest.raises(UserError, match=r"--most 1: .*lookup-0 takes 2 steps already"):
         lookup_rows(runs, 0.0, "cpu", most=(1,))
     model = start_from(
         trained / "lookup-0", replace(runs[0].shape, ponder_steps=4, router_offset=(0,) * 5)
