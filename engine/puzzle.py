@@ -20,6 +20,8 @@ from runtime import UserError
 
 @dataclass
 class Solution:
+    """What a model does with one question."""
+
     table: list  # the pairs, in the order that they are read
     chain: str  # the letters from the one that is asked about to the end
     answer: str

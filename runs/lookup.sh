@@ -49,7 +49,7 @@ for seed in ${SEEDS:-0 1 2 3 4}; do
       long) grow grown-long long 5 8000 --method grid ;;
       fixed) grow fixed lookup 3 3000 --method grid-fixed ;;
       looped) grow looped lookup 3 3000 --method looped ;;
-      once) # as much text as K = 3 has seen when it is grown
+      once) # as much text as a rival that is grown
         train once lookup-K3 --method grid --ponder-steps 3 --penalty-weight 0 --router-offset 0 0 0 0 \
           --learning-rate 3e-3 --steps 5300
         ;;

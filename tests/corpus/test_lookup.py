@@ -23,7 +23,7 @@ def corpus(tmp_path_factory):
 def test_lines(longest):
     """Catches an answer that is not as many lookups away as the question says, chains of other
     lengths, lines of another length, and a word that is more than one token."""
-    tokenizer, rng, asked = lookup.tokenizer(longest), random.Random(3), []
+    tokenizer, rng, asked, ends = lookup.tokenizer(longest), random.Random(3), [], []
     pairs = longest + 7
     for _ in range(100):
         text = lookup.line(rng, longest=longest)
@@ -46,9 +46,11 @@ def test_lines(longest):
                 letter = following[letter]
             assert letter == answer and answer in "STUVXYZ" and number == again
             asked.append(int(number))
+            ends.append(answer)
         assert parts[61:] == ["the", "end"]
     counts = [asked.count(n) for n in range(1, longest + 1)]
     assert sum(counts) == len(asked) and min(counts) > 0.7 * max(counts)
+    assert all(100 < ends.count(end) < 250 for end in "STUVXYZ")
     assert lookup.longest_of(tokenizer) == longest
 
 

@@ -60,5 +60,5 @@ def test_sample_without_a_run(tmp_path):
     command = [sys.executable, str(ROOT / "sample.py"), "--max-new-tokens", "5", "--seed", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "no run in out/ yet: this is the model that comes with the code" in done.stdout
+    assert "this is the model that comes with the code, shakespeare" in done.stdout
     assert "thinking steps" in done.stdout  # the puzzles of the other one
