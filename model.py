@@ -21,7 +21,7 @@ function reads or writes a file.
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
@@ -48,6 +48,7 @@ class PonderLM(nn.Module):
         self.model = (Backbone or Llama)(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.router = self.make_router()
+        self.feedback = Feedback(config.hidden_size) if config.reread else None
         self.apply(self._init_weights)
         self.tie()
 
@@ -114,7 +115,7 @@ class PonderLM(nn.Module):
         latents, bias = e.new_empty(B, T, 0, D), None  # nothing to feed back yet
         while True:
             h, s, log_w = self.jacobi_pass(e, latents, bias, alpha)
-            latents, bias = self.feed_back(h[:, :, :K]), self.key_bias(log_w, tau)
+            latents, bias = self.feed_back(h[:, :, :K], e[:, :, None]), self.key_bias(log_w, tau)
             yield latents, (h, s, log_w)
 
     def jacobi(self, idx, R, tau=None, alpha=0.0):
@@ -183,9 +184,10 @@ class PonderLM(nn.Module):
         """Step distributions of tokens by the states of their slots so far, (..., n+1, D)."""
         return self.router(h[..., 0, :], alpha)
 
-    def feed_back(self, h):
-        """Outputs of slots, (..., D), as the next inputs: unchanged, except in a former Llama."""
-        return h if self.config.feedback_scale is None else h * self.config.feedback_scale
+    def feed_back(self, h, e):
+        """Outputs of slots, (..., D), as the next inputs: unchanged, except in a former Llama,
+        which reads its token's e (..., D) again."""
+        return h if self.feedback is None else self.feedback(h, e)
 
     def key_bias(self, log_w, tau=None):
         """Mask scores (..., S) -> bias on the keys of the slots; None, without masks: no bias."""
@@ -260,14 +262,14 @@ class PonderLM(nn.Module):
         Returns:
             logits (V,) of the next token, and K-hat, the pondering steps executed.
         """
-        x, positions = self.embed_token(token, position)  # all slots of a token share its position
-        h = self.run_slot(0, x, positions, self.key_bias(x.new_zeros(1, 1)), cache)  # log w_0 = 0
+        e, positions = self.embed_token(token, position)  # all slots of a token share its position
+        h = self.run_slot(0, e, positions, self.key_bias(e.new_zeros(1, 1)), cache)  # log w_0 = 0
         s, log_w = self.route(h[:, :, None], alpha)  # (1, 1, S)
         bias, steps = self.key_bias(log_w), self.executed(log_w, tau)
         s, steps = self.step_weights(s, steps), int(steps)
         h_hat = s[..., :1] * h
         for k in range(1, steps + 1):  # stop as soon as w_k < tau
-            x = self.feed_back(h)
+            x = self.feed_back(h, e)
             h = self.run_slot(k, x, positions, None if bias is None else bias[..., k], cache)
             h_hat = h_hat + s[..., k : k + 1] * h
         return self.lm_head(h_hat.to(h.dtype))[0, 0], steps
@@ -303,11 +305,16 @@ class PonderLM(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def set_offset(self, offset):
-        """Move the router's offset, K+1 numbers or None for the default, in the config as well."""
-        self.config = replace(self.config, router_offset=offset)
-        for cell, number in zip(self.router.offset, self.config.offset, strict=True):
-            cell.fill_(number)  # a copy to a GPU would wait for it
+
+class Feedback(nn.Module):
+    """What a former Llama is fed: e + g h, with a learned g (D,) that starts at 0."""
+
+    def __init__(self, D):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(D))  # g
+
+    def forward(self, h, e):
+        return e + self.weight * h
 
 
 @dataclass
@@ -531,8 +538,7 @@ class PonderConfig(LlamaConfig):
     router_offset: tuple[Annotated[float, Field(allow_inf_nan=False)], ...] | None = None
     # training draws R from this range
     refinements: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(lt=2**31)]] = (2, 3)
-    # what multiplies a state that is fed back; None: 1. Of a former Llama it is measured
-    feedback_scale: Positive | None = None
+    reread: bool = False  # what is fed back is e(x_t) + g h, not h: a former Llama (warm_start.py)
     backprop_passes: Count | None = None  # gradients through the last n passes; None: all
     # on thinking. printed: the bottom mass as the paper prints it, by the cross-entropy of a batch
     # (at losses like the paper's it never acts); token: by that of each token; mean: the mean of

@@ -25,6 +25,8 @@ from training.config import open_training, parse
 from training.runs import Session
 from training.validation import evaluate, final_report
 
+FEEDBACK_RATE = 3e-3  # peak learning rate of g, which has to grow from 0 in a trained Llama
+
 
 def objective(model, x, y, R):
     """The loss of one micro-batch: L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)), or with the
@@ -60,27 +62,26 @@ def draw_refinements(step, config):
     return int(np.random.default_rng((config.seed, step)).integers(low, high + 1))
 
 
-def learning_rate(step, config):
+def learning_rate(step, config, peak):
     """Linear warm-up, then a cosine from the peak to a tenth of it."""
     warmup = max(1, round(config.warmup * config.steps))
     if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
+        return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, config.steps - warmup)
-    return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+    return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
 def make_optimizer(model, config):
     learned = [p for p in model.parameters() if p.requires_grad]
-    # A router that waits in the first steps (training/warm_start.py) is a group of its own.
-    waiting = [model.router.proj.weight] if config.ponder_warmup else []
-    waiting = [p for p in learned if any(p is w for w in waiting)]
-    matrices = [p for p in learned if p.dim() >= 2 and not any(p is w for w in waiting)]
+    matrices = [p for p in learned if p.dim() >= 2]
+    g = model.feedback and model.feedback.weight
+    vectors = [p for p in learned if p.dim() < 2 and p is not g]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": [p for p in learned if p.dim() < 2], "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0},
     ]
-    if config.ponder_warmup:
-        groups.append({"params": waiting, "weight_decay": config.weight_decay, "waits": True})
+    if model.feedback:
+        groups.append({"params": [g], "weight_decay": 0.0, "peak": FEEDBACK_RATE})
     fused = learned[0].device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
@@ -106,6 +107,7 @@ def train(config):
             rows = to_device(rows, device)  # (share, T+1)
             x, y = rows[:, :-1], rows[:, 1:]  # (share, T)
             R = draw_refinements(step, config)
+            model.progress = step / config.steps  # for the ramp of adaponder
             logged = dict.fromkeys(("loss", "ce", "penalty", "K_hat"), 0.0)
             for xs, ys in zip(x.split(micro), y.split(micro), strict=True):
                 with autocast(device, t.dtype):
@@ -118,11 +120,10 @@ def train(config):
             clip = config.clip or math.inf
             logged["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
             for group in optimizer.param_groups:
-                waits = group.get("waits") and step < config.ponder_warmup
-                group["lr"] = 0.0 if waits else learning_rate(step, config)
+                peak = group.get("peak", config.learning_rate)
+                group["lr"] = learning_rate(step, config, peak)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            t.follow(step + 1)  # the router of a former Llama, and the ramp of adaponder
             session.log(step, logged)
             if session.is_due(step):
                 count = min(64, t.val.count)

@@ -26,7 +26,7 @@ def refinements(model, idx):
         h, s, log_w = model.jacobi_pass(e, latents, bias)
         if n >= 0:
             yield n, h[:, :, :K], s
-        latents, bias = model.feed_back(h[:, :, :K]), model.key_bias(log_w)
+        latents, bias = model.feed_back(h[:, :, :K], e[:, :, None]), model.key_bias(log_w)
 
 
 @torch.no_grad()

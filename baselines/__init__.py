@@ -135,7 +135,7 @@ def unused_settings(kind):
     unused = set(kind.unused)
     unused |= set() if kind.has_router else {"router_offset", "penalty", "penalty_weight"}
     unused |= set() if kind.iterates else {"backprop_passes"}
-    return unused if kind.iterates or kind.grid else unused | {"feedback_scale"}
+    return unused if kind.iterates or kind.grid else unused | {"reread"}
 
 
 def check_settings(config):

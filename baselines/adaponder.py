@@ -60,7 +60,7 @@ class MLPGates(Gate):
 class AdaPonder(Exits):
     method, title = "adaponder", "AdaPonderLM"
     Config = AdaPonderConfig
-    progress = 1.0  # of the training, which moves it from 0 on (training.config.Training.follow)
+    progress = 1.0  # of the training, which moves it from 0 on (train.py)
 
     def make_router(self):
         return MLPGates(self.config)

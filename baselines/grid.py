@@ -30,7 +30,8 @@ class OnGrid:
     iterates, grid = False, True
 
     def states(self, idx, R=None, tau=None, alpha=0.0):
-        x, h, seen = self.embed(idx), [], [None] * self.config.num_hidden_layers
+        e = x = self.embed(idx)
+        h, seen = [], [None] * self.config.num_hidden_layers
         positions = torch.arange(idx.size(1), device=idx.device)
         log_w = torch.zeros_like(x[..., :1], dtype=torch.float32)  # of slot 0, before any routing
         for k in range(self.config.ponder_steps + 1):
@@ -41,7 +42,7 @@ class OnGrid:
             seen = [layer.seen for layer in layers]
             if k == 0:
                 s, log_w = self.route(h[0][:, :, None], alpha)  # (B, T, S)
-            x = self.feed_back(h[-1])
+            x = self.feed_back(h[-1], e)
         return torch.stack(h, dim=2), s, log_w
 
     def new_cache(self):

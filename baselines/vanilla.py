@@ -6,4 +6,4 @@ from baselines import FixedDepth
 class Vanilla(FixedDepth):
     method, title = "vanilla", "vanilla"
     defaults = {"ponder_steps": 0, "router_offset": None}
-    unused = ("backprop_passes", "feedback_scale")
+    unused = ("backprop_passes", "reread")

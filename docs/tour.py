@@ -83,7 +83,7 @@ def passes(model, idx, number):
     for _ in range(number):
         h, _, log_w = model.jacobi_pass(e, latents, bias)
         yield h
-        latents, bias = model.feed_back(h[:, :, :K]), model.key_bias(log_w)
+        latents, bias = model.feed_back(h[:, :, :K], e[:, :, None]), model.key_bias(log_w)
 
 
 def transformer(model, idx):

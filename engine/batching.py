@@ -142,10 +142,9 @@ class Engine:
         return samples
 
     @torch.inference_mode()  # also saves a fifth of the time of small operations
-    def stream(self, prompts, max_new_tokens, *, end=None, until=None, read=None, **choice):
+    def stream(self, prompts, max_new_tokens, *, end=None, read=None, **choice):
         """Yield (i, token, steps) for each token of prompt i, as they come; see `generate`.
 
-        A sequence also ends where `until`, called with (i, token) once for each token, says so.
         `read`, a list for each prompt, receives the steps of every token that is read.
         """
         prompts = list(prompts)
@@ -169,19 +168,18 @@ class Engine:
             if not found:
                 under_way.append(self.launch(how))
                 found = self.collect(under_way.popleft()) if len(under_way) > self.ahead else []
-            events = [self.append(q, token, end, until) for q, token in found]
+            events = [self.append(q, token, end) for q, token in found]
             for row in reversed(range(len(self.running))):
                 if self.running[row].state == "ended":
                     self.drop(row)
             self.stats.seconds += time.perf_counter() - start
             yield from events
 
-    def append(self, q, token, end, until):
+    def append(self, q, token, end):
         """A token more, with which a sequence may end. -> (prompt, token, steps)"""
         q.context.append(token)
         q.chosen += 1
-        stop = until is not None and until(q.index, token)
-        if stop or token == end or q.chosen == len(q.uniform):
+        if token == end or q.chosen == len(q.uniform):
             q.state = "ended"
         elif len(q.context) > self.model.config.block_size:
             q.state = "new"

@@ -88,7 +88,8 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, cac
         N = -(-max(counts) // block) * block
         order = (~active).flatten(1).sort(stable=True).indices[:, :N]  # (R, N)
         places = order[..., None].expand(-1, -1, e.size(-1))  # (R, N, D)
-        x = torch.cat([e[rows, :, None], model.feed_back(h[rows, :, :-1])], dim=2)  # (R, T, S, D)
+        first = e[rows, :, None]  # (R, T, 1, D)
+        x = torch.cat([first, model.feed_back(h[rows, :, :-1], first)], dim=2)  # (R, T, S, D)
         x = x.flatten(1, 2).gather(1, places)  # (R, N, D)
         key_bias = model.key_bias(log_w[rows])  # (R, T, S), or None
         if key_bias is not None:
@@ -134,9 +135,9 @@ def read_on_grid(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, cache):
     Returns:
         Settled; and of the n keys in `cache` the slot (n,), and whether it was executed (B, n).
     """
-    x, inside, S = model.embed(idx), within(idx, lengths), model.config.ponder_steps + 1
+    e, inside, S = model.embed(idx), within(idx, lengths), model.config.ponder_steps + 1
     (_, N), block, slot = idx.shape, shape_block(idx), torch.arange(S, device=idx.device)
-    h = x.new_zeros(*idx.shape, S, x.size(-1))  # of x (B, T, D)
+    x, h = e, e.new_zeros(*idx.shape, S, e.size(-1))  # of x (B, T, D)
     active, tokens, executed = inside, [], []
     log_w = torch.zeros_like(x[..., :1], dtype=torch.float32)  # of slot 0, before any routing
     for k in range(S):
@@ -161,7 +162,7 @@ def read_on_grid(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, cache):
         N = -(-max(counts[k + 1]) // block) * block
         if not N:
             break
-        active, x = wanted[..., k + 1], model.feed_back(h[:, :, k])
+        active, x = wanted[..., k + 1], model.feed_back(h[:, :, k], e)
     found = Settled(h, s, log_w, steps, k + 1, sum(map(sum, counts)))
     slot = torch.cat([slot[k].expand(t.size(1)) for k, t in enumerate(tokens)])
     return found, slot, torch.cat(executed, dim=1)

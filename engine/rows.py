@@ -6,7 +6,8 @@ each as one CUDA graph (cuda_graphs.py).
 
 code        shape        meaning
 A                        rows that run, 0 .. A-1
-x           (B, D)       input of each row's next slot
+e           (B, D)       embedding of each row's token
+x           (B, D)       input of its next slot
 h_hat       (B, D)       s_0 h^(0) + .. + s_k h^(k), as far as the token has come
 s           (B, S)       step distribution of each row's token, 0 beyond K-hat
 channels    (B, S, c)    the bias of the keys of its slots, as attention.key_channels writes it in
@@ -64,7 +65,7 @@ class Rows:
         self.cache = SlotCache(model, B, dtype, device)
         self.step = make_step(model, B, dtype, weights)
         self.head = matrix(weight, dtype, B, weights)  # D -> V
-        self.x = weight.new_zeros(B, config.hidden_size)
+        self.e, self.x = (weight.new_zeros(B, config.hidden_size) for _ in range(2))
         s, _ = model.route(self.x[:, None])
         self.h_hat = torch.zeros_like(self.x, dtype=s.dtype)
         self.s = s.clone()  # for good, without a learned router; so are the channels
@@ -82,7 +83,7 @@ class Rows:
         self.context = torch.zeros(B, T, dtype=torch.long, device=device)
         self.uniform = torch.zeros(B, T, dtype=torch.float64, device=device)
         self.numbers = torch.arange(B, device=device)
-        self.state = [self.x, self.h_hat, self.s, self.channels]  # what belongs to a row
+        self.state = [self.e, self.x, self.h_hat, self.s, self.channels]  # what belongs to a row
         self.state += [self.counters, self.context, self.uniform]
 
     # -- Rows come and go --------------------------------------------------------------------------
@@ -99,7 +100,7 @@ class Rows:
         )
         for state, value in zip((self.counters, self.uniform, self.context), values, strict=True):
             state[at] = value
-        self.x[at] = self.embed(tokens.to(self.x.device))
+        self.x[at] = self.e[at] = self.embed(tokens.to(self.x.device))
 
     def move(self, source, target, length):
         """Row `target` becomes row `source`, which has used at most `length` places."""
@@ -138,8 +139,9 @@ class Rows:
         chosen = choose(self.logits(self.h_hat[:A]), u, *choice)
         prompt = self.context[self.numbers[:A], position.clamp(max=self.context.size(1) - 1)]
         tokens = torch.where(number < 0, prompt, chosen)
-        e = self.embed(tokens.clamp(min=0))
-        self.x[:A] = torch.where(done[:, None], e, self.model.feed_back(h))
+        following = self.model.feed_back(h, self.e[:A])
+        self.e[:A] = torch.where(done[:, None], self.embed(tokens.clamp(min=0)), self.e[:A])
+        self.x[:A] = torch.where(done[:, None], self.e[:A], following)
         k = torch.where(done, 0, k + active)
         counters.copy_(torch.stack([k, steps, position, length + active, given, limit], dim=1))
         return torch.stack([torch.where(done, steps, -1), tokens])
@@ -183,7 +185,7 @@ class HostRows(Rows):
 
     def __init__(self, model, batch_size, *args):
         super().__init__(model, batch_size, *args)
-        del self.state[4:]  # what lists take the place of
+        del self.state[5:]  # what lists take the place of
         self.counters = [Counters(*[0] * 6) for _ in range(batch_size)]
         self.context, self.uniform = [[[] for _ in range(batch_size)] for _ in range(2)]
 
@@ -191,7 +193,7 @@ class HostRows(Rows):
         for i, row in enumerate(rows):
             self.counters[row] = Counters(*counters[i].tolist())
             self.uniform[row], self.context[row] = uniform[i].tolist(), contexts[i].tolist()
-        self.x[rows] = self.embed(tokens)
+        self.x[rows] = self.e[rows] = self.embed(tokens)
 
     def move(self, source, target, length):
         super().move(source, target, length)
@@ -210,7 +212,7 @@ class HostRows(Rows):
             for row, K_hat in zip(first, steps.tolist(), strict=True):
                 counters[row].steps = K_hat
         self.integrate(h, k)
-        self.x[:A] = self.model.feed_back(h)
+        self.x[:A] = self.model.feed_back(h, self.e[:A])
 
         read, tokens, chosen, prompt = [-1] * A, [-1] * A, [], []
         for row, c in enumerate(counters):
@@ -230,7 +232,8 @@ class HostRows(Rows):
                 tokens[row] = token
         if prompt or chosen:
             rows = sorted(prompt + chosen)
-            self.x[index(rows)] = self.embed(torch.tensor([max(tokens[row], 0) for row in rows]))
+            e = self.embed(torch.tensor([max(tokens[row], 0) for row in rows]))
+            self.x[index(rows)] = self.e[index(rows)] = e
         return read, tokens
 
 

@@ -1,22 +1,18 @@
-"""What a model scores: perplexity and bits per byte on texts, or accuracy on benchmarks.
+"""What a model scores on texts: perplexity and bits per byte.
 
     python -m evaluation                                the newest run, on its validation text
     python -m evaluation --run my_llama --data texts/   any model, any text
-    python -m evaluation --tasks lambada_openai,sciq    benchmarks, see benchmarks.py
 
-Texts are scored twice: with all steps, and stopped at --tau, as the model decodes.
+Texts are scored twice: with all steps, and stopped at --tau, as the model decodes. For benchmarks,
+lm-evaluation-harness runs what `python -m interop --transformers` writes.
 """
 
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from pydantic import NonNegativeInt
 
-from corpus.tokenizers import load_tokenizer
 from engine.request import Tau, chosen_tau
-from evaluation import benchmarks
-from evaluation.harness import harness_lm
 from evaluation.perplexity import score_texts, show
 from interop import INCLUDED, find_model, load
 from model import Count, Given, strict_dataclass
@@ -31,40 +27,21 @@ class Options:
     data: Given | None = None
     tau: Tau = 1e-4  # where decoding stops, 0 never; auto: where the training found it cheap
     windows: Count | None = None  # score only so many, from the start on; by default all
-    # of lm-evaluation-harness, with commas between them: lambada_openai,arc_easy
-    tasks: str | None = None
-    # solved examples in each prompt of a task; by default as the task has it
-    num_fewshot: NonNegativeInt | None = None
-    limit: Count | None = None  # documents of each task, from the start on; by default all
-    include_path: Path | None = None  # folder with tasks of your own (the harness's YAML files)
-    trust: bool = False  # let the tasks of that folder run Python, which the harness does
     batch_tokens: Count = 4096  # how many tokens are scored at once
     device: str = "auto"  # auto, cpu, cuda or mps
     out: Path | None = None  # write the numbers to this new file, as JSON
 
     def __post_init__(self):
-        """Refuse what runs Python unasked, or would fail when all the work is done."""
-        if self.include_path and not self.trust:
-            raise UserError(
-                f"--include-path {self.include_path}: the harness runs what Python its YAML files "
-                "and their templates name; read them, then say --trust"
-            )
+        """Refuse what would fail when all the work is done."""
         if self.out and (self.out.exists() or not self.out.parent.is_dir()):
             raise UserError(f"--out {self.out} is there already, or in no folder: name a new file")
 
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     o = options
-    if o.tasks is not None:
-        benchmarks.check_installed()
     directory = find_model(o.run, otherwise=INCLUDED)
     tau = chosen_tau(directory) if o.tau == "auto" else o.tau
     model = load(directory).to(pick_device(o.device))
-    if o.tasks is not None:
-        tokenizer = load_tokenizer(directory / "tokenizer.json")
-        lm = harness_lm(model, tokenizer, tau, o.batch_tokens)
-        benchmarks.show_table(benchmarks.run(lm, directory, o), model.config)
-        return
     result = score_texts(model, directory, o.data, tau, o.windows, o.batch_tokens)
     show(result)
     if o.out is not None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Does a Llama gain by pondering? It goes on for as many tokens with it and without.
+# Does a Llama gain by thinking? It goes on for as many tokens with it and without.
 #     bash runs/llama.sh      SEEDS="1": these alone, no table
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,15 +16,11 @@ train() { # name, seed, flags
   once $out "$1" "$2" --preset tiny --init-from $out/hugging-face "${@:3}"
 }
 
-for seed in ${SEEDS:-1 2 3}; do
+for seed in ${SEEDS:-1 2 3 4 5}; do
   train longer "$seed" --method vanilla
-  train taught "$seed" --penalty-weight 0
-  [ "$seed" = 1 ] || continue
-  train penalty "$seed" --penalty token
-  train length-as-it-is "$seed" --penalty-weight 0 --feedback-scale 1
-  train at-once "$seed" --penalty-weight 0 --ponder-warmup 0
-  train ponderlm2 "$seed" --method ponderlm2 --refinements 1 1
-  train stays-shallow "$seed" --penalty-weight 0 --ponder-warmup 0 --router-offset 0 -5 -10 -15
+  train grid1 "$seed" --method grid --ponder-steps 1 --penalty-weight 0
+  train grid3 "$seed" --method grid --ponder-steps 3 --penalty-weight 0
+  train jacobi3 "$seed" --penalty-weight 0
 done
 
 if [ -z "${SEEDS:-}" ]; then

@@ -29,7 +29,7 @@ grow() { # name, text, the last K, steps of the first stage, flags
   train "$1-K1" "$2-K1" --init-from "$OUT/$1-learns-$seed" --learning-rate 3e-3 --steps 300 $price
   for K in $(seq 2 "$3"); do
     train "$1-K$K" "$2-K$K" --init-from "$OUT/$1-K$((K - 1))-$seed" --ponder-steps "$K" \
-      ${price:+--ponder-warmup 0} --learning-rate 1.5e-3 --steps 500 $price
+      --learning-rate 1.5e-3 --steps 500 $price
   done
   train "$1" "$2-K$3" --init-from "$OUT/$1-K$3-$seed" --learning-rate 3e-3 --steps 1000 $price
 }

@@ -28,8 +28,10 @@ for method in ${METHODS:-ponderlm3 ponderlm2 looped vanilla}; do
     "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="${GPUS:-1}" train.py \
       "${how[@]}" --out "$RUNS" --name "$method"
   fi
+  [ -d "$run-hf" ] || "$PYTHON" -m interop "$run" --to "$run-hf" --transformers
   for shots in 0 5; do
-    "$PYTHON" -m evaluation --run "$run" --num-fewshot $shots --out "$run/tasks-$shots.json" --tasks \
+    [ -d "$run/tasks-$shots" ] || "$PYTHON" -m lm_eval run --model hf --num_fewshot $shots \
+      --model_args "pretrained=$run-hf,trust_remote_code=True" --output_path "$run/tasks-$shots" --tasks \
       lambada_openai,arc_easy,lambada_standard,arc_challenge,winogrande,piqa,hellaswag,sciq,race
   done
 done

@@ -81,6 +81,8 @@ def small_model(seed=0, **kwargs):
     if config.router_offset is None and "router_offset" not in unused_settings(find(method)):
         config.router_offset = (0.0,) * (config.ponder_steps + 1)
     model = build(config)
+    if model.feedback:
+        torch.nn.init.normal_(model.feedback.weight, std=1.5)
     if model.has_router:
         for weight in (p for p in model.router.parameters() if p.dim() == 2):
             torch.nn.init.normal_(weight, std=scale / config.hidden_size**0.5)

@@ -17,7 +17,7 @@ import tyro
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from baselines import build, check_settings, configure, find, unused_settings
+from baselines import build, check_settings, configure, find
 from corpus.preparation import Windows, is_prepared, load_tokens, prepare
 from interop import from_json, load, newest_run, parse_config
 from model import Count, Given, PonderConfig, PonderLM, Size
@@ -59,11 +59,6 @@ class TrainConfig:
     micro_batch_size: Count | None = None  # windows at a time, to save memory; None: all
     learning_rate: Annotated[float, Field(ge=0, lt=1e30)] = 4e-3  # peak; cosine to a tenth of it
     warmup: Share = 0.05  # share of the steps in which the learning rate rises
-    # steps that lead the router from hardly any pondering to where it starts (warm_start.py); with
-    # --init-from and a model that does not ponder 3 in 10, else 0
-    ponder_warmup: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    # steps that the model of --init-from takes already
-    ponder_from: Annotated[int, Field(ge=0, le=1000)] = 0
     weight_decay: Share = 0.1  # on matrices only
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW
     clip: Annotated[float, Field(ge=0)] = 1.0  # gradient norm; 0: off
@@ -140,7 +135,6 @@ def parse(argv=None, description=None):
     first.add_argument("--preset", default="auto")
     first.add_argument("--method")
     first.add_argument("--init-from", "--init_from")
-    first.add_argument("--steps", type=int)
     first.add_argument("--ponder-steps", "--ponder_steps", type=int)
     first.add_argument("--device", default="auto")
     first.add_argument("--out", default="out")
@@ -158,7 +152,7 @@ def parse(argv=None, description=None):
         if known.init_from:
             from training.warm_start import start_defaults
 
-            flags = known.method, known.steps, known.ponder_steps
+            flags = known.method, known.ponder_steps
             defaults = start_defaults(defaults, known.init_from, *flags)
         elif known.method:
             defaults = replace(defaults, model=configure(defaults.model, known.method))
@@ -177,13 +171,6 @@ def check(config, processes=1):
         UserError: which, and what to do.
     """
     check_settings(config.model)
-    if config.ponder_warmup and "router_offset" in unused_settings(find(config.model.method)):
-        raise UserError(f"ponder_warmup: {config.model.method} has no router to warm up; leave it")
-    if config.steps <= config.ponder_warmup:
-        raise UserError(
-            f"ponder_warmup = {config.ponder_warmup}: it has to end before the training, of "
-            f"{config.steps} steps"
-        )
     batch, micro = config.batch_size, config.micro_batch_size
     if micro and batch % micro:
         raise UserError(f"micro_batch_size {micro} does not divide batch_size {batch}")
@@ -363,15 +350,6 @@ class Training:
     rank: int
     processes: int
 
-    def follow(self, done):
-        """What changes in the course of training: after so many steps the router of a former Llama
-        is so far on its way (warm_start.py), and the model knows it, for a ramp of its own."""
-        self.model.progress = done / self.config.steps
-        if self.config.ponder_warmup:
-            from training.warm_start import offset_at
-
-            self.model.set_offset(offset_at(done, self.config))
-
 
 def open_training(config):
     """Decide all that a config leaves open -> Training.
@@ -389,11 +367,6 @@ def open_training(config):
         folder, tokenizer, train_tokens, val_tokens = open_corpus(config)
     T = config.model.block_size
     windows, val = Windows(train_tokens, T, config.seed), Windows(val_tokens, T, seed=0)
-    if config.init_from and not config.resume:
-        from training.warm_start import with_feedback
-
-        # by the same windows for all seeds
-        config = from_first(with_feedback(config, Windows(train_tokens, T, seed=0)))
     corpus = describe_corpus(folder, tokenizer, train_tokens, val_tokens)
     run, checkpoint, changed = None, None, {}
     if config.resume:
@@ -402,12 +375,10 @@ def open_training(config):
     prepare_kernels(model, config, device, dtype)
     if not run:  # only now, where nothing can be refused any more
         run = from_first(None if rank else new_run(config.out, config.name, config.preset))
-    training = Training(
+    return Training(
         config, run, checkpoint, changed, corpus, folder, tokenizer, windows, val, model, device,
         dtype, rank, processes,
     )  # fmt: skip
-    training.follow(step_of(checkpoint) if checkpoint else 0)
-    return training
 
 
 def pick_backend(config, processes, device, dtype):
@@ -434,11 +405,6 @@ def open_model(config, tokenizer, checkpoint):
     V = config.model.vocab_size if config.init_from else V
     shape = replace(config.model, vocab_size=V)
     torch.manual_seed(config.seed)
-    if config.ponder_warmup:
-        from training.warm_start import offset_at
-
-        step = step_of(checkpoint) if checkpoint else 0
-        shape = replace(shape, router_offset=offset_at(step, config))
     if not checkpoint:
         if not config.init_from:
             return build(shape)

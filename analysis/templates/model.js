@@ -150,9 +150,10 @@ class PonderLM {
     return times(table.subarray(token * D, (token + 1) * D), this.config.scale);
   }
 
-  /** Output of a slot (D) -> the next one's input. */
-  feed_back(h) {
-    return times(h, this.config.feedback_scale ?? 1);
+  /** Output of a slot (D) -> the next one's input; in a former Llama e + g h, of its token's e. */
+  feed_back(h, e) {
+    const g = this.weights["feedback.weight"];
+    return g ? e.map((x, i) => x + g[i] * h[i]) : h;
   }
 
   /** Slot k of a token through all layers: x (D) -> h (D). It joins the cache, and attends to it.
@@ -232,11 +233,11 @@ class PonderLM {
    * An executed slot leaves one key and one value a layer; a skipped one leaves and costs nothing.
    * `seen`, a list, receives the attention of each slot, of each layer. */
   ponder_token(token, position, cache, tau, alpha, seen) {
-    const attention = k => seen && (seen[k] = []);
-    const h = [this.forward(this.embed(token), 0, position, 0, cache, attention(0))];
+    const attention = k => seen && (seen[k] = []), e = this.embed(token);
+    const h = [this.forward(e, 0, position, 0, cache, attention(0))];
     const {s, log_w} = this.router(h[0], alpha), steps = stop_step(log_w, tau);
     for (let k = 1; k <= steps; k++)  // stop as soon as w_k < tau
-      h.push(this.forward(this.feed_back(h[k - 1]), k, position, log_w[k], cache, attention(k)));
+      h.push(this.forward(this.feed_back(h[k - 1], e), k, position, log_w[k], cache, attention(k)));
     return {logits: this.lm_head(this.integrate(h, s)), steps, s, log_w, h};
   }
 
@@ -260,7 +261,7 @@ class PonderLM {
     for (let p = 1; p <= K * idx.length + 1; p++) {
       const pass = this.jacobi_pass(e, latents, bias, alpha), before = latents;
       yield pass;
-      latents = pass.h.map(h_t => h_t.slice(0, K).map(state => this.feed_back(state)));
+      latents = pass.h.map((h_t, t) => h_t.slice(0, K).map(state => this.feed_back(state, e[t])));
       if (p > K && relative_error(before.flat(), latents.flat()) < tolerance) return;
       bias = pass.log_w.map(log_w => slot_bias(log_w, tau));
     }

@@ -33,7 +33,8 @@ SHAPES = {
     "special": dict(
         ponder_steps=3,
         tie_word_embeddings=True,
-        feedback_scale=0.75,
+        reread=True,
+        router_offset=(1.0, 0.0, 0.0, 0.0),
         embed_scale=3.0,
         head_dim=6,
     ),

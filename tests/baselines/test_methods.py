@@ -453,8 +453,8 @@ class Mine(FixedDepth):
     method, title = "mine", "My method"
     Config = MineConfig
 
-    def feed_back(self, h):
-        return super().feed_back(h) * self.config.gain
+    def feed_back(self, h, e):
+        return super().feed_back(h, e) * self.config.gain
 
     @staticmethod
     def training_forwards(config, steps):

@@ -41,7 +41,7 @@ def test_refusals(method, options, wrong, tmp_path):
 
 def test_llama_beside_a_ponderlm():
     """Catches settings of PonderLM-3 that keep a Llama of its shape away, and another shape."""
-    model = small_model(method="ablation-mask", penalty_weight=0.0, feedback_scale=2.0)
+    model = small_model(method="ablation-mask", penalty_weight=0.0, reread=True)
     theirs, ours = llama(model.config)
     idx = torch.arange(12)[None]
     with torch.no_grad():

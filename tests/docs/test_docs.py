@@ -59,22 +59,17 @@ COMMANDS = [
     for line in shell(text)
     if line.startswith(("python ", "torchrun "))
     and "--nnodes" not in line  # which takes two machines
-    and "lambada" not in line
-    and "zeng123" not in line  # which take a network
+    and "zeng123" not in line  # which takes a network
 ]
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Where the commands run: with some texts and the questions of docs/data.md."""
+    """Where the commands run: with some texts."""
     directory = tmp_path_factory.mktemp("pages")
     (directory / "my_texts").mkdir()
     for i in range(40):
         (directory / "my_texts" / f"{i}.txt").write_text(f"{i}: Once upon a time.\n" * 40)
-    (directory / "my_tasks").mkdir()
-    for name, language in (("capitals.yaml", "yaml"), ("capitals.jsonl", "json")):
-        (block,) = re.findall(rf"```{language}\n(.*?)```", PAGES["docs/data.md"], re.DOTALL)
-        (directory / "my_tasks" / name).write_text(block)
     return directory
 
 
@@ -93,8 +88,6 @@ def shortened(line):
         short += " --data my_texts"
     if "medium" in arguments and what == "train.py":
         short += " --block-size 32 --num-hidden-layers 2"
-    if "--tasks" in arguments:
-        short = ""
     # Compiling takes minutes: test_compiled_blocks, which is slow, does it.
     return what, [word for word in arguments if word != "--compile"] + shlex.split(short), None
 

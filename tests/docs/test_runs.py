@@ -17,7 +17,7 @@ from training.config import parse
 from training.runs import changes
 
 ROOT = Path(__file__).parent.parent.parent
-MODULES = ("corpus", "interop", "evaluation", "bench", "torch.distributed.run")
+MODULES = ("corpus", "interop", "evaluation", "bench", "lm_eval", "torch.distributed.run")
 
 
 @pytest.fixture
@@ -124,10 +124,11 @@ def test_llama(run_script, tmp_path):
     for args in calls["train.py"]:
         args[:] = [str(place) if arg == "out/llama/hugging-face" else arg for arg in args]
     configs = {name: config for (_, name), config in read(calls).items()}
-    plain, taught = configs["longer-1"], configs["taught-1"]
-    differ = {"method", "ponder_steps", "ponder_warmup", "penalty_weight"}
+    plain, taught = configs["longer-1"], configs["grid3-1"]
+    differ = {"method", "ponder_steps", "reread", "penalty_weight"}
     assert changes(plain, taught).keys() == differ
-    assert changes(taught, configs["at-once-1"]).keys() == {"ponder_warmup"}
+    assert changes(taught, configs["grid1-1"]).keys() == {"ponder_steps"}
+    assert changes(taught, configs["jacobi3-1"]).keys() == {"method"}
 
 
 def test_frontier(run_script):
@@ -165,7 +166,8 @@ def test_paper_in_full(run_script, tmp_path):
     assert all("--nproc_per_node=8" in args for args in trainings)
     methods = [parse(args).model.method for args in flags]
     assert methods == ["ponderlm3", "ponderlm2", "vanilla"]
-    shots = [args[args.index("--num-fewshot") + 1] for args in calls["evaluation"]]
+    assert len(calls["interop"]) == 4
+    shots = [args[args.index("--num_fewshot") + 1] for args in calls["lm_eval"]]
     assert shots == ["0", "5"] * 4
 
 
@@ -186,7 +188,7 @@ def test_lookup(run_script, tmp_path):
         if "--init-from" in args:  # which is not there: as if it was, but for what it would say
             at = args.index("--init-from")
             assert args[at + 1] == f"out/lookup/{before}"
-            kept = " ".join(args[:at] + args[at + 2 :]).replace("--ponder-warmup 0", "")
+            kept = " ".join(args[:at] + args[at + 2 :])
             K = configs[before].model.ponder_steps
             more = "" if "--ponder-steps" in kept else f" --ponder-steps {K}"
             args = [*kept.split(), *more.split(), "--method", configs[before].model.method]

@@ -99,11 +99,11 @@ def test_many(model, many, batch_size, monkeypatch):
         dict(method="ablation-router"),
         dict(method="ablation-index"),
         dict(method="grid"),
-        dict(method="grid", ponder_steps=7, feedback_scale=0.3),
+        dict(method="grid", ponder_steps=7, reread=True),
         dict(method="grid", backbone="gpt_neox", num_key_value_heads=None),
         dict(method="grid-fixed"),
-        dict(feedback_scale=3.0),
-        dict(method="ponderlm2", feedback_scale=0.3),
+        dict(reread=True),
+        dict(method="ponderlm2", reread=True),
         dict(num_key_value_heads=1, head_dim=10, tie_word_embeddings=True, embed_scale=3.0),
         dict(rms_norm_eps=0.1, rope_theta=100.0, num_key_value_heads=4),
         dict(backbone="llama3", backbone_options=LLAMA3),
@@ -293,18 +293,6 @@ def test_end_token(model):
     ):
         ended = [sample for sample in samples if len(sample.tokens) < 20]
         assert ended and all(s.tokens[-1] == 5 and 5 not in s.tokens[:-1] for s in ended)
-
-
-def test_until(model):
-    """Catches a sequence that goes on when it is told to stop, and a token that is told twice."""
-    texts, told = prompts(4, 5), []
-
-    def until(i, token):
-        told.append((i, token))
-        return sum(index == i for index, _ in told) == i + 1
-
-    events = [(i, token) for i, token, _ in Engine(model, 2).stream(texts, 9, until=until, seed=0)]
-    assert told == events and [i for i, _ in sorted(told)] == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,8 @@ def attention_by_hand(model, ids, k, tau):
     slots = [(t, j) for t, j in slots if j <= steps[t]]  # those that run
 
     def heads(t, j, project):
-        x = (
-            model.embed(torch.tensor([[ids[t]]]))[:, 0]
-            if j == 0
-            else model.feed_back(h[:, t, j - 1])
-        )
+        e = model.embed(torch.tensor([[ids[t]]]))[:, 0]
+        x = e if j == 0 else model.feed_back(h[:, t, j - 1], e)
         x = project(layer.input_layernorm(x)).view(1, -1, 1, layer.self_attn.d)
         return apply_rotary(x, model.model.angles(torch.tensor([t]), x.dtype))[0, :, 0]
 

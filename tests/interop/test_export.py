@@ -11,6 +11,9 @@ from conftest import LLAMA3, small_model
 from foreign import read_json
 from hypothesis import given
 from hypothesis import strategies as st
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 from baselines import all_methods
@@ -117,9 +120,9 @@ def test_every_method(tmp_path, method):
     [
         NEOX,
         NEOX | dict(method="ponderlm2", backbone_options={"parallel_residual": 0.0}),
-        dict(tie_word_embeddings=True, feedback_scale=0.7),
+        dict(tie_word_embeddings=True, reread=True),
         dict(backbone="llama3", backbone_options=LLAMA3, router_offset=(1.0, 0.0, 0.5, 0.2)),
-        NEOX | dict(ponder_steps=5, feedback_scale=1.7),
+        NEOX | dict(ponder_steps=5, reread=True),
     ],
     ids=str,
 )
@@ -139,7 +142,7 @@ def test_every_setting(tmp_path, kwargs):
 def test_scores_are_those_of_decoding(tmp_path):
     """Catches an iteration that ends far from what decoding computes, of states that settle slowly:
     logits to 5e-4."""
-    model, (row,) = ponders(**NEOX, ponder_steps=5, feedback_scale=1.7), prompts(28)
+    model, (row,) = ponders(**NEOX, ponder_steps=5, reread=True), prompts(28)
     cache, decoded = model.new_cache(), []
     for position, token in enumerate(row):
         decoded.append(model.ponder_token(token, position, cache, 0.1)[0])
@@ -255,6 +258,49 @@ def test_bfloat16(tmp_path, method):
     batch = padded(prompts(5, 9), "left")
     assert half(**batch).logits.dtype == torch.bfloat16
     assert half.generate(**batch, max_new_tokens=4, eos_token_id=None).shape == (2, 13)
+
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/documents.json}}, cache_dir: {folder}/cache}}
+test_split: test
+doc_to_text: "the {{{{name}}}} has a"
+doc_to_target: " {{{{animal}}}}"
+"""
+KINDS = {
+    "cloze": "output_type: loglikelihood\nmetric_list: [{metric: acc}]\n",
+    "finish": "output_type: generate_until\nmetric_list: [{metric: exact_match}]\n"
+    "generation_kwargs: {until: ['.'], max_gen_toks: 5}\n",
+}
+
+
+@pytest.mark.parametrize("method", ["ponderlm3", "looped"])
+def test_lm_evaluation_harness(tmp_path, method, monkeypatch):
+    """Catches answers to the harness's questions that are not those of decoding at tau: each
+    log-likelihood to 1e-4, each text exactly."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # runs pip
+    model, tokenizer = ponders(method, vocab_size=257, block_size=40), Tokenizer.bytes()
+    save(model, tmp_path / "run")
+    tokenizer.save(tmp_path / "run" / "tokenizer.json")
+    interop_main(str(tmp_path / "run"), tmp_path / "out", transformers=True, tau=0.3)
+    documents = [{"name": name, "animal": animal} for name, animal in (("fox", "hen"), ("ox", "a"))]
+    (tmp_path / "documents.json").write_text("\n".join(map(json.dumps, documents)))
+    for name, kind in KINDS.items():
+        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, folder=tmp_path) + kind)
+    lm = HFLM(str(tmp_path / "out"), trust_remote_code=True, device="cpu", dtype="float32")
+    manager = TaskManager(include_path=tmp_path, include_defaults=False)
+    found = simple_evaluate(lm, tasks=[*KINDS], task_manager=manager, bootstrap_iters=0)["samples"]
+    for document, cloze, finish in zip(documents, found["cloze"], found["finish"], strict=True):
+        asked = tokenizer.encode(f"the {document['name']} has a")
+        answer, cache, log_p = tokenizer.encode(f" {document['animal']}"), model.new_cache(), []
+        for position, token in enumerate(asked + answer[:-1]):
+            log_p.append(model.ponder_token(token, position, cache, 0.3)[0].log_softmax(-1))
+        expected = sum(row[token] for row, token in zip(log_p[-len(answer) :], answer, strict=True))
+        assert cloze["resps"][0][0][0] == pytest.approx(float(expected), abs=1e-4)
+        (text,) = generate(model, [asked], 5, tau=0.3, temperature=0)
+        text = tokenizer.decode(text.tokens).decode("utf-8", "replace").split(".")[0]
+        assert finish["resps"][0][0] == text
 
 
 def test_needs_nothing_else(tmp_path):

@@ -40,7 +40,8 @@ def sequential(model, idx, tau=None):
                 w = log_w.exp()
                 stop = max(j for j in range(len(w)) if not tau or w[j] >= tau)
             h_hat = h_hat + s[k] * h
-            x, k = h * (model.config.feedback_scale or 1), k + 1
+            e = model.embed(token[None, None])[0, 0]
+            x, k = (e + model.feedback.weight * h if model.config.reread else h), k + 1
         logits.append(model.lm_head(h_hat))
         steps.append(stop)
     return torch.stack(logits), steps
@@ -90,19 +91,19 @@ def test_automatic_passes_reach_the_fixed_point():
 
 @pytest.mark.parametrize("tau", [0, 1e-4, 0.3])
 @pytest.mark.parametrize(
-    "method,K,scale",
+    "method,K,reread",
     [
-        ("ponderlm3", 3, None),
-        ("ponderlm3", 3, 2.0),
-        ("ponderlm3", 1, None),
-        ("ponderlm2", 2, None),
-        ("vanilla", 0, None),
+        ("ponderlm3", 3, False),
+        ("ponderlm3", 3, True),
+        ("ponderlm3", 1, False),
+        ("ponderlm2", 2, False),
+        ("vanilla", 0, False),
     ],
 )
-def test_hard_stopping_parallel_sequential_and_cached_agree(tau, method, K, scale):
+def test_hard_stopping_parallel_sequential_and_cached_agree(tau, method, K, reread):
     """Catches a key that hard stopping should hide, an integration that runs on, a cache that
     keeps or drops a slot: logits to 1e-9 and the same steps in all three forms."""
-    model = small_model(method=method, ponder_steps=K, router_scale=12.0, feedback_scale=scale)
+    model = small_model(method=method, ponder_steps=K, router_scale=12.0, reread=reread)
     idx = tokens(T=12)
     expected, steps = sequential(model, idx[0], tau)
     with torch.no_grad():

@@ -120,7 +120,7 @@ def test_permuted_steps():
 def test_schedule_and_validation_file(config, monkeypatch):
     """Catches a schedule that is never applied, and validation on the training text."""
     rates, files, load_tokens = [], [], train_config.load_tokens
-    monkeypatch.setattr("train.learning_rate", lambda step, c: rates.append(step) or 0.0)
+    monkeypatch.setattr("train.learning_rate", lambda step, *_: rates.append(step) or 0.0)
     record = lambda f, split, *a: files.append(split) or load_tokens(f, split, *a)  # noqa: E731
     monkeypatch.setattr(train_config, "load_tokens", record)
     config.steps = 3
@@ -214,7 +214,7 @@ def test_a_gpu_is_not_waited_for(config, monkeypatch, method, own):
     config = replace(config, model=shape, steps=3, log_every=100, eval_every=100)
     config = replace(config, device="cuda", precision="bfloat16", micro_batch_size=4)
     if method == "ponderlm3":
-        config.ponder_warmup = 2
+        config.model.reread = True
     with pretended_cuda() as gpu:
         train(config)
     waits, copies = (
@@ -261,8 +261,8 @@ def test_backend_of_a_training(config, monkeypatch):
 
 def test_learning_rate():
     """Catches a schedule that starts at zero, overshoots, or does not end at a tenth."""
-    config = TrainConfig(steps=100, warmup=0.1, learning_rate=1.0)
-    rates = [learning_rate(step, config) for step in range(101)]
+    config = TrainConfig(steps=100, warmup=0.1)
+    rates = [learning_rate(step, config, 1.0) for step in range(101)]
     assert rates[0] == 0.1 and max(rates) == rates[9] == 1.0
     assert rates[100] == pytest.approx(0.1) and math.isclose(rates[55], 0.55)
     assert rates == [*sorted(rates[:10]), *sorted(rates[10:])[::-1]]
