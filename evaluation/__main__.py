@@ -12,6 +12,7 @@ from typing import Annotated
 
 import tyro
 
+from corpus.tokenizers import load_tokenizer
 from engine.request import Tau, chosen_tau
 from evaluation.perplexity import score_texts, show
 from interop import INCLUDED, find_model, load
@@ -26,6 +27,8 @@ class Options:
     # text file, or folder of them; by default the validation tokens of the run's corpus
     data: Given | None = None
     tau: Tau = 1e-4  # where decoding stops, 0 never; auto: where the training found it cheap
+    # another model with the same tokenizer: the difference to it, window by window
+    against: Given | None = None
     windows: Count | None = None  # score only so many, from the start on; by default all
     batch_tokens: Count = 4096  # how many tokens are scored at once
     device: str = "auto"  # auto, cpu, cuda or mps
@@ -41,8 +44,14 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     o = options
     directory = find_model(o.run, otherwise=INCLUDED)
     tau = chosen_tau(directory) if o.tau == "auto" else o.tau
-    model = load(directory).to(pick_device(o.device))
-    result = score_texts(model, directory, o.data, tau, o.windows, o.batch_tokens)
+    model, other = load(directory).to(pick_device(o.device)), None
+    if o.against:
+        place = find_model(o.against)
+        one, two = (load_tokenizer(x / "tokenizer.json").digest for x in (directory, place))
+        if one != two:
+            raise UserError(f"--against {place} has another tokenizer than {directory}")
+        other = load(place).to(pick_device(o.device))
+    result = score_texts(model, directory, o.data, tau, o.windows, o.batch_tokens, other)
     show(result)
     if o.out is not None:
         write_json(o.out, result)

@@ -12,6 +12,8 @@ bits_per_byte   loss * tokens / bytes / ln 2   does not
 import math
 from pathlib import Path
 
+import torch
+
 from baselines import find
 from baselines.cost import cost
 from corpus.preparation import read_texts
@@ -32,8 +34,10 @@ def texts_of(data, tokenizer):
     return [before + tokenizer.encode(text) for text in texts], b"".join(texts)
 
 
-def score_texts(model, directory, data, tau, windows, batch_tokens):
+def score_texts(model, directory, data, tau, windows, batch_tokens, other=None):
     """Score the texts of `data`, or without any the run's validation tokens -> what is reported.
+
+    `other`: a model with the same tokenizer, whose losses are subtracted.
 
     Raises:
         UserError: no text, or a run without its corpus.
@@ -51,7 +55,13 @@ def score_texts(model, directory, data, tau, windows, batch_tokens):
         raise UserError(f"{name} has no token to predict; give more text")
     complete, cuts = windows is None or windows >= len(cuts), cuts[:windows]
     print(f"scoring {len(cuts):,} windows; fewer with --windows", flush=True)
-    result = summarise(score(model, cuts, tau, batch_tokens), model.config)
+    scores = score(model, cuts, tau, batch_tokens)
+    result = summarise(scores, model.config)
+    if other:
+        theirs = score(other, cuts, tau, batch_tokens)
+        for kind in ("soft", "hard"):
+            found = getattr(scores, kind) - getattr(theirs, kind)
+            result[kind] |= dict(zip(("difference", "interval"), paired(found, cuts), strict=True))
     result |= {"run": str(directory), "text": name, "tau": tau}
     if size is not None and complete:
         result["bytes"] = size
@@ -59,6 +69,16 @@ def score_texts(model, directory, data, tau, windows, batch_tokens):
             nats = result[kind]["loss"] * result["tokens"]
             result[kind]["bits_per_byte"] = nats / size / math.log(2)
     return result
+
+
+def paired(differences, cuts):
+    """The mean over tokens of a difference (n,) of two models, and half of its 95 % interval by the
+    windows that it comes from: a ratio estimate."""
+    sizes = [len(window.ids) - window.first for window in cuts]
+    mean = differences.double().mean()
+    sums = torch.stack([part.sum() for part in (differences - mean).split(sizes)])
+    deviation = sums.norm() / (len(sums) - 1) ** 0.5  # of a window's sum
+    return mean.item(), float(1.96 * deviation * len(sums) ** 0.5 / len(differences))
 
 
 def summarise(scores, config):
@@ -94,3 +114,5 @@ def show(result):
             f"{title:20}{row['loss']:8.4f}{row['perplexity']:12.3f}{bits:>11}"
             f"{row['steps']:7.2f}{row['paper_flops'] / 1e6:12.2f}"
         )
+        if "difference" in row:
+            print(f"  minus the other: {row['difference']:+.4f} ± {row['interval']:.4f} (95 %)")

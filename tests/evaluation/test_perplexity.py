@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import small_model
 
-from corpus.tokenizers import Tokenizer
+from corpus.tokenizers import IdTokenizer, Tokenizer
 from evaluation.__main__ import Options, main
-from evaluation.perplexity import summarise
-from evaluation.scoring import Window, score
-from interop import save
-from runtime import command_line
+from evaluation.perplexity import paired, summarise, texts_of
+from evaluation.scoring import Window, cut, score
+from interop import load, save
+from runtime import UserError, command_line
 
 RAW = "naïve café\r\n".encode() * 10 + b"\xff"
 
@@ -81,3 +81,30 @@ def test_wrong_options(folder, kwargs, message):
     """Catches a stack trace, or a score of something else than was asked for."""
     with pytest.raises(SystemExit, match=message):
         command_line(lambda: main(Options("model", device="cpu", **kwargs)))
+
+
+def test_difference(folder, capsys):
+    """Catches a difference of other tokens, an interval by tokens instead of windows, and models
+    that read other ids."""
+    save(small_model(vocab_size=257, block_size=16, seed=1).float(), folder / "other")
+    Tokenizer.bytes().save(folder / "other" / "tokenizer.json")
+    how, out = dict(tau=0.3, windows=7, device="cpu"), folder / "scores.json"
+    main(Options("model", "text", against="other", out=out, **how))
+    found, shown = json.loads(out.read_text()), capsys.readouterr().out
+    ours, theirs = (load(folder / name) for name in ("model", "other"))
+    windows = cut(texts_of("text", Tokenizer.bytes())[0][0], 16)[:7]
+    for kind in ("soft", "hard"):
+        each = [
+            getattr(score(ours, [w], 0.3), kind) - getattr(score(theirs, [w], 0.3), kind)
+            for w in windows
+        ]
+        assert found[kind]["difference"] == pytest.approx(torch.cat(each).mean().item(), abs=1e-4)
+        assert f"{found[kind]['difference']:+.4f} ± {found[kind]['interval']:.4f}" in shown
+    even = [Window([0] * 9, 1)] * 4  # of 8 tokens each: the usual interval of four means
+    x = torch.randn(32, generator=torch.Generator().manual_seed(0)).double()
+    mean, half = paired(x, even)
+    expected = 1.96 * x.view(4, 8).mean(1).std() / 2
+    assert mean == pytest.approx(x.mean().item()) and half == pytest.approx(expected.item())
+    IdTokenizer(257).save(folder / "other" / "tokenizer.json")
+    with pytest.raises(UserError, match="--against other has another tokenizer than model"):
+        main(Options("model", "text", against="other", **how))
