@@ -1,16 +1,18 @@
 """`python -m bench decode`: does every skipped slot save its time? Ratios of medians of one run.
 
 exit     adaptive against always running K steps: time against slots, of decoding alone
-others   tokens a second: against decoding without CUDA graphs, and at K = 0 against
-         transformers' Llama
+others   tokens a second: against decoding without CUDA graphs, and at K = 0 against the Llama of
+         transformers, and of CTranslate2 where that is installed
 prompt   seconds to read a prompt: in parallel and slot by slot
 """
 
 import tempfile
+from copy import deepcopy
 from dataclasses import fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import pydantic
@@ -28,6 +30,7 @@ from runtime import UserError, pick_device, progress
 from training.config import validation_windows
 
 PARTS = ("prompt", "others", "exit")
+SPECIAL = ("bos_token", "eos_token", "unk_token")
 
 
 def cells(label, *axes):
@@ -96,9 +99,34 @@ def llama(config):
         return AutoModelForCausalLM.from_pretrained(directory).eval(), vanilla.eval()
 
 
+def in_ctranslate2(theirs, kind):
+    """A Llama of transformers in CTranslate2, which is C++: a function of prompts and the number of
+    new tokens. `kind`: float32 or int8. ImportError without the package."""
+    from ctranslate2 import Generator
+    from ctranslate2.converters.transformers import LlamaLoader
+
+    loader = LlamaLoader()
+    spec = loader.get_model_spec(deepcopy(theirs))  # which it takes apart
+    loader.set_config(spec.config, theirs, SimpleNamespace(**dict.fromkeys(SPECIAL, "0")))
+    spec.register_vocabulary([str(i) for i in range(theirs.config.vocab_size)])
+    spec.validate()
+    spec.optimize(quantization=kind if kind == "int8" else None)
+    with tempfile.TemporaryDirectory() as directory:
+        spec.save(directory)
+        how = dict(compute_type=kind, intra_threads=torch.get_num_threads())
+        generator = Generator(directory, **how)
+
+    def run(prompts, new_tokens):
+        prompts = [[str(token) for token in prompt] for prompt in prompts]
+        how = dict(max_length=new_tokens, end_token=[], include_prompt_in_result=False)
+        return [r.sequences_ids[0] for r in generator.generate_batch(prompts, **how)]
+
+    return run
+
+
 def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, **how):
     """Tokens a second and how many times that of the other way: on CUDA, after the prompt, of
-    always K without graphs; of transformers, prompt included."""
+    always K without graphs; of transformers and CTranslate2, prompt included."""
     rows, device = [], model.lm_head.weight.device
 
     def compare(against, B, length, tokens, ours, other):
@@ -119,7 +147,13 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, **how):
     except ImportError:
         print("transformers is not installed: the comparison with its generate is left out")
         return rows
-    for B, length in cells("transformers", batch_sizes, lengths):
+    peer = None
+    if device.type == "cpu" and how.get("dtype", torch.float32) == torch.float32:
+        try:
+            peer = in_ctranslate2(theirs, how.get("weights", "float32"))
+        except (ImportError, ValueError) as error:  # ValueError: it has no such weights
+            print(f"the comparison with CTranslate2 is left out: {error}")
+    for B, length in cells("others", batch_sizes, lengths):
         prompts = prompts_of(val, B, length)
         idx = torch.tensor(prompts, device=device)
         settings = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(idx))
@@ -127,6 +161,9 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, **how):
         mine = partial(Engine(ours, B, **how).generate, prompts, new_tokens, temperature=0)
         generate = partial(theirs.generate, idx, **settings)
         compare("transformers", B, length, new_tokens, mine, generate)
+        if peer:
+            other = partial(peer, prompts, new_tokens)
+            compare("CTranslate2", B, length, new_tokens, mine, other)
     return rows
 
 
@@ -226,7 +263,7 @@ TABLES = {
         | {"time": "time_ratio:.2f", "saved": "saved:.2f"},
     ),
     "others": (
-        "no graphs: after the prompt; transformers: K = 0, untrained, prompt included",
+        "no graphs: after the prompt; others: K = 0, untrained, prompt included",
         {"against": "against", "batch": "batch", "prompt": "prompt"}
         | {"tok/s": "ours_tokens_per_second:.1f", "theirs": "theirs_tokens_per_second:.1f"}
         | {"ratio": "ratio:.2f"},

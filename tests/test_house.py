@@ -44,7 +44,7 @@ ASKED_FOR = {
 
 # Packages that are not in requirements.txt: no import of a file may need them.
 OPTIONAL = ["datasets", "tokenizers", "huggingface_hub", "transformers", "gguf", "lm_eval"]
-OPTIONAL += ["flash_attn"]
+OPTIONAL += ["flash_attn", "ctranslate2"]
 INSIDE = {*OPTIONAL, "matplotlib", "rustbpe"}  # the last two are heavy
 
 

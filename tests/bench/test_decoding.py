@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from bench.decoding import (
     decode,
     exit_rows,
+    in_ctranslate2,
     llama,
     other_rows,
     prompt_rows,
@@ -49,6 +50,14 @@ def test_llama_beside_a_ponderlm():
     assert ours.config.hidden_size == model.config.hidden_size and ours.config.method == "vanilla"
 
 
+def test_ctranslate2(val):
+    """Catches a peer that does something else: other weights, positions, or fewer tokens."""
+    theirs, ours = llama(small_model().config)
+    prompts = prompts_of(val, 3, 12)
+    found = in_ctranslate2(theirs, "float32")(prompts, 9)
+    assert found == [s.tokens for s in Engine(ours, 3).generate(prompts, 9, temperature=0)]
+
+
 INT8 = pytest.param(dict(weights="int8"), marks=needs_bfloat16)
 
 
@@ -66,6 +75,6 @@ def test_rows(val, how):
     always = less["tokens_per_second"] * less["time_ratio"]
     assert less["always_tokens_per_second"] == pytest.approx(always)
     against = [row["against"] for row in other_rows(single, val, (2,), (5,), 4, 1, **how)]
-    assert against == ["transformers"]
+    assert against == ["transformers"] + ["CTranslate2"] * ("dtype" not in how)
     for row in prompt_rows(single, val, (5,), alphas, 1, **how):
         assert 0.25 <= row["slot_ratio"] <= 1 <= row["passes"] <= 16
