@@ -1,5 +1,7 @@
 """What a trained model scores: as trained, at the fixed point, hard-stopped; and depth by depth."""
 
+from bisect import bisect_left
+
 import numpy as np
 import torch
 
@@ -95,7 +97,8 @@ TAUS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.03, 0.02, 0.01, 5e-3, 3e-3, 2e-3, 1e-3, 5e-4
 
 
 def choose_tau(model, windows, count, device, tau_cost):
-    """The largest of TAUS that loses at most `tau_cost` nats to all steps; 0 if none does.
+    """The largest of TAUS that loses at most `tau_cost` nats to all steps; 0 if none does. Found by
+    halving, since a smaller tau loses less.
 
     It is chosen by up to 128 windows behind the first `count`, which are reported. (A single
     window serves both.) Differences on the same tokens need no more.
@@ -107,7 +110,8 @@ def choose_tau(model, windows, count, device, tau_cost):
         return evaluate(model, windows, held or 1, device, tau=tau, first=first)["loss"]
 
     limit = loss(None) + tau_cost
-    return next((tau for tau in TAUS if loss(tau) <= limit), 0.0)
+    first = bisect_left(TAUS, True, key=lambda tau: loss(tau) <= limit)
+    return (*TAUS, 0.0)[first]
 
 
 def final_report(model, windows, config, device):
