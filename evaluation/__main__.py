@@ -29,7 +29,7 @@ class Options:
     tau: Tau = 1e-4  # where decoding stops, 0 never; auto: where the training found it cheap
     # another model with the same tokenizer: the difference to it, window by window
     against: Given | None = None
-    windows: Count | None = None  # score only so many, from the start on; by default all
+    windows: Count | None = None  # score only so many, spread over the text; by default all
     batch_tokens: Count = 4096  # how many tokens are scored at once
     device: str = "auto"  # auto, cpu, cuda or mps
     out: Path | None = None  # write the numbers to this new file, as JSON

@@ -53,7 +53,8 @@ def score_texts(model, directory, data, tau, windows, batch_tokens, other=None):
     cuts = [window for ids in texts for window in cut(ids, model.config.block_size)]
     if not cuts:
         raise UserError(f"{name} has no token to predict; give more text")
-    complete, cuts = windows is None or windows >= len(cuts), cuts[:windows]
+    complete = windows is None or windows >= len(cuts)
+    cuts = cuts if complete else cuts[:: len(cuts) // windows][:windows]
     print(f"scoring {len(cuts):,} windows; fewer with --windows", flush=True)
     scores = score(model, cuts, tau, batch_tokens)
     result = summarise(scores, model.config)
