@@ -4,7 +4,6 @@ import platform
 import statistics
 import sys
 import time
-from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -64,17 +63,6 @@ def medians(runs, repeats, warm_up=1, device=CPU, calls=1):
             if i >= warm_up:
                 seconds[name].append(once)
     return {name: statistics.median(times) for name, times in seconds.items()}
-
-
-@cache
-def matmul_peak(device, dtype):
-    """Operations a second of square matrix products, the best of some."""
-    best = 0
-    for n in (4096, 8192) if device.type == "cuda" else (1024, 2048):
-        a = torch.randn(n, n, device=device, dtype=dtype)
-        product = partial(torch.matmul, a, a)
-        best = max(best, *(2 * n**3 / seconds_of(product, device) for _ in range(6)))
-    return best
 
 
 # -- Memory ----------------------------------------------------------------------------------------

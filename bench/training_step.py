@@ -8,7 +8,7 @@ import pydantic
 import torch
 import torch.nn.functional as F
 
-from bench.timing import machine, matmul_peak, measure, print_table, write_results
+from bench.timing import machine, measure, print_table, write_results
 from kernels import blocks
 from kernels.attention import fastest, find
 from model import Count, PonderLM, slots_of_passes
@@ -56,22 +56,6 @@ def train_case(shape, B, R, plain, recompute, compiled, backend, device, dtype):
     return run
 
 
-def step_flops(shape, B, R):
-    """Floating-point operations of forward and backward without any recomputation.
-
-    A matrix product takes 2 operations a weight and slot forward and 4 backward, causal attention
-    2 N^2 d H forward and twice that backward; the penalty's K heads are forward only.
-    """
-    D, d, V, L = shape.hidden_size, shape.head_width, shape.vocab_size, shape.num_hidden_layers
-    H, G = shape.num_attention_heads, shape.key_value_heads
-    T, K = shape.block_size, shape.ponder_steps
-    weights = L * (2 * D * (H + G) * d + 3 * D * shape.intermediate_size)
-    total = (6 + 2 * K) * D * V * T
-    for n in slots_of_passes(K, R):
-        total += 6 * weights * T * n + 6 * (T * n) ** 2 * d * H * L
-    return B * total
-
-
 @pydantic.validate_call
 def train(
     preset: Literal["tiny", "small", "70m", "410m"] = "small",
@@ -85,8 +69,7 @@ def train(
 ):
     """A training step against plain forward and backward over as many slots: time and memory.
 
-    The model FLOPs utilisation (MFU) is the share of the speed of large square matrix products of
-    the same precision, measured here. Each ratio is one of medians.
+    Each ratio is one of medians.
 
     Args:
         preset: the shape
@@ -102,13 +85,12 @@ def train(
     dtype = pick_precision(precision, device)
     B = windows or (WINDOWS[preset] if device.type == "cuda" else 2)
     shape = PRESETS[preset].model
-    two, one = (replace(shape, backprop_passes=n) for n in (2, 1))
+    last_pass = replace(shape, backprop_passes=1)
     variants = {  # shape, plain, recompute, compiled
         "plain": (shape, True, False, False),
         "PonderLM-3": (shape, False, False, False),
         "--recompute": (shape, False, True, False),
-        "--backprop-passes 2": (two, False, False, False),
-        "--backprop-passes 1": (one, False, False, False),
+        "--backprop-passes 1": (last_pass, False, False, False),
     }
     if compile:
         variants["plain, --compile"] = (shape, True, False, True)
@@ -126,24 +108,21 @@ def train(
     time_of, memory, refused = measure(train_case, cases, repeats, warm_up, calls)
     if "plain" in refused:
         raise UserError(f"the plain step: {refused['plain']}; try fewer --windows than {B}")
-    peak, flops = matmul_peak(device, dtype), step_flops(shape, B, R)
     rows = [
         {"case": name, "seconds": seconds, "MiB": memory[name]}
         | {"tokens_per_second": B * shape.block_size / seconds}
         | {"time_ratio": seconds / time_of["plain"]}
-        | {"mfu": None if "backprop" in name else flops / seconds / peak}
         for name, seconds in time_of.items()
     ]
     results = {"machine": machine(device), "dtype": str(dtype), "preset": preset, "windows": B}
-    results |= {"R": R, "flops": flops, "matmul_peak": peak, "shape": asdict(shape), "rows": rows}
+    results |= {"R": R, "shape": asdict(shape), "rows": rows}
     results |= {"backends": {"plain": backends[True], "soft mask": backends[False]}}
     file = write_results(out / f"train-{preset}-{device.type}.json", results)
-    print(results["machine"], results["dtype"], f"matrix products {peak / 1e12:.2f} TFLOP/s")
+    print(results["machine"], results["dtype"])
     print(f"{preset}, {B} windows of {shape.block_size} tokens, R = {R}, median of {repeats}")
     print("attention:", results["backends"])
     columns = {"": "case", "seconds": "seconds:.3f", "tokens/s": "tokens_per_second:,.0f"}
-    columns |= {"MiB": "MiB:.0f", "time/plain": "time_ratio:.2f", "MFU": "mfu:.0%"}
-    print_table(rows, columns)
+    print_table(rows, columns | {"MiB": "MiB:.0f", "time/plain": "time_ratio:.2f"})
     for name, why in refused.items():
         print(f"not run: {name}, {why}")
     print(f"written: {file}")
