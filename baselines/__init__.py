@@ -10,9 +10,9 @@ Config, defaults, unused                  settings of its own, implied ones, ign
 has_router, mixes                         is s learned? do all states predict, weighted by it?
 iterates, grid                            are its states a Jacobi fixed point? or K+1 exact passes?
 states, route, ponder_token, new_cache    all tokens at once; their s; one token behind a cache
-training_forwards, vocabulary_products    what it costs
+training_forwards                         what it costs
 
-These files import model and below. cost.py adds up what a token costs; __main__.py prints it.
+These files import model and below. cost.py adds up what a token costs.
 """
 
 import pkgutil
@@ -51,11 +51,6 @@ class PonderLM3(PonderLM):
         K, n = config.ponder_steps, config.backprop_passes or 0
         passes = [slots_of_passes(K, R) for R in range(lowest, highest + 1)]
         return sum((sum(p) + 2 * sum(p[-n:])) / 3 for p in passes) / len(passes)
-
-    @staticmethod
-    def vocabulary_products(steps):
-        """Products with a table of the vocabulary, head or embedding, for each decoded token."""
-        return 1
 
 
 class FixedDepth(PonderLM3):

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import nn
 
 from baselines.exits import Exits, Gate
-from baselines.ponderlm1 import PonderLM1, mixture
+from baselines.ponderlm1 import mixture
 from model import PonderConfig
 from router import upcast
 from runtime import strict_dataclass
@@ -83,5 +83,3 @@ class AdaPonder(Exits):
             lowest = g.topk(count, largest=False).values
             out.auxiliary = self.config.halting_weight * lowest.sum() / max(1, count)
         return out
-
-    vocabulary_products = PonderLM1.vocabulary_products

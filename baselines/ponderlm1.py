@@ -29,7 +29,3 @@ class PonderLM1(LoopedLM):
 
     def next_input(self, x, e, y, h):
         return (x if self.config.accumulate else e) + mixture(self, h)
-
-    @staticmethod
-    def vocabulary_products(steps):
-        return 1 + 2 * steps  # a head, and a mixture of rows, after each pass but the last

@@ -90,13 +90,12 @@ def summarise(scores, config):
         losses, steps = getattr(scores, kind), scores.steps.double().mean().item()
         if kind == "soft" and find(config.method).has_router:
             steps = K
-        loss, costs = losses.double().mean().item(), cost(config, steps)
+        loss = losses.double().mean().item()
         result[kind] = {
             "loss": loss,
             "perplexity": math.exp(loss),
             "steps": steps,
-            "token_computations": costs.token_computations,
-            "paper_flops": costs.paper_flops,
+            "paper_flops": cost(config, steps).paper_flops,
         }
     return result
 

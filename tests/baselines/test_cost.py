@@ -4,12 +4,10 @@ from dataclasses import replace
 
 import pytest
 from conftest import small_model, tokens
-from torch.utils.flop_counter import FlopCounterMode
 
 from baselines import all_methods, configure, find
-from baselines.cost import PAPER, PAPER_PARAMETERS, cost, paper_flops, parameters
+from baselines.cost import cost, parameters
 from model import PonderConfig
-from runtime import UserError
 from training.config import PRESETS
 
 SHAPE_125M = PonderConfig(50_304, 768, 2064, 12, 12)
@@ -23,31 +21,26 @@ def training_forwards(config, steps):
     return find(config.method).training_forwards(config, steps)
 
 
-def test_the_papers_column():
-    """Catches another N, another constant than 6, or the first computation not counted."""
+def test_the_papers_column(monkeypatch):
+    """Catches another constant than 6, or the first computation not counted."""
+    monkeypatch.setattr("baselines.cost.parameters", lambda config: 0.41e9)
     for steps, printed in ((3, 9.84), (2.60, 8.86), (2.43, 8.44)):
-        assert round(paper_flops(PAPER_PARAMETERS, steps) / 1e9, 2) == printed
-        assert (steps, printed) in PAPER.values()
+        assert round(cost(shape("ponderlm3"), steps).paper_flops / 1e9, 2) == printed
 
 
 @pytest.mark.parametrize(
-    "config,total,stack",
-    [
-        (PRESETS["70m"].model, 70.5, 19.0),
-        (SHAPE_125M, 162.7, 85.4),
-        (PRESETS["410m"].model, 406.6, 303.6),
-    ],
+    "config,total",
+    [(PRESETS["70m"].model, 70.5), (SHAPE_125M, 162.7), (PRESETS["410m"].model, 406.6)],
 )
-def test_shapes(config, total, stack):
+def test_shapes(config, total):
     """Catches a shape other than that of the compared models; in millions."""
-    counts = parameters(configure(config, "vanilla"))
-    assert [round(n / 1e6, 1) for n in counts] == [total, stack]
+    assert round(parameters(configure(config, "vanilla")) / 1e6, 1) == total
 
 
 def test_tied_tables_count_once():
     """Catches a head that is counted twice when it is the embedding."""
     untied, tied = (parameters(PonderConfig(tie_word_embeddings=tie)) for tie in (False, True))
-    assert untied[0] - tied[0] == 257 * 128 and untied[1] == tied[1]
+    assert untied - tied == 257 * 128
 
 
 def test_training_forwards():
@@ -76,30 +69,8 @@ def test_training_forwards_are_what_runs(method):
     assert executed == pytest.approx(training_forwards(config, steps))
 
 
-@pytest.mark.parametrize("method", [kind.method for kind in all_methods()])
-def test_products_are_what_decoding_multiplies(method):
-    """Catches a head or mixture that is left out: 2 x weights of all matrices that one token meets,
-    counted while it is decoded."""
-    model = small_model(method=method)
-    with FlopCounterMode(display=False) as counter:
-        taken = [model.ponder_token(x, 0, model.new_cache(), tau=0)[1] for x in range(8)]
-    steps, by_operator = sum(taken) / 8, counter.get_flop_counts()["Global"]
-    attention = sum(n for operator, n in by_operator.items() if "attention" in str(operator))
-    products = (counter.get_total_flops() - attention) / 8
-    gains = sum(p.numel() for p in model.model.parameters() if p.dim() < 2)
-    backbone = {id(p) for p in [*model.model.parameters(), *model.lm_head.parameters()]}
-    routers = sum(p.numel() for p in model.parameters() if id(p) not in backbone)
-    expected = cost(model.config, steps).product_flops - 2 * gains * (1 + steps)
-    assert abs(products - expected) <= 2 * routers * (1 + steps)
-    if method == "adaponder":  # whose gates are large, and left out by the table: all K have run
-        expected += 2 * sum(p.numel() for p in model.router.parameters() if p.dim() == 2)
-    assert abs(products - expected) < 2 * 31 * 32  # a head is more
-
-
 def test_cost_of_a_token():
     """Catches swapped units."""
-    result, N = cost(shape("ponderlm3"), 2.5), parameters(shape("ponderlm3"))[0]
-    assert (result.parameters, result.token_computations, result.cache_entries) == (N, 3.5, 3.5)
+    result, N = cost(shape("ponderlm3"), 2.5), parameters(shape("ponderlm3"))
+    assert (result.parameters, result.cache_entries) == (N, 3.5)
     assert (result.paper_flops, result.forward_flops) == (21 * N, 7 * N)
-    with pytest.raises(UserError, match="4 steps a token: a model with K = 3 takes 0 to 3"):
-        cost(shape("ponderlm3"), 4)
