@@ -1,6 +1,8 @@
 """What tests share: small models, golden files, a small training. Where: see placement.py."""
 
 import json
+import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ from safetensors import safe_open
 
 from attention import eager
 from baselines import build, configure, find, unused_settings
+from corpus.tokenizers import Tokenizer
 from engine.products import has_bfloat16
+from interop import save
 from model import PonderConfig
 from training.config import TrainConfig
 
@@ -19,6 +23,7 @@ GOLDEN = Path(__file__).parent / "golden"
 LLAMA3 = dict(  # options of backbones/llama3.py that matter within a few tokens
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8.0
 )
+NEOX = dict(backbone="gpt_neox", num_key_value_heads=None)
 needs_bfloat16 = pytest.mark.skipif(
     not has_bfloat16(), reason="needs a CPU with blocks of bfloat16 (AVX-512)"
 )
@@ -169,6 +174,39 @@ def config(tmp_path, monkeypatch):
         device="cpu",
         precision="float32",
     )
+
+
+@contextmanager
+def full_disk(size):
+    """What stands for it: within it no file grows beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def same_weights(a, b):
+    """Whether two models have the same tensors under the same names, bit for bit."""
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def save_for_bytes(model, folder):
+    """Save a model of bytes with its tokenizer. -> the directory"""
+    save(model.float(), folder)
+    Tokenizer.bytes().save(folder / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory):
+    """A directory of a model with a window of 16 bytes, whose texts end now and then."""
+    model = small_model(seed=2, vocab_size=257, block_size=16)
+    with torch.no_grad():
+        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
+    return str(save_for_bytes(model, tmp_path_factory.mktemp("bytes") / "run"))
 
 
 def records(frame):

@@ -125,16 +125,6 @@ def test_settings(settings, logits):
         compare(logits)
 
 
-def test_neighbours_do_not_matter(model, many):
-    """Catches random numbers, limits or padding shared between the sequences of a batch."""
-    texts = many[0][:5]
-    together = Engine(model, 4, tau=0.3).generate(texts, 10, **SAMPLING)
-    alone = Engine(model, 1, tau=0.3)
-    for i, text in enumerate(texts):
-        one = SAMPLING | {"seed": SAMPLING["seed"] + i}
-        assert alone.generate([text], 10, **one) == [together[i]]
-
-
 @pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
 def test_cache_holds_executed_slots(model, prefill):
     """Catches keys, values or biases at other places than the simple decoder's, and leftovers."""
@@ -169,20 +159,14 @@ def test_shared_contexts(model, monkeypatch):
 
     monkeypatch.setattr("engine.batching.settle", counted)
     a, b, c = prompts(3, 9)
-    texts, steps, expected = [b, a, b, c, b, a], [[] for _ in range(6)], [[] for _ in range(6)]
+    texts, steps, expected = [b, a, b, c, b, a], [[] for _ in range(6)], []
     engine = Engine(model, 6, tau=0.3, prefill="jacobi")
     found = engine.generate(texts, 8, read=steps, **SAMPLING)
-    for i, text in enumerate(texts):
-        choice = SAMPLING | {"seed": SAMPLING["seed"] + i}
-        (sample,) = generate(model, [text], 8, tau=0.3, read=expected[i], **choice)
-        assert found[i] == sample
-    assert steps == expected and read[0] == 3
+    assert found == generate(model, texts, 8, tau=0.3, read=expected, **SAMPLING)
+    assert [k for one in steps for k in one] == expected and read[0] == 3
     read.clear()  # those that wait for a row copy it from one that still runs
     waiting = Engine(model, 2, tau=0.3, prefill="jacobi").generate(6 * [a], 8, **SAMPLING)
-    one_by_one = [
-        generate(model, [a], 8, tau=0.3, **SAMPLING | {"seed": SAMPLING["seed"] + i})[0]
-        for i in range(6)
-    ]
+    one_by_one = generate(model, 6 * [a], 8, tau=0.3, **SAMPLING)
     assert waiting == one_by_one and len(read) < 3  # again where both have ended at once
 
 
@@ -277,45 +261,70 @@ def test_nothing_to_do(model):
     assert [sample.tokens for sample in engine.generate([[1], [2]], 0)] == [[], []]
 
 
-def test_no_ids(model):
+# -- What both decoders refuse, and where they end -------------------------------------------------
+
+
+def by_engine(model, *args, batch_size=4, tau=1e-4, alpha=0.0, **choice):
+    return Engine(model, batch_size, tau=tau, alpha=alpha).generate(*args, **choice)
+
+
+BOTH = pytest.mark.parametrize("decode", [generate, by_engine])
+
+
+@BOTH
+def test_no_ids(decode, model):
     """Catches ids that are rounded without a word."""
-    for decode in (Engine(model).generate, lambda *args: generate(model, *args)):
-        with pytest.raises(TypeError, match="float"):
-            decode([[1.7]], 1)
+    with pytest.raises(TypeError, match="float"):
+        decode(model, [[1.7]], 1)
 
 
-def test_end_token(model):
+@BOTH
+def test_end_token(decode, model):
     """Catches a sequence that goes on behind its end, or ends before it."""
-    texts = prompts(8, 5)
-    for samples in (
-        Engine(model, 4).generate(texts, 20, seed=0, end=5),
-        generate(model, texts, 20, seed=0, end=5),
-    ):
-        ended = [sample for sample in samples if len(sample.tokens) < 20]
-        assert ended and all(s.tokens[-1] == 5 and 5 not in s.tokens[:-1] for s in ended)
+    samples = decode(model, prompts(8, 5), 20, seed=0, end=5)
+    ended = [sample for sample in samples if len(sample.tokens) < 20]
+    assert ended and all(s.tokens[-1] == 5 and 5 not in s.tokens[:-1] for s in ended)
 
 
+@BOTH
 @pytest.mark.parametrize(
-    "settings,call,message",
+    "call,message",
     [
-        (dict(tau=-0.1), {}, "tau = -0.1: it should be greater than or equal to 0"),
-        (dict(tau=1.1), {}, "tau = 1.1: it should be less than or equal to 1"),
-        (dict(alpha=float("nan")), {}, "alpha = nan"),
-        (dict(alpha=1e40), {}, r"alpha = 1e\+40: it should be less than or equal to 1000000"),
-        ({}, dict(seed=-1), "seed = -1"),
-        ({}, dict(top_p=0), "top_p = 0: it should be greater than or equal to 0"),
-        ({}, dict(prompts=[[1], [31]]), "prompt 2 of 2 has ids outside the vocabulary, 0 to 30"),
-        ({}, dict(prompts=[[1], []]), "prompt 2 of 2 has no token"),
+        (dict(tau=-0.1), "tau = -0.1: it should be greater than or equal to 0"),
+        (dict(tau=2), "tau = 2: it should be less than or equal to 1"),
+        (dict(alpha=float("nan")), "alpha = nan"),
+        (dict(alpha=1e40), r"alpha = 1e\+40: it should be less than or equal to 1000000"),
+        (dict(temperature=float("nan")), "temperature = nan: it should be a finite number"),
+        (dict(seed=-1), "seed = -1"),
+        (dict(top_k=0), "top_k = 0"),
+        (dict(top_p=0), "top_p = 0: it should be greater than or equal to 0"),
+        (dict(temprature=1), "temprature = 1: .*[Uu]nexpected"),
+        (dict(prompts=[[31]]), "the prompt has ids outside the vocabulary, 0 to 30"),
+        (dict(prompts=[[1], []]), "has no token"),
     ],
 )
-def test_refusals(model, settings, call, message):
+def test_refusals(decode, model, call, message):
     """Catches settings out of range that would generate something anyway."""
-
-    def decode():
-        Engine(model, **settings).generate(**{"prompts": [[1]], "max_new_tokens": 2, **call})
-
+    call = {"prompts": [[1]], **call}
     with pytest.raises(SystemExit, match=message):
-        command_line(decode)
+        command_line(lambda: decode(model, call.pop("prompts"), 2, **call))
+
+
+@BOTH
+def test_logits_that_are_not_finite(decode):
+    """Catches a broken model that goes on to speak, or whose tokens are outside the vocabulary."""
+    model = small_model()
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(UserError, match="the logits are not finite"):
+        decode(model, [[1, 2]], 2)
+
+
+def test_which_prompt(model):
+    """Catches a refusal of one among many prompts that does not say which."""
+    for prompt, message in (([31], "has ids outside"), ([], "has no token")):
+        with pytest.raises(UserError, match=f"prompt 2 of 2 {message}"):
+            by_engine(model, [[1], prompt], 2)
 
 
 def test_other_methods_are_refused():
@@ -323,13 +332,3 @@ def test_other_methods_are_refused():
     for method in ("looped", "ouro"):
         with pytest.raises(UserError, match=rf"{method} .* decode it with python sample\.py"):
             Engine(small_model(method=method))
-
-
-def test_logits_that_are_not_finite():
-    """Catches a broken model that goes on to speak, or whose tokens are outside the vocabulary."""
-    model = small_model()
-    with torch.no_grad():
-        model.lm_head.weight[3] = torch.nan
-    for decode in (Engine(model).generate, lambda *args: generate(model, *args)):
-        with pytest.raises(UserError, match="the logits are not finite"):
-            decode([[1, 2]], 2)

@@ -1,74 +1,73 @@
-"""`python -m engine`: the samples of sample.py, in the order of the prompts, for many at once."""
+"""The commands of both decoders: sample.py, and `python -m engine` for many at once."""
 
 import json
 import re
 import shutil
 
 import pytest
-import torch
-from conftest import small_model
+from conftest import save_for_bytes, small_model
 
-from corpus.tokenizers import Tokenizer
-from engine.__main__ import ManyOptions, main, show_many
-from interop import load, save
+import engine.__main__
+import sample
+from engine.__main__ import ManyOptions, show_many
+from engine.request import Options
+from interop import load
 from runtime import UserError
-from sample import generate
+
+BOTH = pytest.mark.parametrize("decoder", ["simple", "engine"])
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A directory of a model with a window of 16 bytes."""
-    model = small_model(seed=2, vocab_size=257, block_size=16).float()
-    with torch.no_grad():  # such that texts end now and then
-        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
-    folder = tmp_path_factory.mktemp("engine") / "run"
-    save(model, folder)
-    Tokenizer.bytes().save(folder / "tokenizer.json")
-    return str(folder)
+def decode(run, decoder="engine", **options):
+    options = {"run": run, "device": "cpu", "tau": 0.3, **options}
+    if decoder == "simple":
+        sample.main(Options(**options))
+    else:
+        engine.__main__.main(ManyOptions(**options))
 
 
-def decode(run, **options):
-    main(ManyOptions(**{"run": run, "device": "cpu", "tau": 0.3, **options}))
+def samples(run, prompts, n, seed):
+    """What the simple decoder makes of each prompt at the settings of `decode`, with its text."""
+    ids, how = [list(text.encode()) for text in prompts], dict(tau=0.3, temperature=0.8, end=256)
+    for one in sample.generate(load(run), ids, n, seed=seed, **how):
+        shown = bytes(token for token in one.tokens if token < 256)
+        yield one, shown.decode("utf-8", "replace")
 
 
-def test_many_prompts(run, tmp_path, capsys):
+@BOTH
+def test_many_prompts(decoder, byte_model, tmp_path, capsys):
     """Catches lines in another order than the prompts', a lost sample, a text that is not what the
     model said, and a token that the simple decoder would not choose."""
     file, out = tmp_path / "prompts.txt", tmp_path / "samples.jsonl"
     file.write_text("one\n\ntwo, which is longer than the window\r\nthree\n", encoding="utf-8")
-    options = dict(prompts=str(file), num_samples=2, max_new_tokens=6, seed=4, batch_size=3)
-    decode(run, out=out, **options)
+    options = dict(prompts=str(file), num_samples=2, max_new_tokens=6, seed=4)
+    options |= dict(batch_size=3) if decoder == "engine" else {}
+    decode(byte_model, decoder, out=out, **options)
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert f"written: {out}, 6 of 6 samples" in capsys.readouterr().out
     texts = ["one", "two, which is longer than the window", "three"]
-    assert [line["prompt"] for line in written] == [text for text in texts for _ in range(2)]
-    model = load(run)
-    for i, line in enumerate(written):
-        ids = list(line["prompt"].encode())
-        (expected,) = generate(model, [ids], 6, seed=4 + i, tau=0.3, temperature=0.8, end=256)
-        assert (line["tokens"], line["steps"]) == (expected.tokens, expected.steps)
-        shown = bytes(token for token in line["tokens"] if token < 256)
-        assert line["text"] == shown.decode("utf-8", "replace")
+    prompts = [text for text in texts for _ in range(2)]
+    assert [line.pop("prompt") for line in written] == prompts
+    for line, (one, text) in zip(written, samples(byte_model, prompts, 6, seed=4), strict=True):
+        assert line == {"tokens": one.tokens, "steps": one.steps, "text": text}
     assert written[0]["tokens"] != written[1]["tokens"]
     assert any(line["tokens"][-1] == 256 for line in written)
     before = out.read_text()
     with pytest.raises(FileExistsError):  # what is there stays
-        decode(run, out=out, **options)
-    other = tmp_path / "other.jsonl"
-    decode(run, out=other, prefill="sequential", **options)
+        decode(byte_model, decoder, out=out, **options)
+    other, way = tmp_path / "other.jsonl", dict(prefill="sequential") if decoder == "engine" else {}
+    decode(byte_model, decoder, out=other, **options, **way)
     assert other.read_text() == out.read_text() == before
 
 
+@BOTH
 @pytest.mark.parametrize("n", [1, 3])
-def test_samples_are_printed_whole(run, capsys, n):
+def test_samples_are_printed_whole(n, decoder, byte_model, capsys):
     """Catches samples that are torn apart where several run at once, or a shown end token."""
-    decode(run, prompt="fox", num_samples=n, max_new_tokens=5, seed=0)
+    decode(byte_model, decoder, prompt="fox", num_samples=n, max_new_tokens=5, seed=0)
     printed = capsys.readouterr().out
-    settings = dict(seed=0, tau=0.3, temperature=0.8, end=256)
-    for i, sample in enumerate(generate(load(run), [list(b"fox")] * n, 5, **settings)):
-        text = bytes(token for token in sample.tokens if token < 256).decode("utf-8", "replace")
+    for i, (_, text) in enumerate(samples(byte_model, ["fox"] * n, 5, seed=0)):
         assert (f"--- sample {i + 1} of 3\nfox{text}\n" if n > 1 else f"\nfox{text}\n") in printed
-    assert "decoder engine" in printed
+    assert f"decoder {decoder}" in printed
     assert "pondering steps per token, prompts included" in printed
 
 
@@ -87,16 +86,15 @@ def test_samples_come_as_soon_as_they_can():
 
 def test_another_method(tmp_path):
     """Catches a model that the engine cannot decode, refused without a word of what can."""
-    save(small_model(method="looped", vocab_size=257).float(), tmp_path)
-    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    run = save_for_bytes(small_model(method="looped", vocab_size=257), tmp_path)
     with pytest.raises(UserError, match=r"python sample\.py"):
-        decode(str(tmp_path))
+        decode(str(run))
 
 
-def test_tau_of_the_run(run, tmp_path, capsys):
+def test_tau_of_the_run(byte_model, tmp_path, capsys):
     """Catches a text that is decoded at another tau than the one at which its run was scored, an
     asked one that is not taken, and a model without a run that has none."""
-    shutil.copytree(run, tmp_path / "run")
+    shutil.copytree(byte_model, tmp_path / "run")
     place = str(tmp_path / "run")
     decode(place, tau=None, max_new_tokens=1)
     (tmp_path / "run/train.json").write_text('{"config": {"tau": 0.25}}')

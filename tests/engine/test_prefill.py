@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import small_model
+from conftest import decode, small_model
 
 from engine.cache import GridPrompt
 from engine.prefill import read_on_grid, settle, within
@@ -27,13 +27,6 @@ def batch(T=14, seed=1):
     return torch.randint(31, (3, T), generator=torch.Generator().manual_seed(seed))
 
 
-def decoded(model, tokens, tau, alpha=0.0):
-    """Logits (T, V) and steps (T,) of the decoder that runs slot by slot."""
-    cache = model.new_cache()
-    pairs = [model.ponder_token(int(x), t, cache, tau, alpha) for t, x in enumerate(tokens)]
-    return torch.stack([logits for logits, _ in pairs]), torch.tensor([k for _, k in pairs])
-
-
 def logits_of(model, found):
     return model.lm_head(model.integrate(found.h, found.s, found.steps))
 
@@ -55,29 +48,25 @@ def test_equals_decoding(method, K, tau):
         found = settle(model, idx, tau, lengths=LENGTHS, tolerance=0)
     logits = logits_of(model, found)
     for b, n in enumerate(LENGTHS):
-        expected, steps = decoded(model, idx[b, :n], tau)
+        expected, steps, _ = decode(model, idx[b, :n], tau)
         assert (logits[b, :n] - expected).abs().max() < 1e-9
-        assert torch.equal(found.steps[b, :n], steps) and not found.steps[b, n:].any()
+        assert found.steps[b].tolist() == steps + [0] * (14 - int(n))
     beyond = torch.arange(K + 1) > found.steps[..., None]
     assert not found.h[beyond].any()
 
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        dict(method="ablation-index"),
-        dict(method="ponderlm2"),
-        dict(num_key_value_heads=4),
-    ],
+    [dict(method="ablation-index"), dict(method="ponderlm2"), dict(num_key_value_heads=4)],
 )
 def test_other_settings(settings):
     """Catches a bias that is PonderLM-3's alone, or asked of a model without a router."""
     model, idx = small_model(seed=2, **settings), batch()[:1]
     alpha = 1.0 if model.has_router else 0.0
     found = settle(model, idx, 0.3, alpha=alpha, tolerance=0)
-    expected, steps = decoded(model, idx[0], 0.3, alpha=alpha)
+    expected, steps, _ = decode(model, idx[0], 0.3, alpha)
     assert (logits_of(model, found)[0] - expected).abs().max() < 1e-9
-    assert torch.equal(found.steps[0], steps)
+    assert found.steps[0].tolist() == steps
 
 
 def test_steps_that_fall_and_rise(monkeypatch):
@@ -109,9 +98,9 @@ def settle_and_watch(seed, monkeypatch):
     ran = torch.stack(ran)  # (passes, T) slots of each token
     assert len(ran) == found.passes and int(ran.sum()) == found.slots
     assert ran[0].tolist() == [1] * idx.size(1)  # the ladder
-    expected, steps = decoded(model, idx[0], 0.3)
+    expected, steps, _ = decode(model, idx[0], 0.3)
     assert (logits_of(model, found)[0] - expected).abs().max() < 1e-9
-    assert torch.equal(ran[-1], steps + 1)
+    assert ran[-1].tolist() == [k + 1 for k in steps]
     return ran[4:].diff(dim=0)
 
 
@@ -129,10 +118,10 @@ def test_tolerance(model, exact):
 def test_bfloat16():
     """Agreement in bfloat16: rounding alone, 2 % of the logits, a few times decoding's own."""
     model, idx = small_model(seed=2).float(), batch()[:1]
-    exact, _ = decoded(model, idx[0], 1e-4)
+    exact, _, _ = decode(model, idx[0], 1e-4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = logits_of(model, settle(model, idx, 1e-4, tolerance=1e-2))[0]
-        rounded, _ = decoded(model, idx[0], 1e-4)
+        rounded, _, _ = decode(model, idx[0], 1e-4)
     error, floor = ((x.float() - exact).norm() / exact.norm() for x in (logits, rounded))
     assert 0 < error < 0.02 and error < 5 * floor
 
@@ -148,10 +137,3 @@ def test_rows_are_independent(model):
         slots.append(alone.slots)
     assert len(set(passes)) == 3  # they stop at different times
     assert (together.passes, together.slots) == (max(passes), sum(slots))
-
-
-def test_cost_follows_the_steps(model):
-    """Catches skipped slots that are computed all the same."""
-    idx = batch(T=24)
-    slots = [settle(model, idx, tau) for tau in (0, 0.3, 1)]
-    assert slots[0].slots > 1.3 * slots[1].slots > 0 and slots[2].slots == idx.numel()

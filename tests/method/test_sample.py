@@ -1,29 +1,27 @@
 """The simple decoder: what it says, how it chooses, and its command line."""
 
 import json
-import resource
 
 import pytest
 import torch
-from conftest import small_model
+from conftest import full_disk, small_model
 
-from corpus.tokenizers import Tokenizer
 from engine.request import Options, choose_finite, paint, uniform
-from interop import load, save
 from runtime import UserError, command_line
-from sample import generate, main, stream
+from sample import generate, main
 
 
 def test_generate_is_greedy_argmax_of_the_parallel_form():
-    """Catches a decoder that continues from other logits than the model's, and wrong steps."""
+    """Catches a decoder that continues from other logits than the model's, and wrong steps, or a
+    count of them, from which the saving is printed, that misses tokens."""
     prompt, differ = [3, 1, 4], 0
     for seed in range(6):
-        model = small_model(seed=seed)
-        (sample,) = generate(model, [prompt], 8, tau=0.3, temperature=0)
+        model, read = small_model(seed=seed), []
+        (sample,) = generate(model, [prompt], 8, tau=0.3, temperature=0, read=read)
         with torch.no_grad():
             out = model(torch.tensor([prompt + sample.tokens]), tau=0.3, R=33)
         assert sample.tokens == out.logits[0, 2:-1].argmax(-1).tolist()
-        assert sample.steps == out.steps[0, 2:-1].tolist()
+        assert sample.steps == read[2:] and read == out.steps[0, :-1].tolist()
         differ += len(set(sample.steps)) > 1
     assert differ >= 2
 
@@ -35,15 +33,6 @@ def test_seeds_and_independence():
     assert a == b
     assert generate(model, prompts[1:], 12, seed=6) == a[1:]
     assert generate(model, prompts, 12, seed=7) != a
-
-
-def test_steps_of_every_token_read():
-    """Catches a count of executed steps, from which the saving is printed, that misses tokens."""
-    model, prompt, read = small_model(seed=2), [3, 1, 4], []
-    pairs = list(stream(model, prompt, 8, tau=0.3, temperature=0, read=read))
-    idx = torch.tensor([prompt + [token for token, _ in pairs]])
-    with torch.no_grad():
-        assert read == model(idx, tau=0.3, R=33).steps[0, :-1].tolist()
 
 
 def test_longer_than_the_window():
@@ -88,86 +77,23 @@ def test_frequencies(args):
     assert two == [int(choose_finite(row.log(), u[i], *args)) for i, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize(
-    "prompt,kwargs,message",
-    [
-        ([], {}, "no token"),
-        ([99], {}, "outside the vocabulary, 0 to 30"),
-        ([1], {"tau": 2}, "tau = 2: it should be less than or equal to 1"),
-        ([1], {"temperature": float("nan")}, "temperature = nan: it should be a finite number"),
-        ([1], {"alpha": float("inf")}, "alpha = inf"),
-        ([1], {"top_k": 0}, "top_k = 0"),
-        ([1], {"temprature": 1}, "temprature = 1: .*[Uu]nexpected"),
-    ],
-)
-def test_refusals(prompt, kwargs, message):
-    """Catches settings out of range that would sample something anyway."""
-    with pytest.raises(SystemExit, match=message):
-        command_line(lambda: generate(small_model(), [prompt], 2, **kwargs))
-
-
 def test_paint():
     """Catches steps that cannot be told apart without colours."""
     assert paint("a", 3, 3, color=False) == "a₃" and paint("a", 12, 12, color=False) == "a₁₂"
     assert len({paint("a", k, 3, color=True) for k in range(4)}) == 4
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A directory of a model with a window of 16 bytes."""
-    model = small_model(seed=2, vocab_size=257, block_size=16).float()
-    with torch.no_grad():  # such that texts end now and then
-        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
-    save(model, tmp_path / "run")
-    Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
-    return str(tmp_path / "run")
+def sample_by_command(byte_model, **options):
+    main(Options(**{"run": byte_model, "device": "cpu", "tau": 0.3, **options}))
 
 
-def sample_by_command(run, **options):
-    main(Options(**{"run": run, "device": "cpu", "tau": 0.3, **options}))
-
-
-def test_show_steps(run, monkeypatch, capsys):
+def test_show_steps(byte_model, monkeypatch, capsys):
     """Catches a token that is painted with another one's steps, and an end that is shown."""
     pairs = [(102, 1), (0xC3, 0), (0xA9, 3), (120, 2), (256, 2)]  # a character of two tokens
     said = lambda *args, read, **kwargs: read.append(1) or iter(pairs)  # noqa: E731
     monkeypatch.setattr("sample.stream", said)
-    sample_by_command(run, prompt="a", show_steps=True)
+    sample_by_command(byte_model, prompt="a", show_steps=True)
     assert "\naf₁é₃x₂\n" in capsys.readouterr().out
-
-
-def test_many_prompts(run, tmp_path, capsys):
-    """Catches lines in another order than the prompts', a lost sample, and a text that is not what
-    the model said."""
-    file = tmp_path / "prompts.txt"
-    file.write_text("one\n\ntwo, which is longer than the window\r\nthree\n", encoding="utf-8")
-    out = tmp_path / "samples.jsonl"
-    sample_by_command(run, prompts=str(file), num_samples=2, max_new_tokens=6, seed=4, out=out)
-    written = [json.loads(line) for line in out.read_text().splitlines()]
-    assert f"written: {out}, 6 of 6 samples" in capsys.readouterr().out
-    texts = ["one", "two, which is longer than the window", "three"]
-    assert [line["prompt"] for line in written] == [text for text in texts for _ in range(2)]
-    model = load(run)
-    for i, line in enumerate(written):
-        ids = list(line["prompt"].encode())
-        (expected,) = generate(model, [ids], 6, seed=4 + i, tau=0.3, temperature=0.8, end=256)
-        assert (line["tokens"], line["steps"]) == (expected.tokens, expected.steps)
-        shown = bytes(token for token in line["tokens"] if token < 256)
-        assert line["text"] == shown.decode("utf-8", "replace")
-    assert written[0]["tokens"] != written[1]["tokens"]
-    assert any(line["tokens"][-1] == 256 for line in written)
-
-
-def test_samples_are_printed_whole(run, capsys):
-    """Catches samples that are torn apart where several run at once, or a shown end token."""
-    sample_by_command(run, prompt="fox", num_samples=3, max_new_tokens=5, seed=0)
-    printed = capsys.readouterr().out
-    settings = dict(seed=0, tau=0.3, temperature=0.8, end=256)
-    samples = generate(load(run), [list(b"fox")] * 3, 5, **settings)
-    for i, sample in enumerate(samples):
-        text = bytes(token for token in sample.tokens if token < 256).decode("utf-8", "replace")
-        assert f"--- sample {i + 1} of 3\nfox{text}\n" in printed
-    assert "pondering steps per token, prompts included" in printed
 
 
 @pytest.mark.parametrize(
@@ -181,16 +107,16 @@ def test_samples_are_printed_whole(run, capsys):
         ("a", dict(tau=-1.0), "tau = -1.0"),
     ],
 )
-def test_refused_commands(content, options, message, run, tmp_path):
+def test_refused_commands(content, options, message, byte_model, tmp_path):
     """Catches a file of samples that is made before what is wrong is noticed, or said."""
     file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-        command_line(lambda: sample_by_command(run, prompts=str(file), out=out, **options))
+        command_line(lambda: sample_by_command(byte_model, prompts=str(file), out=out, **options))
     assert not out.exists()
 
 
-def test_nothing_is_overwritten(run, tmp_path):
+def test_nothing_is_overwritten(byte_model, tmp_path):
     """Catches samples that are written over the prompts, or to something that is no file."""
     file = tmp_path / "prompts.txt"
     file.write_text("kept")
@@ -200,15 +126,15 @@ def test_nothing_is_overwritten(run, tmp_path):
         (tmp_path / "none" / "new", "No such file or directory"),
     ):
         with pytest.raises(SystemExit, match=f"^error: .*{message}$"):
-            command_line(lambda: sample_by_command(run, prompts=str(file), out=out))  # noqa: B023
+            command_line(lambda: sample_by_command(byte_model, prompts=str(file), out=out))  # noqa: B023
     with pytest.raises(SystemExit, match=r"^error: none\.txt: No such file or directory$"):
-        command_line(lambda: sample_by_command(run, prompts="none.txt"))
+        command_line(lambda: sample_by_command(byte_model, prompts="none.txt"))
     with pytest.raises(UserError, match="the prompt is not UTF-8 text"):
-        sample_by_command(run, prompt="a\udcff", out=tmp_path / "new")
+        sample_by_command(byte_model, prompt="a\udcff", out=tmp_path / "new")
     assert file.read_text() == "kept" and not (tmp_path / "new").exists()
 
 
-def test_interrupted(run, tmp_path, monkeypatch, capsys):
+def test_interrupted(byte_model, tmp_path, monkeypatch, capsys):
     """Catches finished samples that are lost when a later one is not."""
     out, calls = tmp_path / "out.jsonl", iter(range(9))
 
@@ -220,21 +146,17 @@ def test_interrupted(run, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("sample.stream", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        sample_by_command(run, num_samples=4, out=out, max_new_tokens=1)
+        sample_by_command(byte_model, num_samples=4, out=out, max_new_tokens=1)
     assert len(out.read_text().splitlines()) == 2
     assert f"written: {out}, 2 of 4 samples" in capsys.readouterr().out
 
 
-def test_full_disk(run, tmp_path, capsys):
+def test_full_disk(byte_model, tmp_path, capsys):
     """Catches a line that a full disk cut, at the end of a file."""
     out = tmp_path / "out.jsonl"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-        with pytest.raises(OSError, match=r"File too large \(.* MiB free\): .*out\.jsonl"):
-            sample_by_command(run, num_samples=60, max_new_tokens=9, out=out)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    message = r"File too large \(.* MiB free\): .*out\.jsonl"
+    with full_disk(1000), pytest.raises(OSError, match=message):
+        sample_by_command(byte_model, num_samples=60, max_new_tokens=9, out=out)
     lines = out.read_text().splitlines()
     assert f"written: {out}, {len(lines)} of 60 samples" in capsys.readouterr().out
     assert len(lines) > 2 and all(json.loads(line)["tokens"] for line in lines)
