@@ -16,34 +16,13 @@ read from the future. Only training uses top-k here; all else goes on while the 
 Token-choice: each token chooses its depth at the start. Causal as it is.
 """
 
-from itertools import pairwise
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from attention import MASKED
 from baselines.looped import LoopedLM
-from model import PonderConfig
 from router import upcast
-from runtime import strict_dataclass
-
-
-@strict_dataclass
-class ExpertChoiceConfig(PonderConfig):
-    capacities: tuple[float, ...] | None = None  # None: 1, K/(K+1), .., 1/(K+1)
-
-    def __post_init__(self):
-        super().__post_init__()
-        S, c = self.ponder_steps + 1, self.shares
-        if len(c) != S or c[0] != 1 or any(not 0 < b <= a for a, b in pairwise(c)):
-            raise ValueError(f"capacities = {c}: K+1 = {S} shares, from 1 on falling, above 0")
-
-    @property
-    def shares(self):
-        """The share of all tokens that take part in each recursion."""
-        S = self.ponder_steps + 1
-        return self.capacities or tuple((S - r) / S for r in range(S))
 
 
 class MoR(LoopedLM):
@@ -96,13 +75,12 @@ class MoR(LoopedLM):
 class ExpertChoice(MoR):
     """x_t <- x_t + g_t Stack(x[A_r])_t for t in A_r, g = 0.1 sigmoid(l), l = w_r . x.
 
-    In training A_r are the floor(c_r T) tokens (at least 1) of A_{r-1} with the largest g, and a
-    binary cross-entropy of weight 1e-3 teaches the router to tell who is among them. Otherwise a
-    token goes on while sigmoid(l) >= 1/2.
+    In training A_r are the floor(c_r T) tokens (at least 1) of A_{r-1} with the largest g, c_r = 1,
+    K/(K+1), .., 1/(K+1), and a binary cross-entropy of weight 1e-3 teaches the router to tell who
+    is among them. Otherwise a token goes on while sigmoid(l) >= 1/2.
     """
 
     method, title = "mor-expert", "MoR, expert choice"
-    Config = ExpertChoiceConfig
 
     def __init__(self, config, *backbone):
         super().__init__(config, *backbone)
@@ -110,17 +88,18 @@ class ExpertChoice(MoR):
         self.routers = nn.ModuleList(nn.Linear(D, 1, bias=False) for _ in range(S))
         self.routers.apply(self._init_weights)
 
-    def places(self, share, T):
-        """How many tokens of a sequence top-k chooses."""
-        return max(1, int(share * T + 1e-9))  # the floor, but of 0.29 * 100 = 28.999.. it is 29
+    def places(self, r, T):
+        """How many tokens of a sequence top-k chooses for recursion r."""
+        S = self.config.ponder_steps + 1
+        return max(1, (S - r) * T // S)
 
-    def choose(self, logit, active, share, top_k):
-        """Who takes part in a recursion, (B, T) of bool. Where all may, there is no choice."""
-        if share == 1:
+    def choose(self, logit, active, r, top_k):
+        """Who takes part in recursion r, (B, T) of bool. In the first all do."""
+        if r == 0:
             return active
         if not top_k:
             return active & (logit >= 0)
-        n = self.places(share, logit.size(1))
+        n = self.places(r, logit.size(1))
         top = logit.masked_fill(~active, -torch.inf).topk(n, dim=1).indices
         return torch.zeros_like(active).scatter(1, top, True)
 
@@ -132,12 +111,12 @@ class ExpertChoice(MoR):
         top_k = self.training if top_k is None else top_k
         x, h, depth, loss = self.embed(idx), [], 0, 0.0
         active = torch.ones_like(idx, dtype=torch.bool)
-        for router, share in zip(self.routers, self.config.shares, strict=True):
+        for r, router in enumerate(self.routers):
             logit = self.route(router, x)[..., 0]  # (B, T)
-            chosen = self.choose(logit, active, share, top_k)
+            chosen = self.choose(logit, active, r, top_k)
             loss = loss + self.verdict_loss(logit, chosen, active)
             active, depth = chosen, depth + chosen.long()
-            n = self.places(share, idx.size(1)) if top_k else idx.size(1)
+            n = self.places(r, idx.size(1)) if top_k else idx.size(1)
             gate = 0.1 * logit.sigmoid()[..., None].to(x.dtype)  # (B, T, 1)
             x = x + gate * self.recur(x, active, n)
             h.append(self.model.norm(x))
@@ -151,9 +130,9 @@ class ExpertChoice(MoR):
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
         (x, positions), steps = self.embed_token(token, position), -1
-        for router, share, layers in zip(self.routers, self.config.shares, cache, strict=True):
+        for router, layers in zip(self.routers, cache, strict=True):
             logit = self.route(router, x)
-            if share < 1 and logit < 0:
+            if steps >= 0 and logit < 0:
                 break
             gate = 0.1 * logit.sigmoid().to(x.dtype)
             x = x + gate * self.model.stack(x, positions, None, cache=layers)
@@ -162,7 +141,7 @@ class ExpertChoice(MoR):
 
     @staticmethod
     def training_forwards(config, steps):
-        return sum(config.shares)
+        return 1 + config.ponder_steps / 2
 
 
 class TokenChoice(MoR):

@@ -279,13 +279,11 @@ def test_adaponder():
     assert torch.equal(scored.h_hat, trained.h_hat)
 
 
-@pytest.mark.parametrize("capacities", [None, (1.0, 0.9, 0.3)])
 @pytest.mark.parametrize("training", [True, False])
-def test_expert_choice(training, capacities):
+def test_expert_choice(training):
     """Catches an inactive token that is seen or moved, a wrong count, gate or routers' loss."""
-    model = method_model("mor-expert", capacities=capacities, ponder_steps=2).train(training)
-    idx, logits, verdicts = texts(T=10), [], [[], [], []]
-    counts = (10, 6, 3) if capacities is None else (10, 9, 3)
+    model = method_model("mor-expert", ponder_steps=2).train(training)
+    idx, logits, verdicts, counts = texts(T=10), [], [[], [], []], (10, 6, 3)
     for sequence in idx:
         rows, active = [embedding(model, token) for token in sequence], list(range(10))
         for r in range(3):
@@ -370,11 +368,10 @@ def test_ranking_tokens_reads_the_future():
 
 
 def test_shares_of_the_tokens():
-    """Catches a rounding error that takes a token away: 0.29 * 100 is 28.999999999999996."""
-    model = method_model("mor-expert", capacities=(1.0, 0.29, 0.001), ponder_steps=2)
-    active = torch.ones(2, 100, dtype=torch.bool)
-    for share, n in ((0.29, 29), (0.001, 1)):
-        chosen = model.choose(torch.rand(2, 100), active, share, top_k=True)
+    """Catches shares that are rounded up, and a recursion of no token."""
+    model = method_model("mor-expert", ponder_steps=2)
+    for T, r, n in ((100, 1, 66), (100, 2, 33), (2, 2, 1)):
+        chosen = model.choose(torch.rand(2, T), torch.ones(2, T).bool(), r, top_k=True)
         assert chosen.sum(1).tolist() == [n, n]
 
 
@@ -396,9 +393,6 @@ def test_command_line():
     model = parse(["--preset", "tiny", "--method", "ponderlm2"]).model
     assert (model.refinements, model.method) == ((2, 3), "ponderlm2")
     assert parse(["--method", "ponderlm2", "--refinements", "1", "1"]).model.refinements == (1, 1)
-    model = parse(["--method", "mor-expert", "--capacities", "1", ".9", ".8", ".7"]).model
-    assert model.shares == (1, 0.9, 0.8, 0.7)
-    assert configure(PonderConfig(), "mor-expert").shares == (1, 0.75, 0.5, 0.25)
     assert not parse(["--method", "ponderlm1", "--no-accumulate"]).model.accumulate
 
 
@@ -409,8 +403,6 @@ def test_command_line():
         ("ponderlm3", dict(ponder_steps=0), "vanilla takes 0"),
         ("looped", dict(backprop_passes=1), "backprop_passes = 1: looped does not follow it"),
         ("ponderlm3", dict(accumulate=False), "accumulate"),
-        ("mor-expert", dict(capacities=(1.0, 0.5)), r"K\+1 = 4 shares"),
-        ("mor-expert", dict(capacities=(1.0, 0.5, 0.6, 0.1)), "from 1 on falling"),
         ("mor", {}, "'mor' is not one of ponderlm3"),
         ("looped", dict(penalty_weight=0.1), "penalty_weight = 0.1: looped does not follow it"),
     ],
