@@ -28,8 +28,8 @@ EQUIVALENCE |= {"method/test_sample.py", "kernels/test_attention.py", "baselines
 EQUIVALENCE |= {"engine/test_batching.py", "engine/test_prefill.py"}
 # Tests in these files that make modules of their own, that are about files, other devices or the
 # compiler, or that count what runs: on a GPU more does, so that nobody has to wait.
-ON_CPU = {"test_save_and_load", "test_damaged_directories", "test_initialisation", "test_pickers"}
-ON_CPU |= {"test_k0_is_llama", "test_bfloat16", "test_bias_in_half_precision", "test_nobody_waits"}
+ON_CPU = {"test_initialisation", "test_pickers", "test_k0_is_llama"}
+ON_CPU |= {"test_bfloat16", "test_bias_in_half_precision", "test_nobody_waits"}
 ON_CPU |= {"test_flex_equals_eager", "test_flex_to_slots", "test_flex_is_compiled_once_a_length"}
 ON_CPU |= {"test_alpha_shifts_and_a_scalar_would_not", "test_router_start_and_always"}
 ON_CPU |= {"test_router_keeps_float32_under_autocast", "test_decoding_kernels"}

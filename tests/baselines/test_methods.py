@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import decode, small_model, tokens
+from conftest import NEOX, decode, small_model, tokens
 from pydantic import ValidationError
 
 import analyze
@@ -84,10 +84,12 @@ def test_generate_is_greedy_argmax_of_scoring(method):
 
 
 TIED = dict(tie_word_embeddings=True, router_offset=(0.0, 1.0, 2.0, 3.0))
+TURNED = NEOX | dict(backbone_options={"rotary_pct": 0.5})
 
 
 @pytest.mark.parametrize(
-    "method,kwargs", [*((method, {}) for method in METHODS), ("ponderlm3", TIED)]
+    "method,kwargs",
+    [*((method, {}) for method in METHODS), ("ponderlm3", TIED), ("ponderlm3", TURNED)],
 )
 def test_files(method, kwargs, tmp_path):
     """Catches a parameter or setting that is lost on the way to a file and back, and a class that

@@ -3,17 +3,19 @@
 import ast
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
 import transformers
-from conftest import LLAMA3, small_model
-from foreign import read_json
+from conftest import LLAMA3, NEOX, decode, save_for_bytes, small_model
+from foreign import TEXT, read_json
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 from baselines import all_methods
@@ -21,15 +23,15 @@ from corpus.huggingface import save_pretrained
 from corpus.tokenizers import WORDS, IdTokenizer, Tokenizer, load_tokenizer
 from engine.request import scored_tau
 from evaluation.scoring import states
-from interop import load, save
+from interop import load
 from interop.__main__ import main as interop_main
 from interop.export import export
 from runtime import UserError
 from sample import generate
 
 METHODS = [kind.method for kind in all_methods() if kind.method != "vanilla"]
-NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, backbone_options={"rotary_pct": 0.5})
-TEXT = "the quick brown fox jumps over the lazy dog, and then it naps.\n" * 3
+GREEDY = dict(do_sample=False, eos_token_id=None, return_dict_in_generate=True)
+NEOX = NEOX | dict(backbone_options={"rotary_pct": 0.5})
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +58,9 @@ def exported(model, directory, tau=0.1):
 
 def padded(rows, side):
     """Rows of ids -> input_ids and attention_mask, as a tokenizer pads them."""
-    T = max(map(len, rows))
-    pad = [[0] * (T - len(row)) for row in rows]
-    left = side == "left"
-    ids = [p + row if left else row + p for p, row in zip(pad, rows, strict=True)]
-    ones = [[1] * len(row) for row in rows]
-    mask = [p + row if left else row + p for p, row in zip(pad, ones, strict=True)]
-    return dict(input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask))
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    pad = partial(pad_sequence, batch_first=True, padding_side=side)
+    return dict(input_ids=pad(ids), attention_mask=pad([torch.ones_like(row) for row in ids]))
 
 
 def prompts(*lengths):
@@ -89,10 +87,7 @@ def check_equal(model, theirs, tau=0.1, sides=("left", "right")):
                 logits, steps = scores(model, row, tau)
                 torch.testing.assert_close(out.logits[i, real], logits, atol=1e-5, rtol=0)
                 assert out.steps[i, real].equal(steps) and not out.logits[i, ~real].any()
-        found = theirs.generate(
-            **batch, max_new_tokens=8, do_sample=False, eos_token_id=None,
-            return_dict_in_generate=True,
-        )  # fmt: skip
+        found = theirs.generate(**batch, max_new_tokens=8, **GREEDY)
         for i, sample in enumerate(expected):
             assert found.sequences[i, 28:].tolist() == sample.tokens
             assert found.past_key_values.steps[i][-8:] == sample.steps
@@ -143,23 +138,19 @@ def test_scores_are_those_of_decoding(tmp_path):
     """Catches an iteration that ends far from what decoding computes, of states that settle slowly:
     logits to 5e-4."""
     model, (row,) = ponders(**NEOX, ponder_steps=5, reread=True), prompts(28)
-    cache, decoded = model.new_cache(), []
-    for position, token in enumerate(row):
-        decoded.append(model.ponder_token(token, position, cache, 0.1)[0])
     with torch.no_grad():
         out = exported(model, tmp_path)(torch.tensor([row]))
-    torch.testing.assert_close(out.logits[0], torch.stack(decoded), atol=5e-4, rtol=0)
+    torch.testing.assert_close(out.logits[0], decode(model, row, 0.1)[0], atol=5e-4, rtol=0)
 
 
 def test_tau(tmp_path):
     """Catches a tau that is not read from the generation config, or not followed."""
     model = ponders()
     theirs, row = exported(model, tmp_path), prompts(10)
-    batch = padded(row, "left") | dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
+    batch = padded(row, "left") | GREEDY | dict(max_new_tokens=6)
 
     def steps(**kwargs):
-        out = theirs.generate(**batch, return_dict_in_generate=True, **kwargs)
-        return out.past_key_values.steps[0][-6:]
+        return theirs.generate(**batch, **kwargs).past_key_values.steps[0][-6:]
 
     def expected(tau):
         return generate(model, row, 6, tau=tau, temperature=0)[0].steps
@@ -180,10 +171,7 @@ def test_steps_beyond_the_window(tmp_path):
     """Catches steps that cannot be laid beside the tokens, since some were read twice."""
     model = ponders()
     batch, window = padded(prompts(3, 28, 40), "left"), model.config.block_size
-    out = exported(model, tmp_path).generate(
-        **batch, max_new_tokens=12, do_sample=False, eos_token_id=None,
-        return_dict_in_generate=True,
-    )  # fmt: skip
+    out = exported(model, tmp_path).generate(**batch, max_new_tokens=12, **GREEDY)
     expected = generate(model, prompts(3, 28, 40), 12, tau=0.1, temperature=0)
     found = out.past_key_values.steps
     assert [len(steps) for steps in found] == [3 + 11, 28 + 11, window // 2 + 11]
@@ -197,10 +185,7 @@ def test_going_on_from_a_cache(tmp_path):
     theirs, (row,) = exported(model, tmp_path), prompts(10)
 
     def go_on(text, **kwargs):
-        return theirs.generate(
-            torch.tensor([text]), attention_mask=torch.ones(1, len(text)), do_sample=False,
-            eos_token_id=None, return_dict_in_generate=True, max_new_tokens=4, **kwargs,
-        )  # fmt: skip
+        return theirs.generate(**padded([text], "left"), max_new_tokens=4, **GREEDY, **kwargs)
 
     (expected,) = generate(model, [row], 8, tau=0.1, temperature=0)
     first = go_on(row)
@@ -238,9 +223,8 @@ def test_beams_and_sampling(tmp_path):
     """Catches a cache that beams share, rows that sampling mixes up."""
     model = ponders()
     theirs, batch = exported(model, tmp_path), padded(prompts(12, 12), "left")
-    beams = theirs.generate(**batch, max_new_tokens=5, num_beams=3, num_return_sequences=3,
-                            eos_token_id=None, return_dict_in_generate=True,
-                            output_scores=True)  # fmt: skip
+    how = dict(max_new_tokens=5, num_beams=3, num_return_sequences=3, output_scores=True)
+    beams = theirs.generate(**batch, **how, **GREEDY)
     for text, score in zip(beams.sequences, beams.sequences_scores, strict=True):
         with torch.no_grad():
             log_p = scores(model, text.tolist(), 0.1)[0].log_softmax(-1)[11:-1]
@@ -281,9 +265,8 @@ def test_lm_evaluation_harness(tmp_path, method, monkeypatch):
     log-likelihood to 1e-4, each text exactly."""
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # runs pip
     model, tokenizer = ponders(method, vocab_size=257, block_size=40), Tokenizer.bytes()
-    save(model, tmp_path / "run")
-    tokenizer.save(tmp_path / "run" / "tokenizer.json")
-    interop_main(str(tmp_path / "run"), tmp_path / "out", transformers=True, tau=0.3)
+    run = save_for_bytes(model, tmp_path / "run")
+    interop_main(str(run), tmp_path / "out", transformers=True, tau=0.3)
     documents = [{"name": name, "animal": animal} for name, animal in (("fox", "hen"), ("ox", "a"))]
     (tmp_path / "documents.json").write_text("\n".join(map(json.dumps, documents)))
     for name, kind in KINDS.items():
@@ -293,10 +276,9 @@ def test_lm_evaluation_harness(tmp_path, method, monkeypatch):
     found = simple_evaluate(lm, tasks=[*KINDS], task_manager=manager, bootstrap_iters=0)["samples"]
     for document, cloze, finish in zip(documents, found["cloze"], found["finish"], strict=True):
         asked = tokenizer.encode(f"the {document['name']} has a")
-        answer, cache, log_p = tokenizer.encode(f" {document['animal']}"), model.new_cache(), []
-        for position, token in enumerate(asked + answer[:-1]):
-            log_p.append(model.ponder_token(token, position, cache, 0.3)[0].log_softmax(-1))
-        expected = sum(row[token] for row, token in zip(log_p[-len(answer) :], answer, strict=True))
+        answer = tokenizer.encode(f" {document['animal']}")
+        log_p = decode(model, asked + answer[:-1], 0.3)[0].log_softmax(-1)[-len(answer) :]
+        expected = sum(row[token] for row, token in zip(log_p, answer, strict=True))
         assert cloze["resps"][0][0][0] == pytest.approx(float(expected), abs=1e-4)
         (text,) = generate(model, [asked], 5, tau=0.3, temperature=0)
         text = tokenizer.decode(text.tokens).decode("utf-8", "replace").split(".")[0]
@@ -320,7 +302,7 @@ def tokenizers():
     one_way = [bytes([i]) for i in range(256)] + [b"he", b"ef", b"hef"]  # h + ef is never met
     return {
         "bytes": Tokenizer.bytes(),
-        "bpe": Tokenizer.train([TEXT + "日本 naïve\r\n"], 300),
+        "bpe": Tokenizer.train([TEXT[:189] + "日本 naïve\r\n"], 300),
         "two ways": Tokenizer("bpe", WORDS, one_way),
     }
 
@@ -328,10 +310,9 @@ def tokenizers():
 @pytest.fixture
 def directory(tmp_path):
     """A run with a tokenizer of ours, exported by the command."""
-    model = small_model(vocab_size=257, block_size=64, router_scale=12.0).float()
-    save(model, tmp_path / "run")
-    Tokenizer.bytes().save(tmp_path / "run" / "tokenizer.json")
-    interop_main(str(tmp_path / "run"), to=tmp_path / "exported", transformers=True, tau=0.1)
+    model = small_model(vocab_size=257, block_size=64, router_scale=12.0)
+    run = save_for_bytes(model, tmp_path / "run")
+    interop_main(str(run), to=tmp_path / "exported", transformers=True, tau=0.1)
     return tmp_path / "exported"
 
 
@@ -392,8 +373,7 @@ def test_command(directory, tmp_path, capsys):
     IdTokenizer(257).save(run / "tokenizer.json")
     exported_config(run, "ids")
     assert "no tokenizer is written" in capsys.readouterr().out
-    save(small_model(vocab_size=257, ponder_steps=0).float(), run)
-    Tokenizer.bytes().save(run / "tokenizer.json")
+    save_for_bytes(small_model(vocab_size=257, ponder_steps=0), run)
     assert exported_config(run, "llama")["eos_token_id"] == 256
     assert "a Hugging Face Llama" in capsys.readouterr().out
     llama = AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
