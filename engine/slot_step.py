@@ -69,13 +69,14 @@ class SlotStep:
         turned = torch.stack(model.model.angles(positions, dtype))  # (2, T+1, d)
         as_it_is = torch.zeros_like(turned)
         as_it_is[0] = 1
-        # Queries and keys are turned (kind 0), values are not (kind 1): (2, T+1, 2, d).
-        self.angles = torch.stack([turned, as_it_is], dim=2)
+        # Queries and keys are turned (kind 0), values are not (kind 1): (2, T+1, 2, 2, d/2).
+        self.angles = torch.stack([turned, as_it_is], dim=2).unflatten(-1, (2, -1))
         self.kind = torch.tensor([0] * (self.H + self.G) + [1] * self.G, device=device)
-        # What augment appends to each head: a number to queries, the bias to keys, zeros to values.
-        shape = (batch_size, self.H + 2 * self.G, self.width - self.d)
-        self.channels = torch.zeros(shape, dtype=dtype, device=device)
-        self.channels[:, : self.H, :2] = query_channels(self.d, dtype)[:2]
+        # Queries, keys and values of a slot. Behind each head is what augment appends to it: a number
+        # to queries, the bias to keys, zeros to values.
+        shape = (batch_size, self.H + 2 * self.G, self.width)
+        self.new = torch.zeros(shape, dtype=dtype, device=device)
+        self.new[:, : self.H, self.d : self.d + 2] = query_channels(self.d, dtype)[:2]
         self.heads = torch.arange(batch_size * 2 * self.G, device=device).view(batch_size, -1)
 
     def norm(self, x):
@@ -95,20 +96,20 @@ class SlotStep:
         """
         (A, _), H, G, d, dtype = x.shape, self.H, self.G, self.d, self.dtype
         # Once for all layers. Values are turned by no angle: see self.kind.
-        cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, d)
-        channels = self.channels[:A]  # (A, H+2G, d'-d)
-        channels[:, H : H + G, : of_key.size(-1)] = of_key
+        cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, 2, d/2)
+        new = self.new[:A]  # (A, H+2G, d')
+        turned = new[..., :d].unflatten(-1, (2, -1))  # (A, H+2G, 2, d/2)
+        q, k_v = new[:, :H].view(A, G, H // G, -1), new[:, H:]  # a group's heads are its queries
+        k_v[:, :G, d : d + of_key.size(-1)] = of_key
         if of_query is not None:
-            channels[:, :H, : of_query.size(-1)] = of_query
+            new[:, :H, d : d + of_query.size(-1)] = of_query
         heads = self.heads[:A] * cache.layers[0].size(2)
         at = (heads + length[:, None]).flatten()  # (A*2G,) the slot's places
         views = cache.views(A, places)
         for weights, kv, (keys, values) in zip(self.layers, cache.layers, views, strict=True):
-            y = weights.qkv(self.norm(x).to(dtype)).view(A, H + 2 * G, d)
-            y = torch.addcmul(y * cos, y.roll(d // 2, -1), sin)  # RoPE, as model.apply_rotary
-            y = torch.cat([y, channels], dim=-1)  # (A, H+2G, d'), as attention.augment
-            kv.view(-1, self.width).index_copy_(0, at, y[:, H:].reshape(-1, self.width))
-            q = y[:, :H].reshape(A, G, H // G, -1)  # the heads of a group are its queries
+            y = weights.qkv(self.norm(x).to(dtype)).view(A, H + 2 * G, 2, -1)
+            torch.addcmul(y * cos, y.flip(2), sin, out=turned)  # RoPE, as model.apply_rotary
+            kv.view(-1, self.width).index_copy_(0, at, k_v.reshape(-1, self.width))
             out = F.scaled_dot_product_attention(q, keys, values, scale=1 / math.sqrt(d))
             x = weights.out.added(x, out[..., :d].reshape(A, H * d))
             y = gated(weights.gate, weights.up, self.norm(x).to(dtype))
