@@ -3,7 +3,6 @@
 name                unit, per token        formula
 paper_flops         FLOPs                  6 N (1 + steps): the paper's unit (section 4.2). 6 N is
                                            what a token costs in training; decoding takes 2 N.
-forward_flops       FLOPs                  2 N (1 + steps)
 cache_entries       keys a layer           1 + steps
 training_forwards   passes of the stack    slots that run for it in all passes of a training step;
                                            one without gradient counts a third (--backprop-passes)
@@ -25,7 +24,6 @@ class Cost:
 
     parameters: int
     paper_flops: float
-    forward_flops: float
     cache_entries: float
     training_forwards: float
 
@@ -43,7 +41,6 @@ def cost(config, steps):
     return Cost(
         parameters=N,
         paper_flops=6 * N * (1 + steps),
-        forward_flops=2 * N * (1 + steps),
         cache_entries=1 + steps,
         training_forwards=find(config.method).training_forwards(config, steps),
     )
