@@ -167,20 +167,18 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, **how):
     return rows
 
 
-def prompt_rows(model, val, lengths, alphas, repeats, **how):
+def prompt_rows(model, val, lengths, repeats, **how):
     """Seconds to read one prompt in parallel, and how many times as long it takes slot by slot."""
     rows, device = [], model.lm_head.weight.device
-    for length, alpha in cells("prompts", lengths, dict.fromkeys((0.0, *alphas[-1:]))):
+    for (length,) in cells("prompts", lengths):
         (prompt,) = prompts_of(val, 1, length)
-        ways = "jacobi", "sequential"
-        engines = {p: Engine(model, 1, alpha=alpha, prefill=p, **how) for p in ways}
+        engines = {p: Engine(model, 1, prefill=p, **how) for p in ("jacobi", "sequential")}
         runs = {p: partial(e.generate, [prompt], 1, temperature=0) for p, e in engines.items()}
         warm_up = int(device.type == "cuda")  # where the first call loads libraries
         seconds = medians(runs, repeats, warm_up, device)
         slots = engines["sequential"].stats.slots / (repeats + warm_up)
-        row = {"prompt": length, "alpha": alpha}
+        row = {"prompt": length, "slot_ratio": slots / (length * (model.config.ponder_steps + 1))}
         row["passes"] = engines["jacobi"].stats.prompt_passes // (repeats + warm_up)
-        row["slot_ratio"] = slots / (length * (model.config.ponder_steps + 1))
         row |= {f"{name}_seconds": value for name, value in seconds.items()}
         rows.append(row | {"sequential_ratio": seconds["sequential"] / seconds["jacobi"]})
     return rows
@@ -234,7 +232,7 @@ def decode(
     how = dict(dtype=getattr(torch, precision), weights=weights)
     sizes = batch_sizes, prompts, new_tokens
     measurements = {
-        "prompt": partial(prompt_rows, model, val, prompts, alphas),
+        "prompt": partial(prompt_rows, model, val, prompts),
         "others": partial(other_rows, model, val, *sizes),
         "exit": partial(exit_rows, model, val, *sizes, tau, alphas),
     }
@@ -270,7 +268,7 @@ TABLES = {
     ),
     "prompt": (
         "seconds to read a prompt in parallel; slot by slot the ratio to it",
-        {"prompt": "prompt", "alpha": "alpha:g", "slots": "slot_ratio:.2f", "passes": "passes"}
+        {"prompt": "prompt", "slots": "slot_ratio:.2f", "passes": "passes"}
         | {"parallel": "jacobi_seconds:.3f", "slot by slot": "sequential_ratio:.2f"},
     ),
 }

@@ -76,5 +76,5 @@ def test_rows(val, how):
     assert less["always_tokens_per_second"] == pytest.approx(always)
     against = [row["against"] for row in other_rows(single, val, (2,), (5,), 4, 1, **how)]
     assert against == ["transformers"] + ["CTranslate2"] * ("dtype" not in how)
-    for row in prompt_rows(single, val, (5,), alphas, 1, **how):
+    for row in prompt_rows(single, val, (5,), 1, **how):
         assert 0.25 <= row["slot_ratio"] <= 1 <= row["passes"] <= 16
