@@ -6,7 +6,7 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/python analyze.py puzzle
 	$(BIN)/python sample.py --run models/shakespeare --prompt "ROMEO:" --show-steps --seed 1
-	$(BIN)/python train.py --preset tiny
+	$(BIN)/python train.py --preset tiny --method grid --steps 3500 --eval-windows 256
 	$(BIN)/python sample.py --tau auto
 
 test: .venv/installed-test

@@ -345,6 +345,8 @@ def way_back(run):
 
 # -- A training that survives ----------------------------------------------------------------------
 
+LONG = 600  # seconds of training that are worth the minute that compiling takes
+
 
 class Stopped(Exception):
     """The training was asked to stop, and all of it is saved."""
@@ -455,12 +457,16 @@ class Session:
         check_finite(self.run, done, **row)
         a_step = (self.seconds - self.before) / (done - self.first)
         row["tokens_per_second"] = config.batch_size * config.model.block_size / a_step
+        left = a_step * (config.steps - done)
         print(
             f"step {done}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
             f"penalty {row['penalty']:.4f}  K-hat {row['K_hat']:.2f}  "
-            f"{row['tokens_per_second']:,.0f} tok/s  left {clock(a_step * (config.steps - done))}",
+            f"{row['tokens_per_second']:,.0f} tok/s  left {clock(left)}",
             flush=True,
         )
+        if left > LONG and not config.compile and done - self.first <= config.log_every:
+            again = f"{resume_command(self.run)} --compile"
+            print(f"so long a training may be faster compiled: Ctrl-C, then {again}", flush=True)
         self.append({"step": done, **row})
 
     def append(self, row):

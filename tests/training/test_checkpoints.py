@@ -139,6 +139,14 @@ def test_more_steps(config):
     assert read_settings("out", "x")[1].steps == 24
 
 
+@pytest.mark.parametrize("long, times", [(0, 1), (600, 0)])
+def test_a_long_training_hears_of_the_compiler(config, monkeypatch, capsys, long, times):
+    """Catches a training that is not told of --compile, told at every line, or told for seconds."""
+    monkeypatch.setattr("training.runs.LONG", long)
+    train(replace(config, steps=3))
+    assert capsys.readouterr().out.count("train.py --resume --name x --compile") == times
+
+
 def test_changed_settings_are_refused(config, tmp_path):
     """Catches a resumed training that is another one, without a word; and one that is touched."""
     run, _ = train(replace(config, steps=2))
