@@ -3,10 +3,12 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import same_weights
 from foreign import make_llama, make_tokenizer
 from pydantic import ValidationError
 
@@ -25,14 +27,18 @@ from training.warm_start import feeds_back, start_from
 
 
 @pytest.fixture
-def llama(config, monkeypatch, tmp_path):
+def llama(config):
     """A small Llama that is trained, in a directory as transformers writes it."""
-    monkeypatch.chdir(tmp_path)
-    shape = dict(method="vanilla", ponder_steps=0, embed_scale=1.0, tie_word_embeddings=True)
-    run, _ = train(replace(config, name="plain", steps=60, model=replace(config.model, **shape)))
-    save(load(run), tmp_path / "llama")
-    shutil.copy(run / "tokenizer.json", tmp_path / "llama")
-    return tmp_path / "llama"
+    return as_others(replace(config, steps=60), "llama", embed_scale=1.0, tie_word_embeddings=True)
+
+
+def as_others(config, name, **shape):
+    """Train a model without pondering, and save it as transformers would. -> the directory"""
+    model = replace(config.model, method="vanilla", ponder_steps=0, **shape)
+    run, _ = train(replace(config, name="plain", model=model))
+    save(load(run), place := Path(config.out).parent / name)
+    shutil.copy(run / "tokenizer.json", place)
+    return place
 
 
 def going_on(config, llama, *flags):
@@ -42,9 +48,17 @@ def going_on(config, llama, *flags):
     return replace(config, eval_every=10, eval_windows=8, device="cpu", precision="float32")
 
 
-def assert_same(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+def check_resume(config, first, capsys):
+    """A training from `first`, cut short at its first checkpoint, goes on without `first` and is
+    the same bit for bit. -> the run that was not cut, and its results"""
+    whole, results = train(replace(config, name="whole"))
+    parts, _ = train(replace(config, name="parts"))
+    shutil.rmtree(checkpoints(parts)[1])
+    shutil.rmtree(first)
+    train(parse(["--resume", "--name", "parts"]))
+    assert "resumed at step 10" in capsys.readouterr().out
+    assert same_weights(load(whole), load(parts))
+    return whole, results
 
 
 def fixed_point_loss(model, config):
@@ -55,8 +69,10 @@ def fixed_point_loss(model, config):
 @pytest.mark.parametrize("method, tolerance", [("grid", 1e-6), ("ponderlm3", 1e-2)])
 def test_step_0_is_the_llama(config, llama, method, tolerance):
     """Catches a start that is not the Llama's: the loss, relative, wherever the router starts. By
-    Jacobi the first slot of a token sees four keys of each earlier token, and one of its own."""
+    Jacobi the first slot of a token sees four keys of each earlier token, and one of its own. And a
+    spelling that the command line takes and the defaults do not see."""
     config = going_on(config, llama, "--method", method)
+    assert parse(["--preset", "tiny", "--init_from", str(llama)]).model.hidden_size == 32
     assert config.model.reread and config.model.block_size == 16 and config.learning_rate == 2e-3
     plain = fixed_point_loss(load(llama), config)
     assert plain < 0.5  # it has learned its text, so that there is something to spoil
@@ -67,16 +83,12 @@ def test_step_0_is_the_llama(config, llama, method, tolerance):
     assert fixed_point_loss(model, config) > 1.1 * plain
 
 
-def test_from_a_gpt_neox(config, tmp_path, monkeypatch):
+def test_from_a_gpt_neox(config):
     """Catches a Pythia that cannot learn to ponder, by its shape or by its names: trained as one,
     read back, continued as PonderLM-3, decoded."""
-    monkeypatch.chdir(tmp_path)
-    shape = dict(method="vanilla", ponder_steps=0, head_dim=None, backbone="gpt_neox")
-    model = replace(config.model, backbone_options={"rotary_pct": 0.25}, **shape)
-    run, _ = train(replace(config, name="plain", model=model))
-    save(load(run), tmp_path / "pythia")
-    shutil.copy(run / "tokenizer.json", tmp_path / "pythia")
-    taught, results = train(replace(going_on(config, tmp_path / "pythia"), name="taught"))
+    shape = dict(head_dim=None, backbone="gpt_neox", backbone_options={"rotary_pct": 0.25})
+    pythia = as_others(config, "pythia", **shape)
+    taught, results = train(replace(going_on(config, pythia), name="taught"))
     model = load(taught)
     assert (model.config.method, model.config.backbone) == ("ponderlm3", "gpt_neox")
     assert model.config.backbone_options["rotary_pct"] == 0.25 and results["fixed"]["loss"] < 2.5
@@ -91,25 +103,18 @@ def test_rate_of_g(config, llama):
     model, before = load(run), start_from(llama, config.model)
     assert float(model.feedback.weight.detach().abs().max()) == pytest.approx(3e-3, rel=0.01)
     model.feedback.weight.data.zero_()
-    assert_same(model, before)
+    assert same_weights(model, before)
 
 
 def test_training_and_resume(config, llama, capsys):
     """Catches a checkpoint that is not the model as it was then, and a resume that needs the first
     model again."""
-    config = going_on(config, llama)
-    whole, results = train(replace(config, name="whole"))
+    whole, results = check_resume(going_on(config, llama), llama, capsys)
     assert results["fixed"]["loss"] < 2  # of 3.0, the unigram entropy
     half, whole_model = load(checkpoints(whole)[0]), load(whole)
     assert half.config == whole_model.config
     assert not torch.equal(half.feedback.weight, whole_model.feedback.weight)
-    parts, _ = train(replace(config, name="parts"))
-    shutil.rmtree(checkpoints(parts)[1])
-    shutil.rmtree(llama)
-    train(parse(["--resume", "--name", "parts"]))
     assert validation_windows("out/whole")[2].count > 0
-    assert_same(load(whole), load(parts))
-    assert "resumed at step 10" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", [kind.method for kind in all_methods()])
@@ -132,14 +137,14 @@ def test_pondering_model_goes_on(config, llama):
     save(PonderLM(replace(second.model, reread=False)), llama.parent / "scratch")
     assert not going_on(config, llama.parent / "scratch").model.reread
     assert second.model.ponder_steps == 2
-    assert_same(load(first), start_from(first, second.model))
+    assert same_weights(load(first), start_from(first, second.model))
     with pytest.raises(UserError, match="is a ponderlm3 and can only go on as that"):
         start_from(first, going_on(config, first, "--method", "looped").model)
     with pytest.raises(UserError, match="ponder_steps = 1: out/first takes 2, which"):
         start_from(first, replace(second.model, ponder_steps=1))
 
 
-def test_more_steps(config, llama):
+def test_more_steps(config, llama, capsys):
     """Catches another offset for the steps that a model has, a row that is not the last one's copy;
     and a resume that is another training."""
     first, _ = train(replace(going_on(config, llama, "--ponder-steps", "2"), name="first"))
@@ -150,12 +155,7 @@ def test_more_steps(config, llama):
         assert torch.equal(model.state_dict()[name][: len(x)], x), name
     rows = model.router.proj.weight
     assert rows[2:].eq(rows[2]).all() and rows[2].ne(0).any()
-    whole, _ = train(replace(grown, name="whole"))
-    parts, _ = train(replace(grown, name="parts"))
-    shutil.rmtree(checkpoints(parts)[1])
-    shutil.rmtree(first)
-    train(parse(["--resume", "--name", "parts"]))
-    assert_same(load(whole), load(parts))
+    check_resume(grown, first, capsys)
 
 
 WEIGHTS_OF_A_STEP = {"ablation-router", "adaponder", "mor-token", "mor-expert"}
@@ -194,7 +194,7 @@ def test_killed_before_the_first_checkpoint(config, llama, monkeypatch):
             train(replace(config, name="parts"))
     shutil.rmtree(llama)
     parts, _ = train(parse(["--resume", "--name", "parts"]))
-    assert_same(load(whole), load(parts))
+    assert same_weights(load(whole), load(parts))
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,9 @@ def test_refused(config, llama, flags, message):
     assert not any(is_model(run) for run in (llama.parent / "out").iterdir() if run.name != "plain")
 
 
-def test_hugging_face_model(config, monkeypatch, tmp_path, capsys):
+def test_hugging_face_model(config, tmp_path, capsys):
     """Catches a Llama with a tokenizer of its own whose texts are cut into other tokens, or that
     cannot go on once its directory is gone."""
-    monkeypatch.chdir(tmp_path)
     library, tokenizer = make_tokenizer(tmp_path / "llama", "llama 3")
     make_llama(tmp_path / "llama", vocab_size=library.get_vocab_size() + 20)  # a padded table
     config = going_on(config, "llama", "--block-size", "8", "--steps", "2")
@@ -232,10 +231,9 @@ def test_hugging_face_model(config, monkeypatch, tmp_path, capsys):
     assert "resumed at step 2" in capsys.readouterr().out
 
 
-def test_without_a_tokenizer(config, monkeypatch, tmp_path):
+def test_without_a_tokenizer(config, tmp_path):
     """Catches a Llama without tokenizer.json that is trained on tokens it never saw, and a corpus
     of another tokenizer."""
-    monkeypatch.chdir(tmp_path)
     make_llama(tmp_path / "llama", vocab_size=300)
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         train(going_on(config, "llama"))
@@ -253,9 +251,8 @@ def test_without_a_tokenizer(config, monkeypatch, tmp_path):
         open_corpus(replace(few, tokenizer="bytes"))
 
 
-def test_folder_of_ids(config, monkeypatch, tmp_path, capsys):
+def test_folder_of_ids(config, tmp_path, capsys):
     """Catches ready ids that need an end of text, or are taken for the model's without a word."""
-    monkeypatch.chdir(tmp_path)
     library, _ = make_tokenizer(tmp_path / "llama", "byte-level", model_max_length=5)
     make_llama(tmp_path / "llama", vocab_size=library.get_vocab_size())
     (tmp_path / "ids").mkdir()
@@ -263,12 +260,5 @@ def test_folder_of_ids(config, monkeypatch, tmp_path, capsys):
         (np.arange(5000, dtype=np.uint16) % 250).tofile(tmp_path / "ids" / name)
     config = replace(going_on(config, "llama"), data="ids")
     assert open_corpus(config)[1].end_of_text is None
-    assert (
-        "ids has no tokenizer.json; its ids are taken for those of llama" in capsys.readouterr().out
-    )
-
-
-def test_underscores(llama):
-    """Catches a spelling that the command line takes and the defaults do not see."""
-    flags = ["--preset", "tiny", "--init_from", str(llama)]
-    assert parse(flags).model.hidden_size == 32
+    taken = "ids has no tokenizer.json; its ids are taken for those of llama"
+    assert taken in capsys.readouterr().out
