@@ -21,6 +21,7 @@ import analyze
 from analysis import explainer
 from corpus import lookup
 from corpus.tokenizers import Tokenizer
+from engine.puzzle import chain_from
 from interop import INCLUDED, PUZZLES, load, save
 from runtime import UserError
 from training.config import PRESETS
@@ -41,6 +42,7 @@ SHAPES = {
 }
 WORDS = explainer.BYTES  # the first word of a puzzle
 TOKENIZER = lookup.tokenizer()
+LEFT, RIGHT, END = "\ue012", "\ue014", "\ue010"  # keys, as Selenium writes them
 # models of the puzzle: the page that has each
 PUZZLERS = {"grid": "plain", "puzzles": "included"}
 
@@ -173,6 +175,9 @@ class Page:
 
     def text(self, id):
         return self.run("return document.getElementById(arguments[0]).innerText", id)
+
+    def find(self, css):
+        return self.driver.find_element("css selector", css)
 
     def click(self, id):
         self.run("document.getElementById(arguments[0]).click()", id)
@@ -353,12 +358,8 @@ def test_continuation(worker):
 
 def chains_of(pairs):
     """The chains of a table, as words, the longest first."""
-    goes = dict(pairs)
-    chains = sorted(goes.keys() - {*goes.values()})
-    for i, chain in enumerate(chains):
-        while chain[-1] in goes:
-            chain += goes[chain[-1]]
-        chains[i] = chain
+    begins = {a for a, _ in pairs} - {b for _, b in pairs}
+    chains = [chain_from(letter, pairs) for letter in sorted(begins)]
     return sorted(chains, key=len, reverse=True)
 
 
@@ -479,9 +480,6 @@ def puzzle(show):
 def test_asking(puzzle):
     """Catches a page that waits for its reader; a click, key or number that asks something else,
     and a step whose arrow or pair is not the one with the most attention."""
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.common.keys import Keys
-
     page = puzzle()
     steps = page.expect(TABLE, "l")
     looks = page.run("return ponder.puzzle.thought.looks")
@@ -492,9 +490,9 @@ def test_asking(puzzle):
     widths = page.run("return [...document.querySelectorAll('.arrow')]"
         ".map(arrow => +arrow.style.getPropertyValue('--a'))")  # fmt: skip
     assert TABLE.split()[widths.index(max(widths))] == best[-1]
-    page.driver.find_element(By.CSS_SELECTOR, "[data-letter=b]").click()
+    page.find("[data-letter=b]").click()
     page.expect(TABLE, "b")
-    page.driver.find_element(By.CSS_SELECTOR, "[data-letter=b]").send_keys(Keys.ARROW_RIGHT)
+    page.find("[data-letter=b]").send_keys(RIGHT)
     page.expect(TABLE, "h")
     assert page.run("return document.activeElement.dataset.letter") == "h"
     page.run("document.querySelector('#numbers [value=\"3\"]').click()")
@@ -550,8 +548,6 @@ def test_other_tables(puzzle):
 
 def test_address(puzzle):
     """Catches an address that shows something else than what it says, or stops the page."""
-    from selenium.webdriver.common.by import By
-
     page = puzzle("#puzzle=ab.bc&ask=b")
     assert page.run("return ponder.puzzle.ask + ponder.puzzle.table.pairs.join(' ')") == "l" + TABLE
     assert page.text("own-note").startswith("No pair begins with c, d, e")
@@ -567,7 +563,7 @@ def test_address(puzzle):
         "const {table, ask, tau} = ponder.puzzle; return [table.pairs.join(' '), ask, tau]"
     )
     assert shown == [table, "k", 0.5]
-    page.driver.find_element(By.LINK_TEXT, "one lookup, thinking on for nothing").click()
+    page.driver.find_element("link text", "one lookup, thinking on for nothing").click()
     page.expect(TABLE, "a", 0)
 
 
@@ -604,18 +600,14 @@ def test_sliders(show):
 def test_walking_through_the_bytes(show):
     """Catches a click or key that opens another byte, and attention of another slot, or of heads
     whose mean it is not."""
-    from selenium.webdriver.common.by import By
-    from selenium.webdriver.common.keys import Keys
-
     page = show()
     page.put("tau", 0)
     page.put("input", "What is it")
     page.run("document.querySelectorAll('#text span')[4].click()")
     page.until("document.getElementById('opened').innerText.startsWith('Byte 4: ␣')")
-    text = page.driver.find_element(By.ID, "text")
-    text.send_keys(Keys.ARROW_LEFT)
+    page.find("#text").send_keys(LEFT)
     page.until("document.getElementById('opened').innerText.startsWith('Byte 3: t')")
-    text.send_keys(Keys.END)
+    page.find("#text").send_keys(END)
     page.until("document.getElementById('opened').innerText.includes('Nothing follows')")
     page.put("slot", 0)
     assert page.run("return document.querySelectorAll('#keys .attended').length") == 9 * 3 + 1
@@ -720,12 +712,11 @@ def test_page_is_self_contained(pages):
 def test_refusals(tmp_path):
     """Catches a page of a model that it cannot run: another method, other tokens."""
     page = tmp_path / "page.html"
-    vanilla = write_run(tmp_path / "vanilla", small_model(vocab_size=257, ponder_steps=0))
-    odd = write_run(tmp_path / "odd", small_model(vocab_size=300))
     assert 'url=explainer.html"' in (ROOT / "docs/index.html").read_text("utf-8")
-    for run, message in (
-        (vanilla, "has the method vanilla; the page runs ponderlm3 alone"),
-        (odd, "has the vocabulary 300; the page runs 257 alone"),
+    for what, shape, only in (
+        ("method vanilla", dict(vocab_size=257, ponder_steps=0), "ponderlm3"),
+        ("vocabulary 300", dict(vocab_size=300), "257"),
     ):
-        with pytest.raises(UserError, match=message):
+        run = write_run(tmp_path / what, small_model(**shape))
+        with pytest.raises(UserError, match=f"has the {what}; the page runs {only} alone"):
             explainer.Explainer(str(run), out=page).draw()

@@ -15,13 +15,13 @@ import shlex
 import subprocess
 import sys
 import warnings
-from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from conftest import ROOT
 
 from engine.products import has_bfloat16
 
-ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 # In the order of the table in README.md, in which the commands of one use the runs of another.
 NAMES = [
@@ -96,11 +96,10 @@ def run(what, arguments, directory):
     """Run a script or module as `python` does, in this process -> what it printed."""
     name = str(ROOT / what) if what.endswith(".py") else what
     printed, said = io.StringIO(), io.StringIO()
-    before = Path.cwd(), sys.argv
-    os.chdir(directory)
-    sys.argv = [name, *arguments]
     try:
         with (
+            contextlib.chdir(directory),
+            patch.object(sys, "argv", [name, *arguments]),
             contextlib.redirect_stdout(printed),
             contextlib.redirect_stderr(said),
             warnings.catch_warnings(),
@@ -112,9 +111,6 @@ def run(what, arguments, directory):
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         assert not end.code, f"{end.code}\n{printed.getvalue()}\n{said.getvalue()}"
-    finally:
-        os.chdir(before[0])
-        sys.argv = before[1]
     return printed.getvalue()
 
 
@@ -140,19 +136,11 @@ def test_command(name, line, directory):
 
 def test_python(directory):
     """Catches a page whose Python has drifted from the code; it uses a run of the commands."""
-    blocks = [
-        block
-        for text in PAGES.values()
-        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    ]
+    blocks = re.findall(r"```python\n(.*?)```", "\n".join(PAGES.values()), re.DOTALL)
     assert blocks
-    before = Path.cwd()
-    os.chdir(directory)
-    try:
-        names = {}
+    names = {}
+    with contextlib.chdir(directory):
         exec("\n".join(blocks), names)
-    finally:
-        os.chdir(before)
     assert len(names["samples"]) == 2 and len(names["samples"][0].tokens)
 
 

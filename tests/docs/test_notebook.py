@@ -1,14 +1,11 @@
 """The tour as a notebook: made by its script, and true."""
 
-from pathlib import Path
-
 import nbformat
 import pytest
+from conftest import ROOT
 from nbconvert.preprocessors import ExecutePreprocessor
 
 from docs.notebook import NOTEBOOK, build
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def printed(notebook):

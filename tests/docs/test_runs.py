@@ -7,16 +7,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import interop
 from baselines import all_methods, build, find
 from training.config import parse
 from training.runs import changes
 
-ROOT = Path(__file__).parent.parent.parent
 MODULES = ("corpus", "interop", "evaluation", "bench", "lm_eval", "torch.distributed.run")
 
 
