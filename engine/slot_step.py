@@ -72,8 +72,8 @@ class SlotStep:
         # Queries and keys are turned (kind 0), values are not (kind 1): (2, T+1, 2, 2, d/2).
         self.angles = torch.stack([turned, as_it_is], dim=2).unflatten(-1, (2, -1))
         self.kind = torch.tensor([0] * (self.H + self.G) + [1] * self.G, device=device)
-        # Queries, keys and values of a slot. Behind each head is what augment appends to it: a number
-        # to queries, the bias to keys, zeros to values.
+        # Queries, keys and values of a slot. Behind each head is what augment appends: a number to
+        # queries, the bias to keys, zeros to values.
         shape = (batch_size, self.H + 2 * self.G, self.width)
         self.new = torch.zeros(shape, dtype=dtype, device=device)
         self.new[:, : self.H, self.d : self.d + 2] = query_channels(self.d, dtype)[:2]
