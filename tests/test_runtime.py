@@ -1,13 +1,12 @@
 """Errors in one line, files that are whole or not there."""
 
 import os
-import resource
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, full_disk
 
 from runtime import UserError, command_line, pick_threads, progress, read_json, write_text, writing
 
@@ -35,13 +34,9 @@ def test_full_disk(tmp_path):
     """Catches a full disk without a word of the file, a file that is cut, and one that is left."""
     file = tmp_path / "x.json"
     write_text(file, "old")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-        with pytest.raises(SystemExit, match=r"x\.json: File too large \([\d,]+ MiB free\)"):
-            command_line(lambda: write_text(file, "new" * 100))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    message = r"x\.json: File too large \([\d,]+ MiB free\)"
+    with full_disk(100), pytest.raises(SystemExit, match=message):
+        command_line(lambda: write_text(file, "new" * 100))
     assert [f.read_text() for f in tmp_path.iterdir()] == ["old"]
 
 

@@ -1,6 +1,4 @@
-"""What the tests of evaluation share: models of every method, and the simple decoder's losses."""
-
-from itertools import pairwise
+"""What the tests of evaluation share: models of every method."""
 
 import pytest
 from conftest import small_model
@@ -15,18 +13,3 @@ def method_model():
         return small_model(seed=2, method=method, **scale, **kwargs)
 
     return make
-
-
-@pytest.fixture(scope="session")
-def decoder_losses():
-    """The losses of a text's tokens, and the steps before each, by the simple decoder."""
-
-    def losses_and_steps(model, text, tau):
-        cache, losses, steps = model.new_cache(), [], []
-        for t, (token, following) in enumerate(pairwise(text)):
-            logits, k = model.ponder_token(token, t, cache, tau)
-            losses.append(-logits.log_softmax(-1)[following].item())
-            steps.append(k)
-        return losses, steps
-
-    return losses_and_steps

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_model
+from conftest import save_for_bytes, small_model
 
 from corpus.tokenizers import IdTokenizer, Tokenizer
 from evaluation.__main__ import Options, main
 from evaluation.perplexity import paired, summarise, texts_of
 from evaluation.scoring import Window, cut, score
-from interop import load, save
+from interop import load
 from runtime import UserError, command_line
 
 RAW = "naïve café\r\n".encode() * 10 + b"\xff"
@@ -22,8 +22,7 @@ RAW = "naïve café\r\n".encode() * 10 + b"\xff"
 def folder(tmp_path, monkeypatch):
     """Here are the directory `model`, an `empty` text, and `text`, whose bytes are RAW."""
     monkeypatch.chdir(tmp_path)
-    save(small_model(vocab_size=257, block_size=16).float(), tmp_path / "model")
-    Tokenizer.bytes().save(tmp_path / "model" / "tokenizer.json")
+    save_for_bytes(small_model(vocab_size=257, block_size=16), tmp_path / "model")
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "text").write_bytes(RAW)
     return tmp_path
@@ -42,9 +41,8 @@ def test_report(folder, capsys):
     shown = capsys.readouterr().out
     assert f"{soft['loss']:.4f}" in shown and f"{soft['bits_per_byte']:.4f}" in shown
     main(Options("model", "text", windows=2, device="cpu", out=folder / "part.json"))
-    assert (
-        "bits_per_byte" not in json.loads((folder / "part.json").read_text())["soft"]
-    )  # of a part: which bytes?
+    part = json.loads((folder / "part.json").read_text())["soft"]
+    assert "bits_per_byte" not in part  # of a part: which bytes?
 
 
 def summary(model):
@@ -86,8 +84,7 @@ def test_wrong_options(folder, kwargs, message):
 def test_difference(folder, capsys):
     """Catches a difference of other tokens, an interval by tokens instead of windows, and models
     that read other ids."""
-    save(small_model(vocab_size=257, block_size=16, seed=1).float(), folder / "other")
-    Tokenizer.bytes().save(folder / "other" / "tokenizer.json")
+    save_for_bytes(small_model(vocab_size=257, block_size=16, seed=1), folder / "other")
     how, out = dict(tau=0.3, windows=7, device="cpu"), folder / "scores.json"
     main(Options("model", "text", against="other", out=out, **how))
     found, shown = json.loads(out.read_text()), capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from conftest import decode
 
 from baselines import all_methods
 from evaluation.scoring import Window, cut, score
@@ -27,18 +29,24 @@ def test_cut(n, T):
             assert place >= min(window.ids[place], T // 2 + 1)
 
 
+def decoded_losses(model, text, tau):
+    """The losses of a text's tokens, and the steps before each, by the simple decoder."""
+    logits, steps, _ = decode(model, text[:-1], tau)
+    return F.cross_entropy(logits, torch.tensor(text[1:]), reduction="none"), steps
+
+
 @pytest.mark.parametrize("tau", [0, 0.3])
 @pytest.mark.parametrize("method", METHODS)
-def test_against_the_simple_decoder(method, tau, method_model, decoder_losses):
+def test_against_the_simple_decoder(method, tau, method_model):
     """Catches scores that decoding does not give: each token's loss to 1e-4 (the latents are
     settled to 1e-5), its steps exactly."""
     model, text = method_model(method), ids(20)
     scores = score(model, [Window(text, 1)], tau)
-    losses, steps = decoder_losses(model, text, tau)
-    torch.testing.assert_close(scores.hard, torch.tensor(losses).double(), atol=1e-4, rtol=0)
+    losses, steps = decoded_losses(model, text, tau)
+    torch.testing.assert_close(scores.hard, losses, atol=1e-4, rtol=0)
     assert scores.steps.tolist() == steps
-    soft, _ = decoder_losses(model, text, 0)
-    torch.testing.assert_close(scores.soft, torch.tensor(soft).double(), atol=1e-4, rtol=0)
+    soft, _ = decoded_losses(model, text, 0)
+    torch.testing.assert_close(scores.soft, soft, atol=1e-4, rtol=0)
     assert scores.soft.std() > 0.1  # states of zeros would score log V everywhere
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import small_model, tokens
+from conftest import LLAMA3, NEOX, small_model, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,10 +12,6 @@ from kernels import blocks
 from kernels.attention import FORMS, DenseSoftmax
 from kernels.blocks import FusedNorm, compile_blocks, for_products, use_fast_blocks
 from train import objective
-
-LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
-LLAMA3 |= dict(original_max_position_embeddings=8.0)
-NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, backbone_options={"rotary_pct": 0.5})
 
 
 def loss_and_gradients(model, idx):
@@ -30,7 +26,7 @@ def loss_and_gradients(model, idx):
         {},
         dict(method="mor-token"),  # whose rows have positions of their own
         dict(backbone="llama3", backbone_options=LLAMA3),
-        NEOX,  # which stays as it is
+        NEOX | dict(backbone_options={"rotary_pct": 0.5}),  # which stays as it is
     ],
     ids=["llama", "mor", "llama3", "gpt_neox"],
 )

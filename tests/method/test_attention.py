@@ -25,6 +25,7 @@ from attention import (
     sdpa,
     soft_mask_attention,
 )
+from kernels.attention import dense
 
 
 def literal(q, k, v, log_w):
@@ -49,15 +50,17 @@ def test_eager_is_the_definition():
     torch.testing.assert_close(out, literal(*leaves), atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("form", [sdpa, dense])
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-11), (torch.float32, 5e-5)])
 @pytest.mark.parametrize("G", [4, 2, 1])
 @pytest.mark.parametrize("N,d", [(1, 8), (17, 7), (33, 8), (40, 56), (19, 64)])
-def test_sdpa_equals_eager(dtype, tolerance, G, N, d):
-    """Catches errors of the augmentation (scale, channel, padding) in outputs and all gradients."""
-    assert_is_attention(sdpa, attention_inputs(4, G, N, d, dtype), tolerance)
+def test_forms_equal_eager(form, dtype, tolerance, G, N, d):
+    """Catches errors of the augmentation (scale, channel, padding), a head group, or a wrong term
+    of the gradient that `dense` writes out, in outputs and all gradients."""
+    assert_is_attention(form, attention_inputs(4, G, N, d, dtype), tolerance)
 
 
-@pytest.mark.parametrize("backend", [eager, sdpa])
+@pytest.mark.parametrize("backend", [eager, sdpa, dense])
 @pytest.mark.parametrize("value", [0.0, -80.0, MASKED])
 def test_extreme_masks(backend, value):
     """Catches NaN and overflow: w = 1 is plain attention, a masked key is one that is not there."""
@@ -67,6 +70,8 @@ def test_extreme_masks(backend, value):
     leaves = [q, k, v, bias.requires_grad_()]
     results = outputs_and_gradients(lambda *x: soft_mask_attention(*x, backend=backend), leaves)
     assert all(torch.isfinite(x).all() for x in results)
+    exact = soft_mask_attention(*leaves, backend=eager)
+    torch.testing.assert_close(results[0], exact, atol=2e-6, rtol=0)
     if value == 0:
         expected = soft_mask_attention(q, k, v, None, backend)
     else:
