@@ -7,13 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import MASKED
-from router import (
-    Router,
-    bottom_mass_penalty,
-    expected_steps,
-    mask_score,
-    stop_step,
-)
+from router import Router, bottom_mass_penalty, expected_steps, mask_score, stop_step
 from runtime import UserError
 
 numbers = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-90, 90, width=32)

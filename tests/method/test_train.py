@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import small_model, tokens
+from conftest import same_weights, small_model, tokens
 from pretended_cuda import pretended_cuda
 from pydantic import ValidationError
 
@@ -41,8 +41,7 @@ def test_training_learns_and_leaves_a_run(config, capsys):
     assert [row["step"] for row in rows if "val" in row] == [10, 20, 30]
     config.name = "again"
     again, _ = train(config)
-    a, b = (load(r).state_dict() for r in (run, again))
-    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert same_weights(load(run), load(again))
     with pytest.raises(UserError, match="--resume, or choose another --name"):
         train(config)
     assert "hard-stopped" in capsys.readouterr().out
@@ -127,8 +126,7 @@ def test_schedule_and_validation_file(config, monkeypatch):
     run, _ = train(config)
     assert sorted(set(rates)) == [0, 1, 2] and files == ["train", "val"]
     torch.manual_seed(config.seed)
-    start = PonderLM(config.model).state_dict()
-    assert all(torch.equal(start[k], v) for k, v in load(run).state_dict().items())
+    assert same_weights(PonderLM(config.model), load(run))
 
 
 @pytest.mark.parametrize(
