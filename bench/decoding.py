@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 
 from baselines import build, find
-from bench.timing import Some, machine, medians, print_table, write_results
+from bench.timing import Some, bandwidth, machine, medians, print_table, write_results
 from engine.batching import Engine, serves
 from engine.products import WEIGHTS
 from engine.request import check_request
@@ -124,15 +124,25 @@ def in_ctranslate2(theirs, kind):
     return run
 
 
+def weight_bytes(engine):
+    """Bytes of the weights that a pass reads: those of the products."""
+    linears = [m for m in engine.model.modules() if isinstance(m, torch.nn.Linear)]
+    size = min(engine.dtype.itemsize, dict(float32=4, bfloat16=2, int8=1)[engine.weights])
+    return size * sum(m.weight.numel() for m in linears)
+
+
 def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, **how):
     """Tokens a second and how many times that of the other way: on CUDA, after the prompt, of
-    always K without graphs; of transformers and CTranslate2, prompt included."""
+    always K without graphs; of transformers and CTranslate2, prompt included. And what share of
+    the memory's speed a pass of the engine has, which reads each weight of a product once."""
     rows, device = [], model.lm_head.weight.device
+    speed = bandwidth(device)
 
-    def compare(against, B, length, tokens, ours, other):
+    def compare(against, B, length, tokens, engine, ours, other):
         seconds = medians({"ours": ours, "theirs": other}, repeats, device=device)
         row = {"against": against, "batch": B, "prompt": length}
         row |= {f"{name}_tokens_per_second": B * tokens / seconds[name] for name in seconds}
+        row["memory"] = weight_bytes(engine) * engine.stats.passes / engine.stats.seconds / speed
         rows.append(row | {"ratio": seconds["theirs"] / seconds["ours"]})
 
     for B, length in cells("no graphs", batch_sizes, lengths) if device.type == "cuda" else ():
@@ -140,7 +150,7 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, **how):
         options = dict(tau=0, prefill="jacobi")
         engines = [Engine(model, B, graphs=on, **options, **how) for on in (True, False)]
         both = [partial(timed, e, prompts, new_tokens, temperature=0) for e in engines]
-        compare("no graphs", B, length, new_tokens - 1, *both)
+        compare("no graphs", B, length, new_tokens - 1, engines[0], *both)
     try:
         theirs, ours = (m.to(device) for m in llama(model.config))
         theirs.to(how.get("dtype"))
@@ -158,12 +168,13 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, **how):
         idx = torch.tensor(prompts, device=device)
         settings = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(idx))
         settings |= dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
-        mine = partial(Engine(ours, B, **how).generate, prompts, new_tokens, temperature=0)
+        engine = Engine(ours, B, **how)
+        mine = partial(engine.generate, prompts, new_tokens, temperature=0)
         generate = partial(theirs.generate, idx, **settings)
-        compare("transformers", B, length, new_tokens, mine, generate)
+        compare("transformers", B, length, new_tokens, engine, mine, generate)
         if peer:
             other = partial(peer, prompts, new_tokens)
-            compare("CTranslate2", B, length, new_tokens, mine, other)
+            compare("CTranslate2", B, length, new_tokens, engine, mine, other)
     return rows
 
 
@@ -261,10 +272,11 @@ TABLES = {
         | {"time": "time_ratio:.2f", "saved": "saved:.2f"},
     ),
     "others": (
-        "no graphs: after the prompt; others: K = 0, untrained, prompt included",
+        "no graphs: after the prompt; others: K = 0, untrained, prompt included\n"
+        "of memory: the share of its speed at which our passes read their weights",
         {"against": "against", "batch": "batch", "prompt": "prompt"}
         | {"tok/s": "ours_tokens_per_second:.1f", "theirs": "theirs_tokens_per_second:.1f"}
-        | {"ratio": "ratio:.2f"},
+        | {"ratio": "ratio:.2f", "of memory": "memory:.2f"},
     ),
     "prompt": (
         "seconds to read a prompt in parallel; slot by slot the ratio to it",

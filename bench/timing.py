@@ -65,6 +65,12 @@ def medians(runs, repeats, warm_up=1, device=CPU, calls=1):
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+def bandwidth(device, size=2**28):
+    """Bytes a second that the memory of a device gives, by adding up `size` of them."""
+    x = torch.ones(size // 4, device=device)
+    return size / medians({"sum": x.sum}, 5, device=device)["sum"]
+
+
 # -- Memory ----------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from bench.decoding import (
     other_rows,
     prompt_rows,
     prompts_of,
+    weight_bytes,
 )
 from engine.batching import Engine
 from interop import save
@@ -58,6 +59,15 @@ def test_ctranslate2(val):
     assert found == [s.tokens for s in Engine(ours, 3).generate(prompts, 9, temperature=0)]
 
 
+def test_weights_that_a_pass_reads():
+    """Catches a share of the memory's speed that counts other weights than are read."""
+    model = small_model(method="vanilla").float()
+    by_hand = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    by_hand -= model.model.embed_tokens.weight.numel()  # of which it takes a line
+    for how, size in (({}, 4), (dict(dtype=torch.bfloat16), 2)):
+        assert weight_bytes(Engine(model, 1, **how)) == size * by_hand
+
+
 INT8 = pytest.param(dict(weights="int8"), marks=needs_bfloat16)
 
 
@@ -74,7 +84,9 @@ def test_rows(val, how):
         assert (1 + row["steps"]) * 4 * 3 == pytest.approx(engine.stats.slots)
     always = less["tokens_per_second"] * less["time_ratio"]
     assert less["always_tokens_per_second"] == pytest.approx(always)
-    against = [row["against"] for row in other_rows(single, val, (2,), (5,), 4, 1, **how)]
+    others = other_rows(single, val, (2,), (5,), 4, 1, **how)
+    against = [row["against"] for row in others]
     assert against == ["transformers"] + ["CTranslate2"] * ("dtype" not in how)
+    assert all(0 < row["memory"] < 1 for row in others)
     for row in prompt_rows(single, val, (5,), 1, **how):
         assert 0.25 <= row["slot_ratio"] <= 1 <= row["passes"] <= 16
