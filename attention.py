@@ -14,7 +14,8 @@ differentiable, so that the model can learn which keys nobody needs.
 
 The fast forms use the paper's trick (appendix A): a bias that depends on the key alone is one more
 channel of the dot product. Append sqrt(d) to each query and log w to each key and keep the scale
-1/sqrt(d): then a flash kernel that knows nothing of biases adds log w to every score.
+1/sqrt(d): then a flash kernel that knows nothing of biases adds log w to every score. (In effect:
+key_channels says how it is rounded least.)
 
     eager    the definition, with the N x N scores in memory
     sdpa     torch's fused attention, on every device
@@ -84,8 +85,8 @@ def key_channels(key_bias, d, dtype):
 def augment(q, k, v, key_bias):
     """Move the bias into the dot product: q' . k' = q . k + sqrt(d) log w.
 
-    A key carries its own bias, also into a cache. One whose channels say MASKED is
-    hidden. (B, *, N, d) -> (B, *, N, d'); None changes nothing.
+    A key carries its own bias, also into a cache; MASKED there hides it.
+    (B, *, N, d) -> (B, *, N, d'); None changes nothing.
     """
     if key_bias is None:
         return q, k, v
@@ -141,7 +142,7 @@ def soft_mask_attention(q, k, v, key_bias=None, backend=sdpa):
     Args:
         q: (B, H, N, d). k, v: (B, G, N, d), with H a multiple of G.
         key_bias: (B, N), log w, at most 0; None is w = 1 everywhere, plain causal attention.
-        backend: a function of these four.
+        backend: a function that is called with these four.
 
     Returns:
         (B, H, N, d), differentiable in q, k, v and key_bias.
@@ -170,7 +171,7 @@ def attend_to_cache(q, k, v, d):
         (B, H, Q, d).
     """
     (B, H, Q, width), (G, M) = q.shape, k.shape[1:3]
-    q = q.reshape(B, G, -1, width)  # (B, G, H/G*Q, d'): heads that share keys are as many queries
+    q = q.reshape(B, G, -1, width)  # (B, G, H/G*Q, d'): a group's heads become queries
     mask = None  # one query sees everything
     if Q > 1:
         mask = torch.ones(Q, M, dtype=torch.bool, device=q.device).tril(M - Q).repeat(H // G, 1)

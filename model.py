@@ -140,7 +140,7 @@ class PonderLM(nn.Module):
             without_grad = passes - self.config.backprop_passes
         iteration, grad = self.iterate(e, tau, alpha), torch.is_grad_enabled()
         for p in range(1, passes + 1):
-            with torch.set_grad_enabled(grad and p > without_grad):
+            with torch.set_grad_enabled(grad and p > without_grad):  # also within the generator
                 _, found = next(iteration)
         return found
 
@@ -181,7 +181,7 @@ class PonderLM(nn.Module):
         return run(x, positions, key_bias, self.backend, cache)
 
     def route(self, h, alpha=0.0):
-        """Step distributions of tokens by the states of their slots so far, (..., n+1, D)."""
+        """Step distributions of tokens, by h^(0) of their states so far, (..., n+1, D)."""
         return self.router(h[..., 0, :], alpha)
 
     def feed_back(self, h, e):
@@ -540,7 +540,7 @@ class PonderConfig(LlamaConfig):
     refinements: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(lt=2**31)]] = (2, 3)
     reread: bool = False  # what is fed back is e(x_t) + g h, not h: a former Llama (warm_start.py)
     backprop_passes: Count | None = None  # gradients through the last n passes; None: all
-    # on thinking. printed: the bottom mass as the paper prints it, by the cross-entropy of a batch
+    # on steps. printed: the bottom mass as the paper prints it, by the cross-entropy of a batch
     # (at losses like the paper's it never acts); token: by that of each token; mean: the mean of
     # w_1 + .. + w_K, whose weight is a price in nats for a step
     penalty: Literal["printed", "token", "mean"] = "printed"

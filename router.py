@@ -54,7 +54,7 @@ class Router(nn.Module):
     def __init__(self, D, K, offset=None):
         super().__init__()
         self.proj = nn.Linear(D, K + 1, bias=False)
-        # It is no weight, and has its numbers also where weights are only shapes (the meta device).
+        # A buffer with numbers even where weights are only shapes (the meta device).
         offset = torch.tensor(offset or [0.0] * (K + 1), dtype=torch.float32, device="cpu")
         self.register_buffer("offset", offset, persistent=False)  # saved with the config
 
@@ -105,8 +105,8 @@ def slot_bias(log_w, tau=None):
 def bottom_mass_penalty(log_w, ce, form):
     """Minimum-ponder penalty (section 3.4.2), without its weight lambda.
 
-    Where depth k resolves a fraction d_rho_k more of the tokens than depth k-1 did, the mean of
-    that fraction of all w_k, the smallest ones, is pushed down.
+    The mean of the smallest w_k of each depth k: as many as the tokens that depth k resolves and
+    depth k-1 did not, a fraction d_rho_k of all.
 
     Args:
         log_w: (..., K+1) mask scores; the gradient flows into these alone.

@@ -90,7 +90,8 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     request.describe("simple")
     total, n, start = 0, len(request.ids), time.perf_counter()
     with new_file(o.out, n) as file:
-        for i in progress(range(n), unit=" samples", leave=False, disable=file is None or None):
+        bar = dict(leave=False, disable=file is None or None)  # None: only on a terminal
+        for i in progress(range(n), unit=" samples", **bar):
             seed = None if o.seed is None else o.seed + i
             pairs = stream(
                 request.model, request.ids[i], o.max_new_tokens, end=request.end,

@@ -74,14 +74,14 @@ def learning_rate(step, config, peak):
 def make_optimizer(model, config):
     learned = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in learned if p.dim() >= 2]
-    g = model.feedback and model.feedback.weight
-    vectors = [p for p in learned if p.dim() < 2 and p is not g]
+    feedback = None if model.feedback is None else model.feedback.weight  # g
+    vectors = [p for p in learned if p.dim() < 2 and p is not feedback]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    if model.feedback:
-        groups.append({"params": [g], "weight_decay": 0.0, "peak": FEEDBACK_RATE})
+    if feedback is not None:
+        groups.append({"params": [feedback], "weight_decay": 0.0, "peak": FEEDBACK_RATE})
     fused = learned[0].device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
@@ -98,7 +98,6 @@ def train(config):
     optimizer = make_optimizer(model, config)
     share = config.batch_size // t.processes  # windows of this process
     micro = config.micro_batch_size or share
-    entropy = unigram_entropy(t.val.tokens, model.config.vocab_size)
     results = None
     with Session(t, optimizer) as session:
         print(f"{describe(t.folder)}\n{t.windows.count:,} windows", flush=True)
@@ -127,12 +126,13 @@ def train(config):
             session.log(step, logged)
             if session.is_due(step):
                 count = min(64, t.val.count)
-                R = max(config.model.refinements)
-                loss = evaluate(model, t.val, count, device, R=R)["loss"]
+                most = max(config.model.refinements)
+                loss = evaluate(model, t.val, count, device, R=most)["loss"]
                 session.log_validation(step, loss, count)
                 session.save(step)
         print(f"trained in {clock(session.seconds)} minutes; evaluating", flush=True)
         report = final_report(model, t.val, config, device)
+        entropy = unigram_entropy(t.val.tokens, model.config.vocab_size)
         print(f"unigram entropy {entropy:.3f}")
         session.finish({**report, "unigram_entropy": entropy})
         results = report  # none, if it was stopped before

@@ -2,7 +2,7 @@
 
 import math
 from copy import deepcopy
-from itertools import count, islice
+from itertools import islice
 
 import numpy as np
 import torch
@@ -16,17 +16,13 @@ def rmse(a, b):
 
 
 def refinements(model, idx):
-    """Yields n, the latents (B, T, K, D) and s (B, T, S) after n refinements, without end.
+    """n, the latents (B, T, K, D) and s (B, T, S) after n refinements, without end.
 
     n = 0 is the ladder's last pass, the first that makes latents of all K slots.
     """
-    e, K = model.embed(idx), model.config.ponder_steps  # (B, T, D)
-    latents, bias = e[:, :, None][:, :, :0], None  # (B, T, 0, D)
-    for n in count(1 - K):
-        h, s, log_w = model.jacobi_pass(e, latents, bias)
-        if n >= 0:
-            yield n, h[:, :, :K], s
-        latents, bias = model.feed_back(h[:, :, :K], e[:, :, None]), model.key_bias(log_w)
+    K = model.config.ponder_steps
+    passes = enumerate(model.iterate(model.embed(idx), None, 0.0), start=1 - K)
+    return ((n, h[:, :, :K], s) for n, (_, (h, s, _)) in passes if n >= 0)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ import torch
 
 from corpus.preparation import Windows
 from corpus.tokenizers import Tokenizer
-from engine.prefill import settle
+from engine.prefill import stopped_states
 from interop import load
 from model import PonderLM
 from runtime import UserError, progress
@@ -109,12 +109,7 @@ def stopped(subject, tau, alpha=0.0):
     """The windows as decoding has them, hard-stopped at tau: x, y, h_hat and the executed steps."""
     model = subject.model
     for x, y in subject.batches():
-        if model.iterates:
-            found = settle(model, x, tau, alpha, tolerance=1e-5)
-            h, s, steps = found.h, found.s, found.steps
-        else:
-            h, s, log_w = model.states(x, tau=tau)
-            steps = model.executed(log_w, tau)
+        h, s, steps = stopped_states(model, x, tau, alpha)
         yield x, y, model.integrate(h, s, steps), steps
 
 

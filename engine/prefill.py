@@ -124,6 +124,16 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, cac
     return Settled(h, s, log_w, steps, passes, slots)
 
 
+def stopped_states(model, idx, tau, alpha=0.0, lengths=None):
+    """h (B, T, S, D), s (B, T, S) and executed steps (B, T) of any method, as decoding at tau has
+    them; arguments as those of `settle`."""
+    if model.iterates:
+        found = settle(model, idx, tau, alpha, lengths=lengths)
+        return found.h, found.s, found.steps
+    h, s, log_w = model.states(idx, tau=tau, alpha=alpha)
+    return h, s, model.executed(log_w, tau)
+
+
 @torch.no_grad()
 def read_on_grid(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, cache):
     """As `settle` on the grid (baselines/grid.py), where K+1 passes are exact: pass k runs slot k

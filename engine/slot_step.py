@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from attention import attend_to_cache, query_channels
+from attention import HALF, attend_to_cache, query_channels
 from engine.cache import cache_width
 from engine.products import gated, matrix
 from model import Llama
@@ -126,8 +126,7 @@ class BackboneStep:
     def __call__(self, x, cache, places, position, length, of_key, of_query=None):
         views = cache.views(len(x), places)
         layers = [SlotLayer(*kv, length, of_key, of_query) for kv in views]
-        half = self.dtype in (torch.bfloat16, torch.float16)
-        with autocast(x.device, self.dtype if half else torch.float32):
+        with autocast(x.device, self.dtype if self.dtype in HALF else torch.float32):
             return self.backbone(x[:, None], position[:, None], None, cache=layers)[:, 0].to(x)
 
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.prefill import settle
+from engine.prefill import stopped_states
 from runtime import progress
-
-TOLERANCE = 1e-5  # of the latents, when a window's Jacobi iteration has converged
 
 
 @dataclass
@@ -49,18 +47,6 @@ class Scores:
     steps: torch.Tensor  # (n,) executed steps at tau
 
 
-def states(model, idx, tau, lengths):
-    """h, s and executed steps of right-padded rows, hard-stopped at tau; 0 runs all steps.
-
-    Each row's fixed point is found on its own, so that it does not depend on its neighbours.
-    """
-    if model.iterates:
-        found = settle(model, idx, tau, lengths=lengths, tolerance=TOLERANCE)
-        return found.h, found.s, found.steps
-    h, s, log_w = model.states(idx, tau=tau)
-    return h, s, model.executed(log_w, tau)
-
-
 def batches(windows, batch_tokens, device):
     """Yield Windows in batches of at most `batch_tokens` tokens, the longest first: which they are,
     inputs x and targets y (B, T), padded behind, and the windows' lengths (B,)."""
@@ -82,10 +68,10 @@ def score(model, windows, tau=1e-4, batch_tokens=4096):
     """Score what Windows predict -> Scores."""
     rows = [None] * len(windows)
     for batch, x, y, lengths in batches(windows, batch_tokens, model.lm_head.weight.device):
-        h, s, steps = states(model, x, 0, lengths)
+        h, s, steps = stopped_states(model, x, 0, lengths=lengths)  # 0: all run
         soft = hard = model.cross_entropy(model.integrate(h, s), y)
         if model.has_router:  # otherwise tau changes nothing
-            h, s, steps = states(model, x, tau, lengths)
+            h, s, steps = stopped_states(model, x, tau, lengths=lengths)
             hard = model.cross_entropy(model.integrate(h, s, steps), y)
         for row, i in enumerate(batch):
             part = windows[i].predictions

@@ -23,14 +23,10 @@ from runtime import UserError
 BACKBONE = {f.name for f in fields(LlamaConfig)} - {"block_size"}  # what the weights fix
 
 
-def has_rows(method):
-    """Whether a method has PonderLM-3's router, with a row for each step."""
-    return "router_offset" not in unused_settings(find(method))
-
-
-def feeds_back(method):
-    """Whether a method's states are its own next inputs."""
-    return "reread" not in unused_settings(find(method))
+def follows(method, setting):
+    """router_offset: has it PonderLM-3's router, with a row for each step? reread: are its states
+    its own next inputs?"""
+    return setting not in unused_settings(find(method))
 
 
 def start_defaults(defaults, name, method=None, ponder_steps=None):
@@ -45,12 +41,12 @@ def start_defaults(defaults, name, method=None, ponder_steps=None):
     if base.method != "vanilla" and method in (None, base.method):
         K = base.ponder_steps if ponder_steps is None else ponder_steps
         model = replace(base, block_size=window)
-        if base.ponder_steps < K and has_rows(base.method):
+        if base.ponder_steps < K and follows(base.method, "router_offset"):
             model = replace(model, ponder_steps=K, router_offset=longer(base, K))
         return replace(defaults, model=model)
     method = method or "ponderlm3"
     backbone = {name: getattr(base, name) for name in BACKBONE}
-    reread = base.method == "vanilla" and feeds_back(method)
+    reread = base.method == "vanilla" and follows(method, "reread")
     model = configure(shape, method, **backbone, block_size=window, reread=reread)
     return replace(defaults, model=model)
 
@@ -129,7 +125,7 @@ def carried_over(base, config):
     if base.config.method == "vanilla":  # what makes it ponder is new
         backbone = ("model.", "lm_head.")
         tensors |= {k: x for k, x in model.state_dict().items() if not k.startswith(backbone)}
-    if has_rows(base.config.method):
+    if follows(base.config.method, "router_offset"):
         rows = tensors["router.proj.weight"]
         copies = rows[-1:].expand(config.ponder_steps - K, -1)
         tensors["router.proj.weight"] = torch.cat([rows, copies])

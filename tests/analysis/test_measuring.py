@@ -57,10 +57,11 @@ def test_measure_against_loops(subject):
 
 
 @pytest.mark.parametrize("tau, alpha", [(0.3, 0.0), (0.0, 0.0), (0.1, -2.0)])
+@pytest.mark.parametrize("method", ["ponderlm3", "grid"])
 @torch.no_grad()
-def test_decoded_is_what_decoding_does(tau, alpha, subject):
+def test_decoded_is_what_decoding_does(tau, alpha, method, subject):
     """Catches soft masks where hard ones are said, a forgotten alpha, and other steps."""
-    model = small_model(seed=2)
+    model = small_model(seed=2, method=method)
     one = subject(model, windows=2)
     loss, steps = decoded(one, tau, alpha)
     at = 0

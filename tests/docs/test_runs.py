@@ -63,8 +63,6 @@ def stand_in_model(folder, method="vanilla", K=0, **shape):
 @pytest.mark.parametrize(
     "script, arguments, variables, trainings, figures",
     [
-        ("tiny.sh", (), {}, 12, ["pareto"]),
-        ("tiny.sh", (), {"SEEDS": "1"}, 4, []),
         ("remedies.sh", (), {}, None, ["pareto"]),
         ("ablations.sh", (), {}, 21, ["pareto"]),
         ("pareto.sh", (), {}, None, ["pareto"]),
@@ -104,15 +102,15 @@ def test_flags(script, arguments, variables, trainings, figures, run_script, tmp
 
 def test_what_is_done_is_not_done_again(run_script, tmp_path):
     """Catches a finished run that is trained again, an interrupted one that begins anew."""
-    out = tmp_path / "out/tiny"
-    first = run_script("tiny.sh")["train.py"]
+    out = tmp_path / "out/ablations/tiny"
+    first = run_script("ablations.sh")["train.py"]
     names = [args[args.index("--name") + 1] for args in first]
     for name, file in zip(names, ("results.json", "train.json"), strict=False):
         (out / name).mkdir(parents=True)
         (out / name / file).touch()
-    again = run_script("tiny.sh")["train.py"]
+    again = run_script("ablations.sh")["train.py"]
     assert len(again) == len(first) - 1
-    assert ["--resume", "--out", "out/tiny", "--name", names[1]] in again
+    assert ["--resume", "--out", "out/ablations/tiny", "--name", names[1]] in again
 
 
 def test_llama(run_script, tmp_path):

@@ -231,7 +231,7 @@ def test_newest_two_and_the_best_are_kept(config, monkeypatch):
     assert os.path.samefile(run / "model.safetensors", run / "step-00000050/model.safetensors")
 
 
-def test_full_disk(config, capfd):
+def test_full_disk(config):
     """Catches a half-written checkpoint, and a message that helps nobody."""
     run, _ = train(replace(config, steps=20))
     message = r"cannot write to out/x: .*step 20; .*--resume"
@@ -242,7 +242,7 @@ def test_full_disk(config, capfd):
     assert step_of(checkpoints(run)[-1]) == 40
 
 
-def test_directory_goes_away(config, monkeypatch, tmp_path):
+def test_directory_goes_away(config, monkeypatch):
     """Catches a training that stops without a word of what to do when its disk is gone."""
     original = train_module.draw_refinements
 

@@ -23,7 +23,7 @@ from train import train
 from training.config import open_corpus, parse, validation_windows
 from training.runs import checkpoints
 from training.validation import evaluate
-from training.warm_start import feeds_back, start_from
+from training.warm_start import follows, start_from
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_training_and_resume(config, llama, capsys):
 def test_every_method(config, llama, method):
     """Catches a weight that is left random, or a method that cannot begin from a Llama."""
     config = going_on(config, llama, "--method", method)
-    assert config.model.method == method and config.model.reread == feeds_back(method)
+    assert config.model.method == method and config.model.reread == follows(method, "reread")
     model, plain = start_from(llama, config.model), load(llama).state_dict()
     assert all(torch.equal(model.state_dict()[name], plain[name]) for name in plain)
     assert model.lm_head.weight is model.model.embed_tokens.weight
