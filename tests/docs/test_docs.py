@@ -84,7 +84,8 @@ def shortened(line):
     what, *arguments = words
     name = f"{what} {arguments[0] if arguments else ''}".strip()
     short = SHORT.get(name, SHORT.get(what, ""))
-    if what == "train.py" and not {"--resume", "--data"} & set(arguments):
+    fetched = "shakespeare" in arguments  # by a network
+    if what == "train.py" and (fetched or not {"--resume", "--data"} & set(arguments)):
         short += " --data my_texts"
     if "medium" in arguments and what == "train.py":
         short += " --block-size 32 --num-hidden-layers 2"
