@@ -2,7 +2,7 @@
 # A real language model without a hub: SmolLM2-135M, which a wheel of 93 MB holds in 4 bits. Is it
 # read as it is? transformers' logits, greedy text and perplexity say so. What is made is kept.
 #     bash runs/smollm.sh            once tests/requirements.txt are installed
-#     TEACH=1 bash runs/smollm.sh    does it gain by thinking? 2 to 3 hours of a core
+#     TEACH=1 bash runs/smollm.sh    does it gain by thinking? 5 to 7 hours of a core
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . runs/once.sh
@@ -58,3 +58,9 @@ by_position thinks-1 longer-1
 teach longer2 2 longer-1 160 --method vanilla
 teach thinks2 2 thinks-1 160 --method grid --ponder-steps 2 --penalty-weight 0
 by_position thinks2-2 longer2-2
+teach longer3 3 longer2-2 160 --method vanilla
+teach thinks3 3 thinks2-2 160 --method grid --ponder-steps 3 --penalty-weight 0
+by_position thinks3-3 longer3-3
+teach longer 3 model 800 --method vanilla
+teach thinks 3 model 800 --method grid --ponder-steps 1 --penalty-weight 0 --router-offset 0 2
+by_position thinks-3 longer-3
