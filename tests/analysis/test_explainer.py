@@ -440,8 +440,9 @@ class Puzzle(Page):
     def expect(self, pairs, letter, tau=0.1):
         """Wait until this is what the page asks and says, as the model would."""
         n, steps, word, p = answer_of(self.model, pairs.split(), letter, tau)
+        there = "document.body.dataset.puzzle === 'ready' && ponder.puzzle.ask === arguments[0]"
+        self.until(there + " && ponder.puzzle.at > ponder.puzzle.thought.steps", letter)
         self.until(f"document.getElementById('said').innerText.includes(' says {word} ({p:.2f})')")
-        self.ready()
         seen = self.run("""const {table, ask, tau, thought} = ponder.puzzle;
             return [table.pairs.join(' '), ask, tau, thought.n, thought.steps, thought.answer]""")
         assert seen == [pairs, letter, tau, n, steps, word]

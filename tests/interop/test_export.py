@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from baselines import all_methods
 from corpus.huggingface import save_pretrained
 from corpus.tokenizers import WORDS, IdTokenizer, Tokenizer, load_tokenizer
+from engine.prefill import stopped_states
 from engine.request import scored_tau
-from evaluation.scoring import states
 from interop import load
 from interop.__main__ import main as interop_main
 from interop.export import export
@@ -70,7 +70,7 @@ def prompts(*lengths):
 
 def scores(model, row, tau):
     """Logits (T, V) and steps of one row by the project itself."""
-    h, s, steps = states(model, torch.tensor([row]), tau, torch.tensor([len(row)]))
+    h, s, steps = stopped_states(model, torch.tensor([row]), tau)
     return model.lm_head(model.integrate(h, s, steps if model.has_router else None))[0], steps[0]
 
 
