@@ -43,7 +43,7 @@ OF_SEVERAL = (Pareto, Frontier, Budget, Lookup)
 
 
 def reader(figure):
-    """A function that reads the flags of a figure: an error in those of a class fills a page."""
+    """A function that reads a figure's flags: given the class, tyro prints an error as a page."""
 
     def read(flags: Annotated[figure, tyro.conf.arg(name="")]):
         return flags

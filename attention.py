@@ -14,8 +14,8 @@ differentiable, so that the model can learn which keys nobody needs.
 
 The fast forms use the paper's trick (appendix A): a bias that depends on the key alone is one more
 channel of the dot product. Append sqrt(d) to each query and log w to each key and keep the scale
-1/sqrt(d): then a flash kernel that knows nothing of biases adds log w to every score. (In effect:
-key_channels says how it is rounded least.)
+1/sqrt(d): then a flash kernel that knows nothing of biases adds log w to every score. In half
+precision two channels carry it (key_channels), so that little is lost.
 
     eager    the definition, with the N x N scores in memory
     sdpa     torch's fused attention, on every device

@@ -105,8 +105,8 @@ def slot_bias(log_w, tau=None):
 def bottom_mass_penalty(log_w, ce, form):
     """Minimum-ponder penalty (section 3.4.2), without its weight lambda.
 
-    The mean of the smallest w_k of each depth k: as many as the tokens that depth k resolves and
-    depth k-1 did not, a fraction d_rho_k of all.
+    The sum over depths k of the mean of the smallest w_k: of as many tokens as depth k resolves
+    and depth k-1 did not, a fraction d_rho_k of all.
 
     Args:
         log_w: (..., K+1) mask scores; the gradient flows into these alone.

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from baselines import build, find
 from bench.timing import Some, bandwidth, machine, medians, print_table, write_results
-from engine.batching import Engine, serves
+from engine.batching import Engine, Stats, serves
 from engine.products import WEIGHTS
 from engine.request import check_request
 from interop import find_model, load, save
@@ -139,6 +139,7 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, **how):
     speed = bandwidth(device)
 
     def compare(against, B, length, tokens, engine, ours, other):
+        engine.stats = Stats()  # of these runs alone
         seconds = medians({"ours": ours, "theirs": other}, repeats, device=device)
         row = {"against": against, "batch": B, "prompt": length}
         row |= {f"{name}_tokens_per_second": B * tokens / seconds[name] for name in seconds}

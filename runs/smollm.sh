@@ -2,7 +2,7 @@
 # A real language model without a hub: SmolLM2-135M, which a wheel of 93 MB holds in 4 bits. Is it
 # read as it is? transformers' logits, greedy text and perplexity say so. What is made is kept.
 #     bash runs/smollm.sh            once tests/requirements.txt are installed
-#     TEACH=1 bash runs/smollm.sh    does it gain by thinking? 5 to 7 hours of a core
+#     TEACH=1 bash runs/smollm.sh    does it gain by thinking? Some five hours of a core
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . runs/once.sh

@@ -24,8 +24,8 @@ BACKBONE = {f.name for f in fields(LlamaConfig)} - {"block_size"}  # what the we
 
 
 def follows(method, setting):
-    """router_offset: has it PonderLM-3's router, with a row for each step? reread: are its states
-    its own next inputs?"""
+    """Whether a setting means something to a method: `router_offset` to one with PonderLM-3's
+    router, a row for each step; `reread` to one whose states are its own next inputs."""
     return setting not in unused_settings(find(method))
 
 
