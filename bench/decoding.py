@@ -207,6 +207,7 @@ def decode(
     alphas: Some[float] = (0.0, -2.0, -4.0),
     precision: Literal["float32", "bfloat16"] = "float32",
     weights: Literal[WEIGHTS] = "float32",
+    compile: bool = False,
     repeats: Count = 3,
     device: str = "auto",
     out: Path = Path("out/bench"),
@@ -225,6 +226,7 @@ def decode(
         alphas: shifts of the router, which sweep the executed steps
         precision: of the matrix products
         weights: how an engine on a CPU keeps them
+        compile: its passes
         repeats: rounds
         device: auto, cpu, cuda
         out: folder for the results
@@ -241,7 +243,7 @@ def decode(
     # Times do not depend on what is said beyond the window, and RoPE knows no end.
     window = max(model.config.block_size, max(prompts) + new_tokens)
     model.config = replace(model.config, block_size=window)
-    how = dict(dtype=getattr(torch, precision), weights=weights)
+    how = dict(dtype=getattr(torch, precision), weights=weights, compile=compile)
     sizes = batch_sizes, prompts, new_tokens
     measurements = {
         "prompt": partial(prompt_rows, model, val, prompts),
@@ -249,14 +251,14 @@ def decode(
         "exit": partial(exit_rows, model, val, *sizes, tau, alphas),
     }
     results = {"machine": machine(device), "run": directory.name, "tau": tau}
-    results |= {"precision": precision, "weights": weights}
+    results |= {"precision": precision, "weights": weights, "compile": compile}
     results["parameters"] = sum(p.numel() for p in model.parameters())
     file = out / f"decode-{directory.name}-{device.type}.json"
     for part in parts:
         results[part] = measurements[part](repeats, **how)
         write_results(file, results)
     print(results["machine"], results["run"], f"{results['parameters']:,} parameters, tau {tau:g}")
-    print(f"{precision}, weights {weights}, median of {repeats}")
+    print(f"{precision}, weights {weights}{', compiled' * compile}, median of {repeats}")
     for part in parts:
         title, columns = TABLES[part]
         print(f"\n{title}")

@@ -1,6 +1,6 @@
 """Early-exit decoding of many sequences at once, so that every skipped slot saves time.
 
-What `sample.stream` does for one sequence, with the same results. Four things make it fast:
+What `sample.stream` does for one sequence, with the same results. Five things make it fast:
 
 - Slot-level batching. Tokens stop at different depths, so sequences drift apart. A forward pass
   advances each by one slot, whichever that is: nobody waits for the slowest, and a sequence that
@@ -13,6 +13,7 @@ What `sample.stream` does for one sequence, with the same results. Four things m
 - A cache of executed slots only, that is there from the start (cache.py).
 - Prompts are read in parallel (prefill.py), and the step of one slot has nothing in it that could
   be done once before (slot_step.py).
+- On a CPU the pass can be compiled to one program (compiled.py).
 - A GPU does not wait for the host: the state of the rows stays there (rows.py), a pass is replayed
   as one graph (cuda_graphs.py), and the host reads what came out of it two passes later.
 """
@@ -27,9 +28,10 @@ import torch
 
 from attention import HALF, decoding_kernels
 from engine.cache import GridPrompt, PromptLayer
+from engine.compiled import Compiled
 from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import read_on_grid, settle
-from engine.products import WEIGHTS, has_bfloat16
+from engine.products import COMPILED, WEIGHTS, has_bfloat16
 from engine.request import Sample, check_request, choose_finite, not_finite, uniform
 from engine.rows import HostRows, Rows
 from runtime import UserError, autocast
@@ -85,16 +87,17 @@ class Engine:
         graphs: replay each pass as a CUDA graph; None: where there is CUDA. Elsewhere True runs
             passes of the same static shapes.
         weights: of a float32 model on a CPU, see products.py.
+        compile: the pass as one program, see compiled.py; of a Llama in float32 on a CPU.
 
     Raises:
         UserError: a method that only sample.py decodes, a device without float64 (MPS), or
-            weights of few bits where they cannot be.
+            weights of few bits or a compiled pass where they cannot be.
     """
 
     @torch.inference_mode()
     def __init__(
         self, model, batch_size=8, *, dtype=None, tau=1e-4, alpha=0.0, prefill="auto",
-        tolerance=None, graphs=None, weights="float32",
+        tolerance=None, graphs=None, weights="float32", compile=False,
     ):  # fmt: skip
         config, weight = model.config, model.lm_head.weight
         if not serves(model):
@@ -115,17 +118,20 @@ class Engine:
             raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")
         if weights != "float32" and not has_bfloat16():
             raise UserError(f"weights = {weights} needs a CPU with bfloat16 (AVX-512); leave it")
+        if compile and (on_gpu or self.dtype in HALF or weights != "float32"):
+            raise UserError("compile is for float32 on a CPU; leave it out")
         half = self.dtype in HALF
         rounds = half or weight.dtype in HALF
         self.tolerance = (1e-2 if rounds else 1e-5) if tolerance is None else tolerance
         self.precision = autocast(self.device, self.dtype if half else torch.float32)
         self.ahead = 2 if on_gpu else 0  # passes that may be under way when one is looked at
         graphs = on_gpu if graphs is None else graphs
-        self.static = on_gpu or graphs
-        kind = Rows if self.static else HostRows
-        self.rows = kind(model, batch_size, self.dtype, tau, alpha, weights)
+        self.static, self.few_shapes = on_gpu or graphs or compile, on_gpu or graphs
+        kind, kept = Rows if self.static else HostRows, COMPILED if compile else weights
+        self.rows = self.passes = kind(model, batch_size, self.dtype, tau, alpha, kept)
         self.cache = self.rows.cache
-        self.passes = Graphs(self.rows) if graphs else self.rows
+        if graphs or compile:
+            self.passes = Compiled(self.rows) if compile else Graphs(self.rows)
         self.running = []  # Sequence number i runs in row i
         self.stats = Stats()
 
@@ -191,6 +197,8 @@ class Engine:
         if row < len(self.running):
             self.running[row] = last
             self.rows.move(len(self.running), row, last.length)
+        if self.static:
+            self.rows.stop(len(self.running))
 
     # -- Prompts -----------------------------------------------------------------------------------
 
@@ -308,12 +316,13 @@ class Engine:
         A, places = len(self.running), max(q.length for q in self.running) + 1
         if places > self.places(self.model.config.block_size) + self.ahead:
             raise RuntimeError("a bug: a row stands still, and its sequence does not end")
-        if self.static:
+        if self.few_shapes:
             A = min(rounded(A), self.batch_size)
             places = min(max(rounded(places), self.cache.block), self.cache.layers[0].size(2))
         else:
             places = -(-places // PLACES) * PLACES
             self.cache.reserve(places)
+        self.cache.used = max(self.cache.used, places)
         with decoding_kernels(self.device):
             out = self.passes.advance(A, places, choice)
         for q in self.running:

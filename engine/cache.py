@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from attention import MASKED, attend_causally, augment, key_channels, padded_width
 
 BLOCK = 256  # places by which the cache grows
+LATE = 8  # that a row writes behind its end: one, and one for each pass that is under way
 
 
 def cache_width(model):
@@ -54,7 +55,6 @@ class SlotCache:
     def views(self, rows, places):
         """The first rows and places of each layer: [keys, values], each (rows, G, places, d')."""
         if (rows, places) not in self.seen:  # making them takes as long as a norm
-            self.used = max(self.used, places)
             views = [x[:rows, :, :places].split(self.G, dim=1) for x in self.layers]
             self.seen = {(rows, places): views}
         return self.seen[rows, places]
@@ -62,7 +62,7 @@ class SlotCache:
     def clear(self, row, first=0):
         """Forget what a row holds from place `first` on."""
         for layer in self.layers:
-            layer[row, : self.G, first : self.used, self.d :] = self.masked
+            layer[row, : self.G, first : self.used + LATE, self.d :] = self.masked
 
     def copy(self, source, target, length):
         """Row `target` becomes the first `length` places of row `source`."""

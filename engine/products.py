@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 WEIGHTS = ("float32", "bfloat16", "int8")
+COMPILED = "compiled"  # Plain whatever the size, which is what a compiled pass knows
 LARGE = 2**21  # products from so many multiplications on are worth the call of oneDNN
 FEW = 4  # rows up to which whole numbers are read as 8 bits
 onednn = torch.ops.mkldnn
@@ -29,11 +30,13 @@ def matrix(weight, dtype, rows, weights="float32"):
     Args:
         weight: (O, D), as a Linear has it.
         dtype: of x and of what comes out.
-        weights: one of WEIGHTS; those of fewer bits on a CPU and with dtype float32.
+        weights: one of WEIGHTS, those of fewer bits on a CPU and with dtype float32; or COMPILED.
     """
     weight = weight.detach().to(dtype)
     if weights in ("bfloat16", "int8"):
         return Small(weight, rows, weights)
+    if weights == COMPILED:
+        return Plain(weight)
     large = rows * weight.numel() >= LARGE and (rows > 1 or torch.get_num_threads() > 1)
     in_half = dtype == torch.bfloat16 and has_bfloat16()
     in_float = dtype == torch.float32 and large and torch.backends.mkldnn.is_available()

@@ -36,6 +36,10 @@ from engine.slot_step import make_step
 from router import mask_score, upcast
 
 
+# What belongs to a row and may change.
+STATE = ("e", "x", "h_hat", "s", "channels", "counters", "context", "uniform")
+
+
 @dataclass
 class Counters:
     """Of a row; see the table above."""
@@ -83,8 +87,7 @@ class Rows:
         self.context = torch.zeros(B, T, dtype=torch.long, device=device)
         self.uniform = torch.zeros(B, T, dtype=torch.float64, device=device)
         self.numbers = torch.arange(B, device=device)
-        self.state = [self.e, self.x, self.h_hat, self.s, self.channels]  # what belongs to a row
-        self.state += [self.counters, self.context, self.uniform]
+        self.state = [getattr(self, name) for name in STATE]
 
     # -- Rows come and go --------------------------------------------------------------------------
 
@@ -107,6 +110,10 @@ class Rows:
         for state in self.state:
             state[target] = state[source]
         self.cache.copy(source, target, length)
+
+    def stop(self, row):
+        """Nobody is in a row: where it runs along, it stands still."""
+        self.counters[row, 5] = self.counters[row, 2]  # its limit is where it is
 
     # -- A pass ------------------------------------------------------------------------------------
 

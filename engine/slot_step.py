@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from attention import HALF, attend_to_cache, query_channels
 from engine.cache import cache_width
-from engine.products import gated, matrix
+from engine.products import COMPILED, gated, matrix
 from model import Llama
 from runtime import UserError, autocast
 
@@ -117,6 +117,35 @@ class SlotStep:
         return self.norm(x) * self.weight
 
 
+class CompiledStep(SlotStep):
+    """As SlotStep, in operations that the compiler makes few loops of: nothing is written but the
+    cache, and attention is spelled out."""
+
+    def __call__(self, x, cache, places, position, length, of_key, of_query=None):
+        (A, _), H, G, d, width = x.shape, self.H, self.G, self.d, self.width
+        cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, 2, d/2)
+        of_query = self.new[:A, :1, d:] if of_query is None else of_query
+
+        def channels(y, heads):  # (A, 1, c) -> (A, heads, d'-d)
+            return F.pad(y, (0, width - d - y.size(-1))).expand(A, heads, -1)
+
+        behind = channels(of_query, H), channels(of_key, G), x.new_zeros(A, G, width - d)
+        behind = torch.cat(behind, dim=1)  # (A, H+2G, d'-d)
+        rows, heads = (torch.arange(n, device=x.device) for n in (A, 2 * G))
+        for weights, kv in zip(self.layers, cache.layers, strict=True):
+            y = weights.qkv(self.norm(x)).view(A, H + 2 * G, 2, -1)
+            y = torch.cat([(y * cos + y.flip(2) * sin).flatten(2), behind], dim=-1)
+            kv.index_put_((rows[:, None], heads, length[:, None]), y[:, H:])
+            q, keys, values = y[:, :H].view(A, G, -1, 1, width), kv[:A, :G], kv[:A, G:]
+            scores = (q * keys[:, :, None, :places]).sum(-1) / math.sqrt(d)  # (A, G, H/G, M)
+            p = scores.softmax(-1)[..., None]
+            out = (p * values[:, :, None, :places, :d]).sum(-2)  # (A, G, H/G, d)
+            x = x + weights.out(out.reshape(A, H * d))
+            y = self.norm(x)
+            x = x + weights.down(F.silu(weights.gate(y)) * weights.up(y))
+        return self.norm(x) * self.weight
+
+
 class BackboneStep:
     """As SlotStep for any other backbone, through its own blocks: right, and slower."""
 
@@ -157,10 +186,11 @@ def make_step(model, batch_size, dtype, weights="float32"):
     """The step of a model's backbone; see products.matrix for dtype and weights.
 
     Raises:
-        UserError: weights of few bits for another backbone than LLaMA.
+        UserError: weights of few bits, or compiled ones, for another backbone than LLaMA.
     """
     if model.model.Block is Llama.Block:
-        return SlotStep(model, batch_size, dtype, weights)
+        kind = CompiledStep if weights == COMPILED else SlotStep
+        return kind(model, batch_size, dtype, weights)
     if weights != "float32":
-        raise UserError(f"weights = {weights} is for llama, not {model.model.name}; leave it")
+        raise UserError(f"weights = {weights} are for llama, not {model.model.name}; leave it")
     return BackboneStep(model, dtype)

@@ -1,10 +1,13 @@
 """The engine decodes what sample.py decodes: every logit, every step, every place of the cache."""
 
+import shutil
+
 import pytest
 import torch
 from conftest import LLAMA3, small_model
 
 from engine.batching import Engine, Sequence
+from engine.compiled import Compiled, Pass
 from engine.cuda_graphs import rounded
 from engine.prefill import settle
 from engine.request import Sample, choose_finite
@@ -110,9 +113,9 @@ def test_many(model, many, batch_size, monkeypatch):
     ],
     ids=lambda settings: "-".join(map(str, (*settings, settings.get("method", "")))),
 )
-def test_settings(settings, logits):
+def test_settings(settings, logits, monkeypatch):
     """Catches a setting of the model, or a method's own key bias or integration, that the engine's
-    form of a block and of a token does not follow."""
+    form of a block and of a token, or the one that is compiled, does not follow."""
     model, texts = small_model(seed=2, **settings), prompts(3, 7)
     with torch.no_grad():
         for norm in (m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)):
@@ -123,6 +126,42 @@ def test_settings(settings, logits):
         engine = Engine(model, 2, tau=tau, alpha=alpha, prefill=prefill, tolerance=0)
         assert engine.generate(texts, 6, **SAMPLING) == expected
         compare(logits)
+    if "gpt_neox" not in settings.values():
+        monkeypatch.setattr("engine.compiled.shutil.which", bool)
+        monkeypatch.setattr(Compiled, "compile", lambda self, choice: Pass(self.rows, choice))
+        engine = Engine(model, 2, tau=tau, alpha=alpha, prefill=prefill, compile=True)
+        assert engine.generate(texts, 6, **SAMPLING) == expected
+
+
+@pytest.mark.parametrize("rows, how", [(2, dict(compile=True)), (6, dict(graphs=True))])
+def test_a_row_that_nobody_is_in(rows, how, monkeypatch):
+    """Catches a row whose text has ended and that writes on, where the next text will read it."""
+    monkeypatch.setattr("engine.cache.BLOCK", 8)
+    monkeypatch.setattr("engine.compiled.shutil.which", bool)
+    monkeypatch.setattr(Compiled, "compile", lambda self, choice: Pass(self.rows, choice))
+    model, long = small_model(seed=0), torch.arange(25).tolist()
+    engine = Engine(model, rows, tau=0.3, tolerance=0, **how)
+    (token,) = generate(model, [long], 1, tau=0.3, seed=rows - 1)[0].tokens  # of the last row
+    for texts, n, end in (
+        ([[1]] * (rows - 1) + [long], 7, token),
+        ([[2 + i] for i in range(rows)], 31, None),
+    ):
+        expected = generate(model, texts, n, tau=0.3, seed=0, end=end)
+        assert engine.generate(texts, n, seed=0, end=end) == expected
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="to compile takes a C++ compiler: install g++")
+@pytest.mark.parametrize("method", ["grid", pytest.param("ponderlm3", marks=pytest.mark.slow)])
+def test_compiled(method, monkeypatch):
+    """Catches a program that was made for the sizes of its first pass, or that writes to the places
+    of others: texts that end and wait, a window that is outgrown, a cache that grows."""
+    monkeypatch.setattr("engine.cache.BLOCK", 8)
+    model, texts = small_model(seed=2, method=method, block_size=16), prompts(7, 21)
+    engine = Engine(model, 3, tau=0.3, tolerance=0, compile=True)
+    for n in (4, 14):
+        expected = generate(model, texts, n, tau=0.3, **SAMPLING)
+        assert engine.generate(texts, n, **SAMPLING) == expected
+    assert len(engine.passes.programs) == 1
 
 
 @pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
@@ -325,6 +364,16 @@ def test_which_prompt(model):
     for prompt, message in (([31], "has ids outside"), ([], "has no token")):
         with pytest.raises(UserError, match=f"prompt 2 of 2 {message}"):
             by_engine(model, [[1], prompt], 2)
+
+
+def test_what_cannot_be_compiled(model, monkeypatch):
+    """Catches a pass of other numbers than float32, or a missing compiler, that fails later."""
+    for refused in (dict(dtype=torch.bfloat16), dict(weights="int8")):
+        with pytest.raises(UserError, match="compile is for float32 on a CPU"):
+            Engine(small_model().float(), compile=True, **refused)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match=r"takes a C\+\+ compiler: install g\+\+"):
+        Engine(model, compile=True)
 
 
 def test_other_methods_are_refused():

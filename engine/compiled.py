@@ -1,0 +1,65 @@
+"""Passes compiled: on a CPU a small model's pass is a hundred operations, and starting one takes
+longer than doing it.
+
+PyTorch writes the pass of all rows (Rows.advance) as one C++ program, once for each way to choose,
+which takes some ten seconds. Any number of places is the same program. A row that nobody is in is
+computed, too, and does not matter, as in a CUDA graph.
+"""
+
+import shutil
+import sys
+import tempfile
+import warnings
+from copy import copy
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._inductor import aoti_compile_and_package, aoti_load_package, config
+
+from engine.rows import STATE
+from runtime import UserError
+
+
+class Pass(nn.Module):
+    """Rows.advance as a function of what it changes; `places` (M,) are there to be counted."""
+
+    def __init__(self, rows, choice):
+        super().__init__()
+        self.rows, self.choice = rows, choice
+
+    def forward(self, state, layers, places):
+        rows = copy(self.rows)
+        vars(rows).update(zip(STATE, state, strict=True))
+        rows.cache = copy(rows.cache)
+        rows.cache.layers = layers
+        return rows.advance(len(rows.x), places.size(0), self.choice)
+
+
+class Compiled:
+    """Stands in for Rows.advance. UserError: there is no C++ compiler."""
+
+    def __init__(self, rows):
+        self.rows, self.programs = rows, {}
+        if not shutil.which(compiler := config.cpp.cxx[-1]):
+            raise UserError(f"to compile takes a C++ compiler: install {compiler}")
+
+    def advance(self, A, places, choice):
+        """As Rows.advance, for all rows."""
+        if choice not in self.programs:
+            self.programs[choice] = self.compile(choice)
+        return self.programs[choice](*self.arguments(places))
+
+    def arguments(self, places):
+        return self.rows.state, self.rows.cache.layers, torch.empty(places)
+
+    def compile(self, choice):
+        print("compiling the pass, some ten seconds", file=sys.stderr, flush=True)
+        places, capacity = (torch.export.Dim(name, max=2**30) for name in ("places", "capacity"))
+        sizes = [None] * len(STATE), [{2: capacity}] * len(self.rows.cache.layers), {0: places}
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what a later torch will change
+            whole = Pass(self.rows, choice)
+            program = torch.export.export(whole, self.arguments(2), dynamic_shapes=sizes)
+            file = str(Path(folder, "pass.pt2"))
+            return aoti_load_package(aoti_compile_and_package(program, package_path=file))
