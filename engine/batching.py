@@ -31,7 +31,7 @@ from engine.cache import GridPrompt, PromptLayer
 from engine.compiled import Compiled
 from engine.cuda_graphs import Fetched, Graphs, rounded
 from engine.prefill import read_on_grid, settle
-from engine.products import COMPILED, WEIGHTS, has_bfloat16
+from engine.products import WEIGHTS, has_bfloat16
 from engine.request import Sample, check_request, choose_finite, not_finite, uniform
 from engine.rows import HostRows, Rows
 from runtime import UserError, autocast
@@ -87,7 +87,7 @@ class Engine:
         graphs: replay each pass as a CUDA graph; None: where there is CUDA. Elsewhere True runs
             passes of the same static shapes.
         weights: of a float32 model on a CPU, see products.py.
-        compile: the pass as one program, see compiled.py; of a Llama in float32 on a CPU.
+        compile: the pass as one program, see compiled.py; of a Llama on a CPU, in float32.
 
     Raises:
         UserError: a method that only sample.py decodes, a device without float64 (MPS), or
@@ -118,7 +118,7 @@ class Engine:
             raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")
         if weights != "float32" and not has_bfloat16():
             raise UserError(f"weights = {weights} needs a CPU with bfloat16 (AVX-512); leave it")
-        if compile and (on_gpu or self.dtype in HALF or weights != "float32"):
+        if compile and (on_gpu or self.dtype in HALF):
             raise UserError("compile is for float32 on a CPU; leave it out")
         half = self.dtype in HALF
         rounds = half or weight.dtype in HALF
@@ -127,8 +127,8 @@ class Engine:
         self.ahead = 2 if on_gpu else 0  # passes that may be under way when one is looked at
         graphs = on_gpu if graphs is None else graphs
         self.static, self.few_shapes = on_gpu or graphs or compile, on_gpu or graphs
-        kind, kept = Rows if self.static else HostRows, COMPILED if compile else weights
-        self.rows = self.passes = kind(model, batch_size, self.dtype, tau, alpha, kept)
+        kind, how = Rows if self.static else HostRows, (tau, alpha, weights, compile)
+        self.rows = self.passes = kind(model, batch_size, self.dtype, *how)
         self.cache = self.rows.cache
         if graphs or compile:
             self.passes = Compiled(self.rows) if compile else Graphs(self.rows)

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import warnings
 from copy import copy
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,18 +21,19 @@ from runtime import UserError
 
 
 class Pass(nn.Module):
-    """Rows.advance as a function of what it changes; `places` (M,) are there to be counted."""
+    """Rows.advance as a function of what it changes, the state of the rows and the layers of the
+    cache, and of a tensor (M,) with a number for each place that it sees."""
 
     def __init__(self, rows, choice):
         super().__init__()
         self.rows, self.choice = rows, choice
 
-    def forward(self, state, layers, places):
+    def forward(self, *tensors):
         rows = copy(self.rows)
-        vars(rows).update(zip(STATE, state, strict=True))
+        vars(rows).update(zip(STATE, tensors, strict=False))
         rows.cache = copy(rows.cache)
-        rows.cache.layers = layers
-        return rows.advance(len(rows.x), places.size(0), self.choice)
+        rows.cache.layers = tensors[len(STATE) : -1]
+        return [rows.advance(len(rows.x), tensors[-1].size(0), self.choice)]
 
 
 class Compiled:
@@ -48,18 +48,19 @@ class Compiled:
         """As Rows.advance, for all rows."""
         if choice not in self.programs:
             self.programs[choice] = self.compile(choice)
-        return self.programs[choice](*self.arguments(places))
+        return self.programs[choice](self.tensors(places))[0]
 
-    def arguments(self, places):
-        return self.rows.state, self.rows.cache.layers, torch.empty(places)
+    def tensors(self, places):
+        return [*self.rows.state, *self.rows.cache.layers, torch.empty(places)]
 
     def compile(self, choice):
+        """-> a function of a list of the tensors of Pass."""
         print("compiling the pass, some ten seconds", file=sys.stderr, flush=True)
         places, capacity = (torch.export.Dim(name, max=2**30) for name in ("places", "capacity"))
-        sizes = [None] * len(STATE), [{2: capacity}] * len(self.rows.cache.layers), {0: places}
+        sizes = *[None] * len(STATE), *[{2: capacity}] * len(self.rows.cache.layers), {0: places}
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what a later torch will change
-            whole = Pass(self.rows, choice)
-            program = torch.export.export(whole, self.arguments(2), dynamic_shapes=sizes)
-            file = str(Path(folder, "pass.pt2"))
-            return aoti_load_package(aoti_compile_and_package(program, package_path=file))
+            example, whole = (*self.tensors(2),), Pass(self.rows, choice)
+            program = torch.export.export(whole, example, dynamic_shapes=[sizes])
+            file = aoti_compile_and_package(program, package_path=f"{folder}/pass.pt2")
+            return aoti_load_package(file).loader.boxed_run  # the model itself sorts its arguments

@@ -18,24 +18,24 @@ import torch
 import torch.nn.functional as F
 
 WEIGHTS = ("float32", "bfloat16", "int8")
-COMPILED = "compiled"  # Plain whatever the size, which is what a compiled pass knows
 LARGE = 2**21  # products from so many multiplications on are worth the call of oneDNN
 FEW = 4  # rows up to which whole numbers are read as 8 bits
 onednn = torch.ops.mkldnn
 
 
-def matrix(weight, dtype, rows, weights="float32"):
+def matrix(weight, dtype, rows, weights="float32", compiled=False):
     """W for about `rows` rows at a time.
 
     Args:
         weight: (O, D), as a Linear has it.
         dtype: of x and of what comes out.
-        weights: one of WEIGHTS, those of fewer bits on a CPU and with dtype float32; or COMPILED.
+        weights: one of WEIGHTS; those of fewer bits on a CPU and with dtype float32.
+        compiled: for a pass that is compiled, which does not know Packed.
     """
     weight = weight.detach().to(dtype)
     if weights in ("bfloat16", "int8"):
-        return Small(weight, rows, weights)
-    if weights == COMPILED:
+        return Small(weight, rows, weights, compiled)
+    if compiled:
         return Plain(weight)
     large = rows * weight.numel() >= LARGE and (rows > 1 or torch.get_num_threads() > 1)
     in_half = dtype == torch.bfloat16 and has_bfloat16()
@@ -81,17 +81,22 @@ class Packed:
 class Small:
     """Weights of fewer bits than the float32 of x and of the product."""
 
-    def __init__(self, weight, rows, weights):
-        self.scale = None
+    def __init__(self, weight, rows, weights, compiled):
+        self.scale, few = None, rows <= FEW
         if weights == "int8":
             self.scale = weight.abs().amax(1).clamp(min=1e-30) / 127  # (O,)
             weight = (weight / self.scale[:, None]).round()
-        fits = rows <= FEW and weight.size(1) % 32 == 0  # as its kernel wants
+        fits = few and weight.size(1) % 32 == 0  # as its kernel wants
+        in_half = weight.bfloat16()  # which holds these whole numbers exactly
         if self.scale is not None and fits:
             codes, ones = weight.to(torch.int8), torch.ones_like(self.scale).bfloat16()
             self.product = lambda x: torch._weight_int8pack_mm(x, codes, ones)
-        else:  # bfloat16 holds these whole numbers exactly
-            self.product = Packed(weight.bfloat16(), rows)
+        elif not compiled:
+            self.product = Packed(in_half, rows)
+        elif few:  # one loop when it is compiled
+            self.product = lambda x: (x[:, None] * in_half.float()).sum(-1)
+        else:
+            self.product = Plain(in_half)
 
     def __call__(self, x):
         y = self.product(x.bfloat16()).float()

@@ -35,7 +35,6 @@ from engine.request import choose
 from engine.slot_step import make_step
 from router import mask_score, upcast
 
-
 # What belongs to a row and may change.
 STATE = ("e", "x", "h_hat", "s", "channels", "counters", "context", "uniform")
 
@@ -59,16 +58,18 @@ class Rows:
 
     Args:
         dtype: of the matrix products and the cache. tau, alpha: as PonderLM.ponder_token.
-        weights: see products.matrix.
+        weights, compiled: see products.matrix.
     """
 
-    def __init__(self, model, batch_size, dtype, tau, alpha, weights="float32"):
+    def __init__(
+        self, model, batch_size, dtype, tau, alpha, weights="float32", compiled=False
+    ):  # fmt: skip
         config, weight = model.config, model.lm_head.weight
         B, T, S, device = batch_size, config.block_size, config.ponder_steps + 1, weight.device
         self.model, self.tau, self.dtype, self.d = model, tau, dtype, config.head_width
         self.cache = SlotCache(model, B, dtype, device)
-        self.step = make_step(model, B, dtype, weights)
-        self.head = matrix(weight, dtype, B, weights)  # D -> V
+        self.step = make_step(model, B, dtype, weights, compiled)
+        self.head = matrix(weight, dtype, B, weights, compiled)  # D -> V
         self.e, self.x = (weight.new_zeros(B, config.hidden_size) for _ in range(2))
         s, _ = model.route(self.x[:, None])
         self.h_hat = torch.zeros_like(self.x, dtype=s.dtype)

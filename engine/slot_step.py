@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from attention import HALF, attend_to_cache, query_channels
 from engine.cache import cache_width
-from engine.products import COMPILED, gated, matrix
+from engine.products import gated, matrix
 from model import Llama
 from runtime import UserError, autocast
 
@@ -56,11 +56,14 @@ class Layer(NamedTuple):
 class SlotStep:
     """A model's backbone for `batch_size` rows or fewer; see products.matrix for dtype, weights."""
 
+    compiled = False
+
     def __init__(self, model, batch_size, dtype, weights="float32"):
         config, device = model.config, model.lm_head.weight.device
         self.H, self.G = config.num_attention_heads, config.key_value_heads
         self.d, self.width = config.head_width, cache_width(model)
-        self.layers = [Layer.of(block, dtype, batch_size, weights) for block in model.model.layers]
+        how = dtype, batch_size, weights, self.compiled
+        self.layers = [Layer.of(block, *how) for block in model.model.layers]
         self.weight, self.dtype = model.model.norm.weight, dtype
         self.eps = self.weight.new_tensor(config.rms_norm_eps)
 
@@ -120,6 +123,8 @@ class SlotStep:
 class CompiledStep(SlotStep):
     """As SlotStep, in operations that the compiler makes few loops of: nothing is written but the
     cache, and attention is spelled out."""
+
+    compiled = True
 
     def __call__(self, x, cache, places, position, length, of_key, of_query=None):
         (A, _), H, G, d, width = x.shape, self.H, self.G, self.d, self.width
@@ -182,15 +187,16 @@ class SlotLayer:
         return attend_to_cache(q.to(self.keys.dtype), self.keys, self.values, d)
 
 
-def make_step(model, batch_size, dtype, weights="float32"):
+def make_step(model, batch_size, dtype, weights="float32", compiled=False):
     """The step of a model's backbone; see products.matrix for dtype and weights.
 
     Raises:
-        UserError: weights of few bits, or compiled ones, for another backbone than LLaMA.
+        UserError: weights of few bits, or a compiled pass, for another backbone than LLaMA.
     """
     if model.model.Block is Llama.Block:
-        kind = CompiledStep if weights == COMPILED else SlotStep
+        kind = CompiledStep if compiled else SlotStep
         return kind(model, batch_size, dtype, weights)
-    if weights != "float32":
-        raise UserError(f"weights = {weights} are for llama, not {model.model.name}; leave it")
+    if weights != "float32" or compiled:
+        what = "compile" if compiled else f"weights = {weights}"
+        raise UserError(f"{what} is for llama, not {model.model.name}; leave it")
     return BackboneStep(model, dtype)

@@ -56,6 +56,16 @@ def compare(seen):
     seen["engine"] = {}
 
 
+def uncompiled(monkeypatch):
+    """The pass that is compiled, as it is."""
+    monkeypatch.setattr("engine.compiled.shutil.which", bool)
+
+    def compile(self, choice):
+        return lambda tensors: Pass(self.rows, choice)(*tensors)
+
+    monkeypatch.setattr(Compiled, "compile", compile)
+
+
 SHORT = [(0, 0.3), (1, 0.3), (2, 0), (3, 1e-4), (3, 0.3), (3, 1), (4, 0.3)]
 ALL = [(K, tau) for K in range(5) for tau in (0, 1e-4, 0.3, 1)]
 
@@ -127,8 +137,7 @@ def test_settings(settings, logits, monkeypatch):
         assert engine.generate(texts, 6, **SAMPLING) == expected
         compare(logits)
     if "gpt_neox" not in settings.values():
-        monkeypatch.setattr("engine.compiled.shutil.which", bool)
-        monkeypatch.setattr(Compiled, "compile", lambda self, choice: Pass(self.rows, choice))
+        uncompiled(monkeypatch)
         engine = Engine(model, 2, tau=tau, alpha=alpha, prefill=prefill, compile=True)
         assert engine.generate(texts, 6, **SAMPLING) == expected
 
@@ -137,8 +146,7 @@ def test_settings(settings, logits, monkeypatch):
 def test_a_row_that_nobody_is_in(rows, how, monkeypatch):
     """Catches a row whose text has ended and that writes on, where the next text will read it."""
     monkeypatch.setattr("engine.cache.BLOCK", 8)
-    monkeypatch.setattr("engine.compiled.shutil.which", bool)
-    monkeypatch.setattr(Compiled, "compile", lambda self, choice: Pass(self.rows, choice))
+    uncompiled(monkeypatch)
     model, long = small_model(seed=0), torch.arange(25).tolist()
     engine = Engine(model, rows, tau=0.3, tolerance=0, **how)
     (token,) = generate(model, [long], 1, tau=0.3, seed=rows - 1)[0].tokens  # of the last row
@@ -368,9 +376,10 @@ def test_which_prompt(model):
 
 def test_what_cannot_be_compiled(model, monkeypatch):
     """Catches a pass of other numbers than float32, or a missing compiler, that fails later."""
-    for refused in (dict(dtype=torch.bfloat16), dict(weights="int8")):
-        with pytest.raises(UserError, match="compile is for float32 on a CPU"):
-            Engine(small_model().float(), compile=True, **refused)
+    with pytest.raises(UserError, match="compile is for float32 on a CPU"):
+        Engine(model, compile=True, dtype=torch.bfloat16)
+    with pytest.raises(UserError, match="compile is for llama, not gpt_neox"):
+        Engine(small_model(backbone="gpt_neox", num_key_value_heads=None), compile=True)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=r"takes a C\+\+ compiler: install g\+\+"):
         Engine(model, compile=True)

@@ -37,15 +37,17 @@ def randoms(*shapes):
     return [torch.randn(shape, generator=g) for shape in shapes]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("weights", ["float32", *FEWER_BITS])
 @pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1, 33])
 @pytest.mark.parametrize("inputs, outputs", [(8, 6), (96, 257), (300, 700), (512, 1376)])
 @torch.inference_mode()
-def test_products(weights, rows, inputs, outputs):
+def test_products(weights, rows, inputs, outputs, compiled):
     """Catches a form that computes another product, or adds or gates otherwise: in float32 to
     1e-5 of its size, in bfloat16 to 2 %, by codes of 8 bits to 3 %."""
     weight, x, other = randoms((outputs, inputs), (rows, inputs), (rows, outputs))
-    first, second = (matrix(w, torch.float32, rows, weights) for w in (weight, weight.flip(0)))
+    how = torch.float32, rows, weights, compiled
+    first, second = (matrix(w, *how) for w in (weight, weight.flip(0)))
     tolerance = {"float32": 1e-5, "bfloat16": 2e-2, "int8": 3e-2}[weights]
     plain, flipped = x @ weight.T, x @ weight.flip(0).T
     for found, expected in (
@@ -66,6 +68,7 @@ def test_forms():
     assert kind(8, "float32") is Packed and kind(8, "int8") is kind(1, "bfloat16") is Small
     assert type(matrix(weight.double(), torch.float64, 8)) is Plain
     assert type(matrix(weight, torch.bfloat16, 1)) is Packed
+    assert type(matrix(weight, torch.float32, 8, compiled=True)) is Plain  # as it has to be
 
 
 @needs_bfloat16
