@@ -9,8 +9,6 @@ Only what the modules do in training is replaced; weights and names stay what th
 in evaluation mode computes as a loaded one does, to the last bit.
 """
 
-import ctypes
-import sys
 from types import MethodType
 
 import torch
@@ -21,20 +19,6 @@ from torch.autograd.function import once_differentiable
 from attention import soft_mask_attention
 from kernels.attention import COMPILED
 from model import Attention, Llama, SwiGLU
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-GIB, MOST = 2**30, 2**25  # bytes; an older glibc takes no more than MOST for the latter
-
-
-def keep_freed_memory():
-    """Freed memory stays with the process, for the next tensor. On Linux with glibc.
-
-    By default a large tensor is given back to the system, which clears every page of the next one.
-    """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(M_TRIM_THRESHOLD, GIB)
-        libc.mallopt(M_MMAP_THRESHOLD, GIB) or libc.mallopt(M_MMAP_THRESHOLD, MOST)
 
 
 def use_fast_blocks(model, norms=True):

@@ -427,8 +427,6 @@ def prepare_kernels(model, config, device, dtype):
 
     model.backend = attention.find(config.backend, device, dtype)
     model.recompute = config.recompute
-    if device.type == "cpu":
-        blocks.keep_freed_memory()
     blocks.use_fast_blocks(model, norms=device.type == "cpu" and not config.compile)
     if config.compile:
         blocks.compile_blocks(model)

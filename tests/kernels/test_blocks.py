@@ -1,14 +1,11 @@
 """A training step with fast blocks is the same function, computed faster."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import LLAMA3, NEOX, small_model, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import blocks
 from kernels.attention import FORMS, DenseSoftmax
 from kernels.blocks import FusedNorm, compile_blocks, for_products, use_fast_blocks
 from train import objective
@@ -129,18 +126,6 @@ def test_compiled_blocks(method, compiler, backend, monkeypatch):
     torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=0)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("most", [2**25, 2**31])
-def test_memory_of_an_older_glibc(most, monkeypatch):
-    """Catches a threshold that is refused, so that one of 128 KiB is left for good."""
-    asked = []
-    libc = SimpleNamespace(mallopt=lambda what, size: asked.append((what, size)) or size <= most)
-    monkeypatch.setattr(blocks.sys, "platform", "linux")
-    monkeypatch.setattr(blocks.ctypes, "CDLL", lambda _: libc)
-    blocks.keep_freed_memory()
-    assert asked[0] == (blocks.M_TRIM_THRESHOLD, blocks.GIB)
-    assert asked[-1] == (blocks.M_MMAP_THRESHOLD, min(most, blocks.GIB))
 
 
 @pytest.mark.parametrize(
