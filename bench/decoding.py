@@ -187,7 +187,8 @@ def prompt_rows(model, val, lengths, repeats, **how):
         (prompt,) = prompts_of(val, 1, length)
         engines = {p: Engine(model, 1, prefill=p, **how) for p in ("jacobi", "sequential")}
         runs = {p: partial(e.generate, [prompt], 1, temperature=0) for p, e in engines.items()}
-        warm_up = int(device.type == "cuda")  # where the first call loads libraries
+        # The first call may load libraries, or compile.
+        warm_up = int(device.type == "cuda" or how.get("compile", False))
         seconds = medians(runs, repeats, warm_up, device)
         slots = engines["sequential"].stats.slots / (repeats + warm_up)
         row = {"prompt": length, "slot_ratio": slots / (length * (model.config.ponder_steps + 1))}
@@ -227,7 +228,7 @@ def decode(
         alphas: shifts of the router, which sweep the executed steps
         precision: of the matrix products
         weights: how an engine on a CPU keeps them
-        compile: its passes
+        compile: its passes, for each batch size, prompt and alpha anew
         repeats: rounds
         device: auto, cpu, cuda
         out: folder for the results

@@ -28,7 +28,7 @@ class ManyOptions(Options):
     # on a CPU: float32 is exact, bfloat16 and int8 are faster where reading the weights is what
     # takes time
     weights: Literal["float32", "bfloat16", "int8"] = "float32"
-    compile: bool = False  # on a CPU: passes up to three times as fast, after some ten seconds
+    compile: bool = False  # on a CPU: up to five times as fast, after 10 to 60 seconds
 
 
 def show_many(events, n, max_new_tokens, end, show):
@@ -50,18 +50,21 @@ def show_many(events, n, max_new_tokens, end, show):
 
 
 def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
-    request, o, start = Request(options), options, time.perf_counter()
+    request, o = Request(options), options
     model, n = request.model, len(request.ids)
     dtype = pick_precision(o.precision, request.device)
     engine = Engine(
         model, min(o.batch_size, n), dtype=dtype, tau=request.choice["tau"], alpha=o.alpha,
         prefill=o.prefill, weights=o.weights, compile=o.compile,
     )  # fmt: skip
+    engine.prepare(o.temperature, o.top_k, o.top_p)
+    start = time.perf_counter()
     events = engine.stream(
         request.ids, o.max_new_tokens, end=request.end, read=request.read, seed=o.seed,
         temperature=o.temperature, top_k=o.top_k, top_p=o.top_p,
     )  # fmt: skip
-    request.describe(f"engine, precision {str(dtype)[6:]}, weights {o.weights}")
+    how = f"precision {str(dtype)[6:]}, weights {o.weights}{', compiled' * o.compile}"
+    request.describe(f"engine, {how}")
 
     def show(i, sample, bar):
         if not file:

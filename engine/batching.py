@@ -118,18 +118,20 @@ class Engine:
             raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")
         if weights != "float32" and not has_bfloat16():
             raise UserError(f"weights = {weights} needs a CPU with bfloat16 (AVX-512); leave it")
-        if compile and (on_gpu or self.dtype in HALF):
-            raise UserError("compile is for float32 on a CPU; leave it out")
+        if compile and (on_gpu or self.dtype in HALF or self.dtype != weight.dtype):
+            raise UserError("compile is for float32 on a CPU: leave it out, or take that precision")
         half = self.dtype in HALF
         rounds = half or weight.dtype in HALF
         self.tolerance = (1e-2 if rounds else 1e-5) if tolerance is None else tolerance
         self.precision = autocast(self.device, self.dtype if half else torch.float32)
         self.ahead = 2 if on_gpu else 0  # passes that may be under way when one is looked at
         graphs = on_gpu if graphs is None else graphs
-        self.static, self.few_shapes = on_gpu or graphs or compile, on_gpu or graphs
-        kind, how = Rows if self.static else HostRows, (tau, alpha, weights, compile)
-        self.rows = self.passes = kind(model, batch_size, self.dtype, *how)
+        self.static = on_gpu or graphs or compile  # a pass computes everything, of all rows
+        self.few_shapes = on_gpu or graphs  # rows and places are rounded up to few numbers
+        kind = Rows if self.static else HostRows
+        self.rows = kind(model, batch_size, self.dtype, tau, alpha, weights, compile)
         self.cache = self.rows.cache
+        self.passes = self.rows
         if graphs or compile:
             self.passes = Compiled(self.rows) if compile else Graphs(self.rows)
         self.running = []  # Sequence number i runs in row i
@@ -157,8 +159,10 @@ class Engine:
         choice = check_request(self.model, prompts, tau=self.tau, alpha=self.alpha, **choice)
         how = choice.temperature, choice.top_k, choice.top_p
         waiting = deque(range(len(prompts) if max_new_tokens else 0))
+        self.prepare(*how)
         self.running, under_way = [], deque()
         if self.static:
+            self.rows.stop(slice(None))  # of an earlier call that was not read to its end
             longest = max(map(len, prompts), default=0) + max_new_tokens
             self.cache.reserve(self.places(min(longest, self.model.config.block_size)))
 
@@ -180,6 +184,13 @@ class Engine:
                     self.drop(row)
             self.stats.seconds += time.perf_counter() - start
             yield from events
+
+    @torch.inference_mode()
+    def prepare(self, temperature=1.0, top_k=None, top_p=None):
+        """Compile the pass for a way to choose, where that is asked for and has not been done."""
+        if isinstance(self.passes, Compiled):
+            self.cache.reserve(1)  # none is no example of many
+            self.passes.prepare((temperature, top_k, top_p))
 
     def append(self, q, token, end):
         """A token more, with which a sequence may end. -> (prompt, token, steps)"""

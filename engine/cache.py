@@ -34,7 +34,7 @@ class SlotCache:
         masked = key_channels(masked, self.d, dtype)  # of a key that is not there
         self.masked = F.pad(masked, (0, self.width - self.d - len(masked)))  # (d'-d,)
         self.layers, self.seen = self.empty(0), {}
-        self.used = 0  # places that any row has used so far: behind them all are empty
+        self.used = 0  # places that any row has used so far: behind them and LATE all are empty
 
     def empty(self, places):
         """Layers in which every place is empty."""

@@ -2,8 +2,8 @@
 longer than doing it.
 
 PyTorch writes the pass of all rows (Rows.advance) as one C++ program, once for each way to choose,
-which takes some ten seconds. Any number of places is the same program. A row that nobody is in is
-computed, too, and does not matter, as in a CUDA graph.
+which takes ten seconds to a minute. Any number of places is the same program. A row that nobody is
+in is computed, too, and does not matter as long as it was stopped.
 """
 
 import shutil
@@ -41,21 +41,24 @@ class Compiled:
 
     def __init__(self, rows):
         self.rows, self.programs = rows, {}
-        if not shutil.which(compiler := config.cpp.cxx[-1]):
+        if not shutil.which(compiler := config.cpp.cxx[-1].split()[0]):
             raise UserError(f"to compile takes a C++ compiler: install {compiler}")
 
     def advance(self, A, places, choice):
         """As Rows.advance, for all rows."""
+        self.prepare(choice)
+        return self.programs[choice](self.tensors(places))[0]
+
+    def prepare(self, choice):
         if choice not in self.programs:
             self.programs[choice] = self.compile(choice)
-        return self.programs[choice](self.tensors(places))[0]
 
     def tensors(self, places):
         return [*self.rows.state, *self.rows.cache.layers, torch.empty(places)]
 
     def compile(self, choice):
         """-> a function of a list of the tensors of Pass."""
-        print("compiling the pass, some ten seconds", file=sys.stderr, flush=True)
+        print("compiling the pass, 10 to 60 seconds", file=sys.stderr, flush=True)
         places, capacity = (torch.export.Dim(name, max=2**30) for name in ("places", "capacity"))
         sizes = *[None] * len(STATE), *[{2: capacity}] * len(self.rows.cache.layers), {0: places}
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -63,4 +66,5 @@ class Compiled:
             example, whole = (*self.tensors(2),), Pass(self.rows, choice)
             program = torch.export.export(whole, example, dynamic_shapes=[sizes])
             file = aoti_compile_and_package(program, package_path=f"{folder}/pass.pt2")
-            return aoti_load_package(file).loader.boxed_run  # the model itself sorts its arguments
+            # Not the model: it sorts its arguments in each call, which takes as long as a layer.
+            return aoti_load_package(file).loader.boxed_run

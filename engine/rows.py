@@ -5,7 +5,7 @@ follows. The host only reads what came out. So a GPU can run passes ahead of the
 each as one CUDA graph (cuda_graphs.py).
 
 code        shape        meaning
-A                        rows that run, 0 .. A-1
+A                        rows that run, 0 .. A-1; compiled, all B
 e           (B, D)       embedding of each row's token
 x           (B, D)       input of its next slot
 h_hat       (B, D)       s_0 h^(0) + .. + s_k h^(k), as far as the token has come
@@ -113,7 +113,8 @@ class Rows:
         self.cache.copy(source, target, length)
 
     def stop(self, row):
-        """Nobody is in a row: where it runs along, it stands still."""
+        """Nobody is in a row: where it runs along, its counters stand still, so that it writes
+        again and again to one place."""
         self.counters[row, 5] = self.counters[row, 2]  # its limit is where it is
 
     # -- A pass ------------------------------------------------------------------------------------

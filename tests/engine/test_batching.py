@@ -158,6 +158,21 @@ def test_a_row_that_nobody_is_in(rows, how, monkeypatch):
         assert engine.generate(texts, n, seed=0, end=end) == expected
 
 
+def test_a_stream_that_is_not_read_to_its_end(monkeypatch):
+    """Catches rows that go on with its texts, beyond what is cleared for the next."""
+    monkeypatch.setattr("engine.cache.BLOCK", 8)
+    uncompiled(monkeypatch)
+    model = small_model(seed=1, method="ponderlm2")
+    engine = Engine(model, 2, tau=0, tolerance=0, prefill="sequential", compile=True)
+    stream = engine.stream([[1], [1]], 31, seed=0)
+    for _ in range(14):
+        next(stream)
+    stream.close()
+    engine.generate([[2]], 16, seed=0)
+    expected = generate(model, [[2], [3]], 31, tau=0, seed=5)
+    assert engine.generate([[2], [3]], 31, seed=5) == expected
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="to compile takes a C++ compiler: install g++")
 @pytest.mark.parametrize("method", ["grid", pytest.param("ponderlm3", marks=pytest.mark.slow)])
 def test_compiled(method, monkeypatch):
@@ -376,8 +391,9 @@ def test_which_prompt(model):
 
 def test_what_cannot_be_compiled(model, monkeypatch):
     """Catches a pass of other numbers than float32, or a missing compiler, that fails later."""
-    with pytest.raises(UserError, match="compile is for float32 on a CPU"):
-        Engine(model, compile=True, dtype=torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float32):  # of a model in float64
+        with pytest.raises(UserError, match="compile is for float32 on a CPU: leave it out"):
+            Engine(model, compile=True, dtype=dtype)
     with pytest.raises(UserError, match="compile is for llama, not gpt_neox"):
         Engine(small_model(backbone="gpt_neox", num_key_value_heads=None), compile=True)
     monkeypatch.setenv("PATH", "")
