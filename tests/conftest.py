@@ -18,6 +18,7 @@ from interop import save
 from model import PonderConfig
 from training.config import TrainConfig
 
+torch.set_num_threads(1)  # of products so small a second one only costs time
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
 LLAMA3 = dict(  # options of backbones/llama3.py that matter within a few tokens
