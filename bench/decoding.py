@@ -139,7 +139,6 @@ def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, **how):
     speed = bandwidth(device)
 
     def compare(against, B, length, tokens, engine, ours, other):
-        ours()  # which may compile
         engine.stats = Stats()  # of these runs alone
         seconds = medians({"ours": ours, "theirs": other}, repeats, device=device)
         row = {"against": against, "batch": B, "prompt": length}

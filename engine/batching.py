@@ -162,7 +162,6 @@ class Engine:
         self.prepare(*how)
         self.running, under_way = [], deque()
         if self.static:
-            self.rows.stop(slice(None))  # of an earlier call that was not read to its end
             longest = max(map(len, prompts), default=0) + max_new_tokens
             self.cache.reserve(self.places(min(longest, self.model.config.block_size)))
 
@@ -189,7 +188,7 @@ class Engine:
     def prepare(self, temperature=1.0, top_k=None, top_p=None):
         """Compile the pass for a way to choose, where that is asked for and has not been done."""
         if isinstance(self.passes, Compiled):
-            self.cache.reserve(1)  # none is no example of many
+            self.cache.reserve(1)  # an empty cache is no example of others
             self.passes.prepare((temperature, top_k, top_p))
 
     def append(self, q, token, end):
@@ -208,8 +207,6 @@ class Engine:
         if row < len(self.running):
             self.running[row] = last
             self.rows.move(len(self.running), row, last.length)
-        if self.static:
-            self.rows.stop(len(self.running))
 
     # -- Prompts -----------------------------------------------------------------------------------
 
@@ -311,7 +308,6 @@ class Engine:
         order = (~executed).sort(dim=1, stable=True).indices  # behind them what hides itself
         N = order.size(1)
         self.cache.reserve(N)
-        self.cache.used = max(self.cache.used, N)
         for i, layer in enumerate(layers):
             layer.write(self.cache, i, at, order, self.rows.slot_keys[slot])
         return found
@@ -333,7 +329,6 @@ class Engine:
         else:
             places = -(-places // PLACES) * PLACES
             self.cache.reserve(places)
-        self.cache.used = max(self.cache.used, places)
         with decoding_kernels(self.device):
             out = self.passes.advance(A, places, choice)
         for q in self.running:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from attention import MASKED, attend_causally, augment, key_channels, padded_width
 
 BLOCK = 256  # places by which the cache grows
-LATE = 8  # that a row writes behind its end: one, and one for each pass that is under way
 
 
 def cache_width(model):
@@ -34,7 +33,6 @@ class SlotCache:
         masked = key_channels(masked, self.d, dtype)  # of a key that is not there
         self.masked = F.pad(masked, (0, self.width - self.d - len(masked)))  # (d'-d,)
         self.layers, self.seen = self.empty(0), {}
-        self.used = 0  # places that any row has used so far: behind them and LATE all are empty
 
     def empty(self, places):
         """Layers in which every place is empty."""
@@ -60,9 +58,9 @@ class SlotCache:
         return self.seen[rows, places]
 
     def clear(self, row, first=0):
-        """Forget what a row holds from place `first` on."""
+        """Forget what a row holds from place `first` on, written with nobody in it or not."""
         for layer in self.layers:
-            layer[row, : self.G, first : self.used + LATE, self.d :] = self.masked
+            layer[row, : self.G, first:, self.d :] = self.masked
 
     def copy(self, source, target, length):
         """Row `target` becomes the first `length` places of row `source`."""
@@ -88,7 +86,6 @@ class PromptLayer:
             key_bias = k.new_zeros(k.size(0), N)
         q, k, v = augment(q, k, v, key_bias)
         self.cache.reserve(N)
-        self.cache.used = max(self.cache.used, N)
         kv = torch.cat([k, v], dim=1)  # (R, 2G, N, d')
         self.cache.layers[self.layer][self.at[self.rows], :, :N] = kv.to(self.cache.dtype)
         return attend_causally(q, k, v, d)

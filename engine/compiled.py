@@ -3,7 +3,7 @@ longer than doing it.
 
 PyTorch writes the pass of all rows (Rows.advance) as one C++ program, once for each way to choose,
 which takes ten seconds to a minute. Any number of places is the same program. A row that nobody is
-in is computed, too, and does not matter as long as it was stopped.
+in is computed, too, and does not matter, as in a CUDA graph.
 """
 
 import shutil
@@ -30,7 +30,7 @@ class Pass(nn.Module):
 
     def forward(self, *tensors):
         rows = copy(self.rows)
-        vars(rows).update(zip(STATE, tensors, strict=False))
+        vars(rows).update(zip(STATE, tensors[: len(STATE)], strict=True))
         rows.cache = copy(rows.cache)
         rows.cache.layers = tensors[len(STATE) : -1]
         return [rows.advance(len(rows.x), tensors[-1].size(0), self.choice)]
@@ -59,7 +59,7 @@ class Compiled:
     def compile(self, choice):
         """-> a function of a list of the tensors of Pass."""
         print("compiling the pass, 10 to 60 seconds", file=sys.stderr, flush=True)
-        places, capacity = (torch.export.Dim(name, max=2**30) for name in ("places", "capacity"))
+        places, capacity = map(torch.export.Dim, ("places", "capacity"))
         sizes = *[None] * len(STATE), *[{2: capacity}] * len(self.rows.cache.layers), {0: places}
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what a later torch will change

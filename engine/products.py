@@ -6,7 +6,8 @@ and how many bits they have.
 weights     class     how W is kept
 float32     Plain     (in, out) in memory; of one row up to 8 times as fast as (out, in)
             Packed    blocks of oneDNN, the same numbers: of 8 rows 0.8 to 3 times as fast as Plain
-bfloat16    Small     Packed in bfloat16; x is rounded to it, too, and mostly the product
+bfloat16    Small     Packed in bfloat16; x and the product are rounded to it, too (not the
+                      product of FEW rows in a compiled pass)
 int8        Small     whole numbers up to 127 and a scale for each output, x in bfloat16
 
 Which class is the fastest was measured (docs/log.md). `matrix` goes by rows, size and threads, not
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 
 WEIGHTS = ("float32", "bfloat16", "int8")
 LARGE = 2**21  # products from so many multiplications on are worth the call of oneDNN
-FEW = 4  # rows up to which whole numbers are read as 8 bits
+FEW = 4  # rows up to which a product reads weights of fewer bits as they are
 onednn = torch.ops.mkldnn
 
 

@@ -112,11 +112,6 @@ class Rows:
             state[target] = state[source]
         self.cache.copy(source, target, length)
 
-    def stop(self, row):
-        """Nobody is in a row: where it runs along, its counters stand still, so that it writes
-        again and again to one place."""
-        self.counters[row, 5] = self.counters[row, 2]  # its limit is where it is
-
     # -- A pass ------------------------------------------------------------------------------------
 
     def advance(self, A, places, choice):

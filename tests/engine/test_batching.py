@@ -397,7 +397,7 @@ def test_what_cannot_be_compiled(model, monkeypatch):
     with pytest.raises(UserError, match="compile is for llama, not gpt_neox"):
         Engine(small_model(backbone="gpt_neox", num_key_value_heads=None), compile=True)
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match=r"takes a C\+\+ compiler: install g\+\+"):
+    with pytest.raises(UserError, match=r"takes a C\+\+ compiler: install \w"):
         Engine(model, compile=True)
 
 
