@@ -22,8 +22,8 @@ from runtime import command_line, pick_precision, progress, strict_dataclass
 class ManyOptions(Options):
     batch_size: Count = 8  # how many sequences run at once
     precision: Literal["auto", "float32", "bfloat16"] = "float32"  # auto: bfloat16 where it is fast
-    # jacobi: prompts in parallel; sequential: slot by slot, which auto takes for many short ones on
-    # a CPU
+    # jacobi: prompts in parallel; sequential: slot by slot, which auto takes on a CPU for four or
+    # more at once, except on the grid
     prefill: Literal["jacobi", "sequential", "auto"] = "auto"
     # on a CPU: float32 is exact, bfloat16 and int8 are faster where reading the weights is what
     # takes time

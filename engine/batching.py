@@ -37,7 +37,7 @@ from engine.rows import HostRows, Rows
 from runtime import UserError, autocast
 
 PLACES = 16  # a CPU's passes see multiples of so many places
-MANY, SHORT = 8, 64  # from so many rows on, up to so many tokens, prompts are read slot by slot
+MANY = 4  # from so many rows on, a CPU iterates over prompts for longer than slot by slot takes
 
 
 def serves(model):
@@ -81,7 +81,7 @@ class Engine:
         dtype: of the matrix products and the cache; None: that of the weights.
         tau, alpha: as PonderLM.ponder_token.
         prefill: how prompts are read: in parallel (jacobi), slot by slot (sequential), or (auto) in
-            parallel, but many short ones on a CPU slot by slot.
+            parallel where that is faster.
         tolerance: of the first, see prefill.settle. None: 1e-5; in half precision, whose rounding
             keeps the latents moving by 3e-3, 1e-2.
         graphs: replay each pass as a CUDA graph; None: where there is CUDA. Elsewhere True runs
@@ -133,7 +133,7 @@ class Engine:
         self.cache = self.rows.cache
         self.passes = self.rows
         if graphs or compile:
-            self.passes = Compiled(self.rows) if compile else Graphs(self.rows)
+            self.passes = Compiled(self.rows, weights) if compile else Graphs(self.rows)
         self.running = []  # Sequence number i runs in row i
         self.stats = Stats()
 
@@ -210,12 +210,10 @@ class Engine:
 
     # -- Prompts -----------------------------------------------------------------------------------
 
-    def reads_in_parallel(self, sequences):
-        """Whether that is the way to read the contexts of sequences. Many short ones read together
-        slot by slot are faster on a CPU."""
-        longest = max(len(q.context) for q in sequences)
-        many = len(self.running) >= MANY and longest <= SHORT
-        slow = many and self.device.type == "cpu" and self.weights == "float32"
+    def reads_in_parallel(self):
+        """Whether that is the way to read prompts. K+1 passes are always fast, ten or more not."""
+        iterates = self.model.iterates and self.model.config.ponder_steps > 0
+        slow = iterates and self.device.type == "cpu" and len(self.running) >= MANY
         return dict(jacobi=True, sequential=False, auto=not slow)[self.prefill]
 
     def begin(self, choice):
@@ -240,7 +238,7 @@ class Engine:
             left = q.uniform[q.chosen :][:T]
             u[i, : len(left)] = left
         found = []
-        if self.reads_in_parallel(sequences):
+        if self.reads_in_parallel():
             self.read_unknown(new, contexts)
             tokens = choose_finite(torch.stack([q.logits for q in sequences]), u[:, 0], *choice)
             found = list(zip(sequences, tokens.tolist(), strict=True))

@@ -3,7 +3,8 @@ longer than doing it.
 
 PyTorch writes the pass of all rows (Rows.advance) as one C++ program, once for each way to choose,
 which takes ten seconds to a minute. Any number of places is the same program. A row that nobody is
-in is computed, too, and does not matter, as in a CUDA graph.
+in is computed, too, and does not matter, as in a CUDA graph. Weights that are frozen are packed by
+the compiler, as products.Packed does it.
 """
 
 import shutil
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch._inductor import aoti_compile_and_package, aoti_load_package, config
 
+from engine.products import is_frozen
 from engine.rows import STATE
 from runtime import UserError
 
@@ -39,8 +41,9 @@ class Pass(nn.Module):
 class Compiled:
     """Stands in for Rows.advance. UserError: there is no C++ compiler."""
 
-    def __init__(self, rows):
+    def __init__(self, rows, weights):
         self.rows, self.programs = rows, {}
+        self.frozen = is_frozen(rows.model, len(rows.x), weights)
         if not shutil.which(compiler := config.cpp.cxx[-1].split()[0]):
             raise UserError(f"to compile takes a C++ compiler: install {compiler}")
 
@@ -65,6 +68,7 @@ class Compiled:
             warnings.simplefilter("ignore")  # of what a later torch will change
             example, whole = (*self.tensors(2),), Pass(self.rows, choice)
             program = torch.export.export(whole, example, dynamic_shapes=[sizes])
-            file = aoti_compile_and_package(program, package_path=f"{folder}/pass.pt2")
+            with config.patch(freezing=self.frozen):
+                file = aoti_compile_and_package(program, package_path=f"{folder}/pass.pt2")
             # Not the model: it sorts its arguments in each call, which takes as long as a layer.
             return aoti_load_package(file).loader.boxed_run

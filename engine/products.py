@@ -21,6 +21,7 @@ import torch.nn.functional as F
 WEIGHTS = ("float32", "bfloat16", "int8")
 LARGE = 2**21  # products from so many multiplications on are worth the call of oneDNN
 FEW = 4  # rows up to which a product reads weights of fewer bits as they are
+CACHED = 2**26  # bytes of weights that a CPU may still have in its caches
 onednn = torch.ops.mkldnn
 
 
@@ -31,7 +32,7 @@ def matrix(weight, dtype, rows, weights="float32", compiled=False):
         weight: (O, D), as a Linear has it.
         dtype: of x and of what comes out.
         weights: one of WEIGHTS; those of fewer bits on a CPU and with dtype float32.
-        compiled: for a pass that is compiled, which does not know Packed.
+        compiled: for a pass that is compiled, which does not know Packed; see is_frozen.
     """
     weight = weight.detach().to(dtype)
     if weights in ("bfloat16", "int8"):
@@ -44,6 +45,14 @@ def matrix(weight, dtype, rows, weights="float32", compiled=False):
     if weight.is_cpu and (in_half or in_float):
         return Packed(weight, rows)
     return Plain(weight)
+
+
+def is_frozen(model, rows, weights="float32"):
+    """Whether the compiler should pack the weights of a pass (freeze them)."""
+    if weights != "float32":
+        return rows > FEW
+    size = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    return rows >= FEW and 4 * size > CACHED
 
 
 def has_bfloat16():

@@ -4,12 +4,13 @@ import shutil
 
 import pytest
 import torch
-from conftest import LLAMA3, small_model
+from conftest import LLAMA3, needs_bfloat16, small_model
 
-from engine.batching import Engine, Sequence
+from engine.batching import Engine
 from engine.compiled import Compiled, Pass
 from engine.cuda_graphs import rounded
 from engine.prefill import settle
+from engine.products import FEW
 from engine.request import Sample, choose_finite
 from runtime import UserError, command_line
 from sample import generate
@@ -187,6 +188,18 @@ def test_compiled(method, monkeypatch):
     assert len(engine.passes.programs) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["float32", pytest.param("int8", marks=needs_bfloat16)])
+def test_frozen(weights, monkeypatch):
+    """Catches weights that the compiler packs, and with them other tokens."""
+    monkeypatch.setattr("engine.products.CACHED", 0)
+    model, texts = small_model(seed=2).float(), prompts(7, 21)
+    how = dict(tau=0.3, weights=weights, prefill="sequential")
+    compiled, plain = (Engine(model, FEW + 1, compile=on, **how) for on in (True, False))
+    assert compiled.passes.frozen
+    assert compiled.generate(texts, 9, **SAMPLING) == plain.generate(texts, 9, **SAMPLING)
+
+
 @pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
 def test_cache_holds_executed_slots(model, prefill):
     """Catches keys, values or biases at other places than the simple decoder's, and leftovers."""
@@ -232,16 +245,18 @@ def test_shared_contexts(model, monkeypatch):
     assert waiting == one_by_one and len(read) < 3  # again where both have ended at once
 
 
-@pytest.mark.parametrize("rows, length, parallel", [(7, 64, True), (8, 65, True), (8, 64, False)])
-def test_many_short_prompts(model, rows, length, parallel):
-    """Catches prompts that are read in the slower way: many short ones, slot by slot, or others."""
-    engine = Engine(model, 8)
-    q = Sequence(0, list(range(length)), None, [])
-    engine.running = [q] * rows
-    assert engine.reads_in_parallel([q]) == parallel
+@pytest.mark.parametrize(
+    "method, rows, parallel",
+    [("ponderlm3", 3, True), ("ponderlm3", 4, False), ("grid", 4, True), ("vanilla", 4, True)],
+)
+def test_how_prompts_are_read(method, rows, parallel):
+    """Catches prompts that are read in the slower way."""
+    engine = Engine(small_model(method=method), 4)
+    engine.running = [None] * rows
+    assert engine.reads_in_parallel() == parallel
     for name in ("jacobi", "sequential"):
         engine.prefill = name
-        assert engine.reads_in_parallel([q]) == (name == "jacobi")
+        assert engine.reads_in_parallel() == (name == "jacobi")
 
 
 def test_weights_in_half_precision():

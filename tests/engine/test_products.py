@@ -9,7 +9,18 @@ from conftest import needs_bfloat16, small_model
 
 from corpus.tokenizers import Tokenizer
 from engine.batching import Engine
-from engine.products import FEW, LARGE, WEIGHTS, Packed, Plain, Small, gated, matrix
+from engine.products import (
+    CACHED,
+    FEW,
+    LARGE,
+    WEIGHTS,
+    Packed,
+    Plain,
+    Small,
+    gated,
+    is_frozen,
+    matrix,
+)
 from interop import INCLUDED, load
 from runtime import UserError
 
@@ -69,6 +80,14 @@ def test_forms():
     assert type(matrix(weight.double(), torch.float64, 8)) is Plain
     assert type(matrix(weight, torch.bfloat16, 1)) is Packed
     assert type(matrix(weight, torch.float32, 8, compiled=True)) is Plain  # as it has to be
+
+
+def test_frozen():
+    """Catches weights that the compiler packs where that is slower."""
+    small, large = (torch.nn.Linear(n, n, device="meta") for n in (64, CACHED))
+    assert not is_frozen(small, 8) and is_frozen(small, 8, "int8")
+    assert is_frozen(large, FEW) and not is_frozen(large, FEW - 1)
+    assert not is_frozen(large, FEW, "bfloat16")  # it is read as it is
 
 
 @needs_bfloat16
