@@ -327,7 +327,7 @@ def test_keys_of_a_later_segment(worker):
     for t in (20, 33, 43):
         keys = page.ask("open", t=t)["keys"]
         assert [key["t"] for key in keys if key["k"] == 0] == list(range(keys[0]["t"], t + 1))
-        assert all((key["w"] > 0.9999) == (key["k"] == 0) for key in keys)
+        assert all((key["w"] == 1) == (key["k"] == 0) for key in keys)
 
 
 @torch.no_grad()
