@@ -12,27 +12,15 @@ all of the above, lambda = 0.1, tau = 1e-4, MLPs of two layers with a hidden wid
 the share rises over the whole training; the activation, SiLU; scores that begin at sigmoid(2).
 """
 
-from typing import Annotated
-
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import nn
 
 from baselines.exits import Exits, Gate
 from baselines.ponderlm1 import mixture
-from model import PonderConfig
 from router import upcast
-from runtime import strict_dataclass
 
-Share = Annotated[float, Field(ge=0, le=1)]
-
-
-@strict_dataclass
-class AdaPonderConfig(PonderConfig):
-    halting_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1  # lambda
-    halting_share: Share = 0.1  # of the gates, which are lowered at the end of training
-    halting_tau: Share = 1e-4  # in training
+LAMBDA, SHARE, TAU = 0.1, 0.1, 1e-4  # in training; SHARE of the gates is lowered at its end
 
 
 class MLPGates(Gate):
@@ -59,7 +47,6 @@ class MLPGates(Gate):
 
 class AdaPonder(Exits):
     method, title = "adaponder", "AdaPonderLM"
-    Config = AdaPonderConfig
     progress = 1.0  # of the training, which moves it from 0 on (train.py)
 
     def make_router(self):
@@ -74,12 +61,12 @@ class AdaPonder(Exits):
     def forward(self, idx, targets=None, *, tau=None, **kwargs):
         """As PonderLM.forward. In training tokens halt, too, and `auxiliary` is the loss on the
         lowest gates."""
-        tau = self.config.halting_tau if self.training else tau
+        tau = TAU if self.training else tau
         out = super().forward(idx, targets, tau=tau, **kwargs)
         if self.training:
             gates = [self.router(out.h[:, :, k], k) for k in range(self.config.ponder_steps)]
             g = torch.stack(gates).exp().flatten()  # (K*B*T,)
-            count = int(self.progress * self.config.halting_share * len(g))
+            count = int(self.progress * SHARE * len(g))
             lowest = g.topk(count, largest=False).values
-            out.auxiliary = self.config.halting_weight * lowest.sum() / max(1, count)
+            out.auxiliary = LAMBDA * lowest.sum() / max(1, count)
         return out

@@ -12,8 +12,7 @@ import analyze
 import baselines
 import sample
 from attention import eager
-from baselines import PonderLM3, all_methods, build, configure, find
-from baselines.adaponder import AdaPonder
+from baselines import PonderLM3, adaponder, all_methods, build, configure, find
 from baselines.cost import cost
 from interop import load, save
 from model import PonderConfig
@@ -144,13 +143,13 @@ def test_train_and_evaluate(method, config, monkeypatch):
 
 def test_the_ramp_follows_the_training(config, monkeypatch):
     """Catches a ramp that stands still, or that begins anew after a resume."""
-    seen, forward = [], AdaPonder.forward
+    seen, forward = [], adaponder.AdaPonder.forward
 
     def watched(self, *args, **kwargs):
         seen.append(self.progress) if self.training else None
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(AdaPonder, "forward", watched)
+    monkeypatch.setattr(adaponder.AdaPonder, "forward", watched)
     config = replace(config, model=configure(config.model, "adaponder"), eval_windows=1)
     config = replace(config, name="ramp", steps=2, eval_every=9)
     train(config)
@@ -256,7 +255,7 @@ def test_ouro_with_a_saturated_gate():
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-def test_adaponder():
+def test_adaponder(monkeypatch):
     """Catches a gate of another step, one that does not scale what is fed back, a share of each
     step instead of all together, and a ramp that is not followed."""
     model, idx, ces, gates = method_model("adaponder", router_scale=1.0).train(), texts(T=6), [], []
@@ -274,7 +273,8 @@ def test_adaponder():
     compare_gradients(
         model, objective(model, idx, idx, None)[0], sum(ces) / 2 + 0.1 * lowest.mean()
     )
-    halting = method_model("adaponder", halting_tau=0.5)
+    halting = method_model("adaponder")
+    monkeypatch.setattr(adaponder, "TAU", 0.5)
     with torch.no_grad():
         scored, trained = halting(idx, idx, tau=0.5), halting.train()(idx, idx)
     assert 0 < trained.steps.float().mean() < 3 and torch.equal(scored.steps, trained.steps)

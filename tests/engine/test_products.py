@@ -8,19 +8,9 @@ import torch.nn.functional as F
 from conftest import needs_bfloat16, small_model
 
 from corpus.tokenizers import Tokenizer
+from engine import products
 from engine.batching import Engine
-from engine.products import (
-    CACHED,
-    FEW,
-    LARGE,
-    WEIGHTS,
-    Packed,
-    Plain,
-    Small,
-    gated,
-    is_frozen,
-    matrix,
-)
+from engine.products import FEW, LARGE, WEIGHTS, Packed, Plain, Small, gated, matrix
 from interop import INCLUDED, load
 from runtime import UserError
 
@@ -84,10 +74,10 @@ def test_forms():
 
 def test_frozen():
     """Catches weights that the compiler packs where that is slower."""
-    small, large = (torch.nn.Linear(n, n, device="meta") for n in (64, CACHED))
-    assert not is_frozen(small, 8) and is_frozen(small, 8, "int8")
-    assert is_frozen(large, FEW) and not is_frozen(large, FEW - 1)
-    assert not is_frozen(large, FEW, "bfloat16")  # it is read as it is
+    small, large = (torch.nn.Linear(n, n, device="meta") for n in (64, products.CACHED))
+    assert not products.is_frozen(small, 8) and products.is_frozen(small, 8, "int8")
+    assert products.is_frozen(large, FEW) and not products.is_frozen(large, FEW - 1)
+    assert not products.is_frozen(large, FEW, "bfloat16")  # it is read as it is
 
 
 @needs_bfloat16
