@@ -273,7 +273,7 @@ def test_adaponder(monkeypatch):
     compare_gradients(
         model, objective(model, idx, idx, None)[0], sum(ces) / 2 + 0.1 * lowest.mean()
     )
-    halting = method_model("adaponder")
+    halting = method_model("adaponder", router_scale=1.0)
     monkeypatch.setattr(adaponder, "TAU", 0.5)
     with torch.no_grad():
         scored, trained = halting(idx, idx, tau=0.5), halting.train()(idx, idx)
