@@ -68,7 +68,9 @@ class Compiled:
             warnings.simplefilter("ignore")  # of what a later torch will change
             example, whole = (*self.tensors(2),), Pass(self.rows, choice)
             program = torch.export.export(whole, example, dynamic_shapes=[sizes])
-            with config.patch(freezing=self.frozen):
+            # Where it writes, or a copy of the weights would stay in the compiler's own folder.
+            how = {"freezing": self.frozen, "aot_inductor.output_path": folder}
+            with config.patch(how):
                 file = aoti_compile_and_package(program, package_path=f"{folder}/pass.pt2")
             # Not the model: it sorts its arguments in each call, which takes as long as a layer.
             return aoti_load_package(file).loader.boxed_run

@@ -1,10 +1,12 @@
 """The engine decodes what sample.py decodes: every logit, every step, every place of the cache."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import LLAMA3, needs_bfloat16, small_model
+from torch._inductor.codecache import cache_dir
 
 from engine.batching import Engine
 from engine.compiled import Compiled, Pass
@@ -178,7 +180,10 @@ def test_a_stream_that_is_not_read_to_its_end(monkeypatch):
 @pytest.mark.parametrize("method", ["grid", pytest.param("ponderlm3", marks=pytest.mark.slow)])
 def test_compiled(method, monkeypatch):
     """Catches a program that was made for the sizes of its first pass, or that writes to the places
-    of others: texts that end and wait, a window that is outgrown, a cache that grows."""
+    of others: texts that end and wait, a window that is outgrown, a cache that grows; and a copy of
+    the weights that stays in the compiler's folder."""
+    kept = lambda: {*Path(cache_dir()).rglob("*.wrapper.so")}  # noqa: E731
+    before = kept()
     monkeypatch.setattr("engine.cache.BLOCK", 8)
     model, texts = small_model(seed=2, method=method, block_size=16), prompts(7, 21)
     engine = Engine(model, 3, tau=0.3, tolerance=0, compile=True)
@@ -186,6 +191,7 @@ def test_compiled(method, monkeypatch):
         expected = generate(model, texts, n, tau=0.3, **SAMPLING)
         assert engine.generate(texts, n, **SAMPLING) == expected
     assert len(engine.passes.programs) == 1
+    assert kept() == before
 
 
 @pytest.mark.slow
