@@ -22,7 +22,7 @@ from pydantic import Field
 from baselines import build, find
 from bench.timing import Some, bandwidth, machine, medians, print_table, write_results
 from engine.batching import Engine, Stats, serves
-from engine.products import WEIGHTS
+from engine.products import WEIGHTS, weight_count
 from engine.request import check_request
 from interop import find_model, load, save
 from model import Count, LlamaConfig
@@ -126,9 +126,8 @@ def in_ctranslate2(theirs, kind):
 
 def weight_bytes(engine):
     """Bytes of the weights that a pass reads: those of the products."""
-    linears = [m for m in engine.model.modules() if isinstance(m, torch.nn.Linear)]
     size = min(engine.dtype.itemsize, dict(float32=4, bfloat16=2, int8=1)[engine.weights])
-    return size * sum(m.weight.numel() for m in linears)
+    return size * weight_count(engine.model)
 
 
 def other_rows(model, val, batch_sizes, lengths, new_tokens, repeats, **how):

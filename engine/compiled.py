@@ -49,10 +49,10 @@ class Compiled:
 
     def advance(self, A, places, choice):
         """As Rows.advance, for all rows."""
-        self.prepare(choice)
         return self.programs[choice](self.tensors(places))[0]
 
     def prepare(self, choice):
+        """Before the first pass with that way to choose."""
         if choice not in self.programs:
             self.programs[choice] = self.compile(choice)
 
@@ -69,8 +69,7 @@ class Compiled:
             example, whole = (*self.tensors(2),), Pass(self.rows, choice)
             program = torch.export.export(whole, example, dynamic_shapes=[sizes])
             # Where it writes, or a copy of the weights would stay in the compiler's own folder.
-            how = {"freezing": self.frozen, "aot_inductor.output_path": folder}
-            with config.patch(how):
+            with config.patch({"freezing": self.frozen, "aot_inductor.output_path": folder}):
                 file = aoti_compile_and_package(program, package_path=f"{folder}/pass.pt2")
             # Not the model: it sorts its arguments in each call, which takes as long as a layer.
             return aoti_load_package(file).loader.boxed_run

@@ -47,12 +47,16 @@ def matrix(weight, dtype, rows, weights="float32", compiled=False):
     return Plain(weight)
 
 
+def weight_count(model):
+    """How many weights the products of a pass read."""
+    return sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+
+
 def is_frozen(model, rows, weights="float32"):
     """Whether the compiler should pack the weights of a pass (freeze them)."""
     if weights != "float32":
         return rows > FEW
-    size = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
-    return rows >= FEW and 4 * size > CACHED
+    return rows >= FEW and 4 * weight_count(model) > CACHED
 
 
 def has_bfloat16():

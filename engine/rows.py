@@ -61,9 +61,7 @@ class Rows:
         weights, compiled: see products.matrix.
     """
 
-    def __init__(
-        self, model, batch_size, dtype, tau, alpha, weights="float32", compiled=False
-    ):  # fmt: skip
+    def __init__(self, model, batch_size, dtype, tau, alpha, weights="float32", compiled=False):
         config, weight = model.config, model.lm_head.weight
         B, T, S, device = batch_size, config.block_size, config.ponder_steps + 1, weight.device
         self.model, self.tau, self.dtype, self.d = model, tau, dtype, config.head_width
