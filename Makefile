@@ -4,10 +4,9 @@ BIN := .venv/bin
 .PHONY: demo test
 
 demo: .venv/installed
-	$(BIN)/python analyze.py puzzle
 	$(BIN)/python sample.py --run models/shakespeare --prompt "ROMEO:" --show-steps --seed 1
-	$(BIN)/python train.py --preset tiny --method grid --steps 3500 --eval-windows 256
-	$(BIN)/python sample.py --tau auto
+	$(BIN)/python train.py --preset tiny
+	$(BIN)/python sample.py --tau 1e-4 --show-steps
 
 test: .venv/installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
@@ -17,7 +16,7 @@ test: .venv/installed-test
 	$(BIN)/python -m pip install -q -r requirements.txt
 	touch $@
 
-.venv/installed-test: requirements.txt tests/requirements.txt
+.venv/installed-test: requirements.txt lab/requirements.txt tests/requirements.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -r tests/requirements.txt
 	touch .venv/installed $@

@@ -1,64 +1,535 @@
-"""Figures and tables from trained runs: a list. Each is drawn, and has its flags, in analysis/.
+"""The paper's figures, each from a trained model and windows of its validation text.
 
-Of one run, by default the newest in out/; written to <run>/report/:
+    python analyze.py converge     the Jacobi iteration approaching its fixed point (appendix C)
+    python analyze.py buckets      what each step gains for easy and for hard tokens (section 4.3)
+    python analyze.py shift        the router shifted to fewer and to more steps (section 4.4)
+    python analyze.py tokens       which tokens and words get how many steps (appendix D)
+    python analyze.py tau          loss and steps against where pondering stops (section 3.3)
+    python analyze.py pareto --runs out/a out/b      perplexity against executed steps (section 4.1)
 
-    python analyze.py converge      the Jacobi iteration approaching its fixed point
-    python analyze.py buckets       which tokens gain by which step, and which take it
-    python analyze.py shift         what fewer or more steps do to easy and to hard tokens
-    python analyze.py tokens        which tokens and words get how many steps
-    python analyze.py tau           loss and steps against where pondering stops
-    python analyze.py heatmap       a text, each token shaded by its steps: an HTML page
-    python analyze.py report        all of these on one page, index.html
-    python analyze.py explainer     the model itself on a page that runs it: explainer.html
-    python analyze.py puzzle        what it looks up at each step: printed, and puzzle.svg
+Of the newest run in out/, or --run. The numbers go to <run>/report/<figure>.csv, the drawing to .png
+beside it (pareto: out/analyze/). --redraw draws the saved numbers, without the model.
 
-Of several runs, written to out/analyze/:
+code         paper         shape        meaning
+windows                    (W, T+1)     token ids; n = W T tokens are read and as many predicted
+steps        K-hat         (n,)         executed steps of each token, at tau
+ce           CE_i          (n, K+1)     loss in nats, integration truncated after step i, renormalised
+difficulty   l_t           (n,)         loss before any pondering, by h^(0) alone: CE_0
+gain_i       Delta CE_i    (n,)         CE_{i-1} - CE_i, what step i gains
 
-    python analyze.py pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
-    python analyze.py frontier --runs out/frontier/*      differences to PonderLM-2 at equal steps
-    python analyze.py budget --runs out/slots/*           loss at equal cost of training
-    python analyze.py lookup --runs out/lookup/*          accuracy where the difficulty is known
-
-A figure comes with its numbers (<figure>.csv) and their table (.md), and --redraw draws it again
-from the saved numbers.
+A figure's numbers are rows, {column: value}; the mean of no tokens is nan.
 """
 
-import sys
-from typing import Annotated
+import csv
+import math
+import re
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
+import numpy as np
+import torch
 import tyro
 
-from analysis.budget import Budget
-from analysis.comparing import Pareto
-from analysis.explainer import Explainer
-from analysis.figures import Buckets, Converge, Shift, Tau, Tokens
-from analysis.frontier import Frontier
-from analysis.lookup import Lookup
-from analysis.pages import Heatmap, Report
-from analysis.puzzle import Puzzle
-from runtime import command_line
+from data import Windows, load_tokenizer, open_corpus
+from model import PonderLM, UserError, command_line, load, newest_run, pick_device, read_json, write_whole
+from train import pick_tokenizer, read_run
 
-OF_ONE_RUN = (Converge, Buckets, Shift, Tokens, Tau, Heatmap, Report)
-OF_SEVERAL = (Pareto, Frontier, Budget, Lookup)
+BATCH = 32  # windows at a time
+BUCKETS = "easy", "medium", "hard"
+ALPHAS = -8, -4, -3, -2, -1, 0, 1, 2, 4
+TAUS = 0, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 1
+WORDS = "the", "of", "and", "to", "in", "is", "that", "for", "not", "with"
 
 
-def reader(figure):
-    """A function that reads a figure's flags: given the class, tyro prints an error as a page."""
-
-    def read(flags: Annotated[figure, tyro.conf.arg(name="")]):
-        return flags
-
-    read.__doc__ = figure.__doc__
-    return read
+# -- What each token costs and takes ---------------------------------------------------------------
 
 
-def main(argv=None):
-    """Draw one figure. argv: its name and flags; by default those of the command line."""
-    argv = sys.argv[1:] if argv is None else argv
-    figures = (*OF_ONE_RUN, Explainer, Puzzle, *OF_SEVERAL)
-    commands = {figure.__name__.lower(): reader(figure) for figure in figures}
-    tyro.extras.subcommand_cli_from_dict(commands, description=__doc__, args=argv).draw()
+@torch.no_grad()
+def by_token(windows, find):
+    """find(x, y) -> tensors (B, T, ..), over batches of windows (W, T+1). -> the same (n, ..), on the CPU"""
+    found = [find(rows[:, :-1], rows[:, 1:]) for rows in windows.split(BATCH)]
+    return [torch.cat([x.flatten(0, 1).cpu() for x in part]) for part in zip(*found, strict=True)]
+
+
+def truncate(h, s, i):
+    """sum over k <= i of s_k h^(k), the weights made to sum to 1 again. -> (B, T, D)"""
+    s = s[..., : i + 1] + 1e-30  # the first ones may have underflowed
+    return ((s / s.sum(-1, keepdim=True))[..., None] * h[:, :, : i + 1]).sum(2).to(h.dtype)
+
+
+def losses_by_depth(model, windows, tau):
+    """With soft masks and all K steps: ce (n, K+1), and where decoding at tau would stop, steps (n,)."""
+
+    def find(x, y):
+        h, s, log_w = model.states(x)
+        ce = [model.cross_entropy(truncate(h, s, i), y) for i in range(s.size(-1))]
+        return torch.stack(ce, dim=-1), model.executed(log_w, tau)
+
+    return by_token(windows, find)
+
+
+def decoded(model, windows, tau, alpha=0.0):
+    """Loss and executed steps of each token as decoding has them, hard-stopped at tau. -> (n,), (n,)"""
+
+    def find(x, y):
+        h, s, log_w = model.states(x, tau=tau, alpha=alpha)
+        steps = model.executed(log_w, tau)
+        return model.cross_entropy(model.integrate(h, s, steps), y), steps
+
+    return by_token(windows, find)
+
+
+def mean(x):
+    return x.double().mean().item()
+
+
+def thirds(difficulty):
+    """The bucket of each token, 0, 1 or 2: equal parts by rank. (n,) -> (n,)"""
+    rank = difficulty.argsort(stable=True).argsort()
+    return rank * len(BUCKETS) // max(len(rank), 1)
+
+
+def means(bucket, columns):
+    """Of each bucket: its name, its tokens, and the mean of each column. All (n,)."""
+    for b, name in enumerate(BUCKETS):
+        mine = bucket == b
+        yield {"bucket": name, "tokens": int(mine.sum())} | {key: mean(x[mine]) for key, x in columns.items()}
+
+
+# -- The numbers of the figures --------------------------------------------------------------------
+
+
+@torch.no_grad()
+def converge(model, windows, most=12):
+    """RMSE of the latents and of s to the fixed point after 0 .. `most` refinements (appendix C).
+
+    In float64, on the first 8 windows. Refinement 0 is the ladder's last pass, the first that makes all
+    K latents; the fixed point is where a pass no longer changes them (`PonderLM.jacobi`).
+    """
+    device, K = windows.device if windows.device.type != "mps" else "cpu", model.config.ponder_steps
+    model = deepcopy(model).to(device).double()  # MPS has no float64
+    e = model.embed(windows[:8, :-1].to(device))  # (B, T, D)
+    latents, log_w, found = e.new_empty(*e.shape[:2], 0, e.size(-1)), None, []
+    for n in range(1 - K, K * e.size(1)):
+        h, before = model.jacobi_pass(e, latents, log_w), latents
+        s, log_w = model.route(h)
+        latents, log_w = model.feed_back(h[:, :, :K], e[:, :, None]), model.mask_keys(log_w)
+        if 0 <= n <= most:
+            found.append((latents, s))
+        if n > 0 and (latents - before).norm() <= 1e-14 * latents.norm():
+            break
+
+    def rmse(a, b):  # within each token, and the mean over tokens
+        return mean((a - b).square().flatten(2).mean(-1).sqrt())
+
+    errors = [(rmse(x, latents), rmse(y, s)) for x, y in found]
+    return [{"refinements": n, "latents": a, "s": b} for n, (a, b) in enumerate(errors)]
+
+
+def exponential_fit(n, errors):
+    """errors = A L^n by least squares on their logarithms -> L, A and R^2 of the logarithms.
+
+    Errors below 1e-12 of the largest are rounding and left out; nan if fewer than two are left.
+    """
+    n, errors = np.array(n, dtype=float), np.array(errors, dtype=float)
+    kept = errors > 1e-12 * errors.max()
+    if kept.sum() < 2:
+        return math.nan, math.nan, math.nan
+    x, y = n[kept], np.log(errors[kept])
+    slope, start = np.polyfit(x, y, 1)
+    r2 = 1 - ((y - slope * x - start) ** 2).sum() / ((y - y.mean()) ** 2).sum()
+    return math.exp(slope), math.exp(start), r2
+
+
+def difficulties(ce, reference):
+    """{by whose loss: difficulty (n,)}"""
+    return {"h^(0) alone": ce[:, 0]} | ({} if reference is None else {"another model": reference})
+
+
+def buckets(model, windows, tau=1e-4, reference=None):
+    """What step i gains, and how many steps are taken, by thirds of the difficulty.
+
+    The loss of h^(0) is also the first term of gain_1, so that chance alone makes hard tokens gain: one
+    that h^(0) got wrong by bad luck counts as hard (regression to the mean). The losses of another model
+    on the same windows, `reference` (n,), are a difficulty without this fault.
+    """
+    ce, steps = losses_by_depth(model, windows, tau)
+    gains = {f"gain_{i}": ce[:, i - 1] - ce[:, i] for i in range(1, ce.size(1))}
+    return [
+        {"difficulty_by": by, **row}
+        for by, difficulty in difficulties(ce, reference).items()
+        for row in means(thirds(difficulty), {"difficulty": difficulty, "steps": steps, **gains})
+    ]
+
+
+def shift(model, windows, tau=1e-4, reference=None, alphas=ALPHAS):
+    """Steps of each bucket, and how its loss changes, with the router shifted by alpha."""
+    ce, _ = losses_by_depth(model, windows, tau)
+    found = {alpha: decoded(model, windows, tau, alpha) for alpha in sorted({0, *alphas})}
+    return [
+        {"difficulty_by": by, "alpha": alpha, **row}
+        for by, difficulty in difficulties(ce, reference).items()
+        for alpha, (loss, steps) in found.items()
+        for row in means(thirds(difficulty), {"steps": steps, "change": loss - found[0][0]})
+    ]
+
+
+def find_words(pieces):
+    """Tokens (bytes) of one window -> (word, first, last): the tokens that make up each word.
+
+    A word is ASCII letters with no other letter, digit or underscore beside them, and its first token may
+    begin with a space. One that the window cuts, or that shares a token with anything else, is left out.
+    """
+    ends, text = np.cumsum([len(piece) for piece in pieces]), b"".join(pieces)
+    for match in re.finditer(rb"(?<![\w\x80-\xff])[A-Za-z]+(?![\w\x80-\xff])", text):
+        first, last = (int(np.searchsorted(ends, i, "right")) for i in (match.start(), match.end() - 1))
+        is_cut = match.start() == 0 or match.end() == len(text)
+        if not is_cut and b"".join(pieces[first : last + 1]).removeprefix(b" ") == match[0]:
+            yield match[0].decode(), first, last
+
+
+def show_token(token):
+    """The bytes of a token as one readable line."""
+    text = token.decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def tokens(model, windows, tokenizer, tau=1e-4, words=WORDS, least=50):
+    """Steps after each token that comes `least` times, and after the last token of each of some words;
+    and, of words of several tokens, after those inside and those at the end. share_k takes k steps."""
+    _, steps = decoded(model, windows, tau)
+    x, T, K = windows[:, :-1].flatten().tolist(), windows.size(1) - 1, model.config.ponder_steps
+    pieces = {token: tokenizer.decode([token]) for token in sorted({*x})}
+    places = {("token", show_token(piece)): [] for piece in pieces.values()}  # which tokens a row counts
+    places |= {("word", word): [] for word in words}
+    inside, end = places["compound", "inside a word"], places["compound", "at its end"] = [], []
+    for i, token in enumerate(x):
+        places["token", show_token(pieces[token])].append(i)
+    for start in range(0, len(x), T):
+        for word, first, last in find_words([pieces[token] for token in x[start : start + T]]):
+            places.get(("word", word.lower()), []).append(start + last)
+            if last > first:
+                inside += range(start + first, start + last)
+                end.append(start + last)
+    return [
+        {"kind": kind, "text": text, "tokens": len(where), "steps": mean(steps[where])}
+        | {f"share_{k}": mean(steps[where] == k) for k in range(K + 1)}
+        for (kind, text), where in places.items()
+        if kind != "token" or len(where) >= least
+    ]
+
+
+def tau_curve(model, windows, taus=TAUS):
+    """Loss, perplexity and steps hard-stopped at each tau; change: of the loss to that of all K steps."""
+    full, rows = mean(decoded(model, windows, 0.0)[0]), []
+    for tau in sorted({*taus}):
+        loss, steps = map(mean, decoded(model, windows, tau))
+        row = {"tau": tau, "loss": loss, "perplexity": math.exp(loss), "steps": steps}
+        rows.append(row | {"change": loss - full})
+    return rows
+
+
+# Settings that make no other curve: names, and what changes speed alone.
+LEFT_OUT = {"preset", "name", "out", "resume", "data", "tokenizer", "seed", "method", "ponder_steps"}
+LEFT_OUT |= {"micro_batch_size", "log_every", "eval_every", "device", "precision", "recompute"}
+
+
+def read_result(run):
+    """A finished run: its settings, what it was scored on, and {steps, loss} as it decodes."""
+    content, results = read_json(run / "train.json"), read_json(run / "results.json")
+    try:
+        settings, corpus, hard = content["config"] | content["model"], content["corpus"], results["hard"]
+        where = corpus["val_sha256"], corpus["tokenizer"], settings["block_size"], settings["eval_windows"]
+        return settings, where, {"steps": hard["steps"], "loss": hard["loss"]}
+    except (KeyError, TypeError):
+        raise UserError(f"{run}: train.json or results.json is not of a run of this version") from None
+
+
+def pareto(runs, titles=None):
+    """Perplexity against executed steps: a row for each method, with the settings in which its runs of
+    one K differ, and K; mean and standard deviation over seeds. frontier is 1 where no other row has
+    fewer steps or less perplexity without more of the other. titles: {method: title}.
+
+    Raises:
+        UserError: no finished run, the same one twice, or scores on different windows.
+    """
+    finished = [run for run in map(Path, runs) if (run / "results.json").is_file()]
+    for run in sorted({*map(Path, runs)} - {*finished}):
+        print(f"left out, not a finished run: {run}")
+    if not finished:
+        raise UserError("there is no finished run among --runs; --runs out/* gives all that are in out/")
+    found, groups, rows = [read_result(run) for run in finished], {}, []
+    titles = {PonderLM.method: PonderLM.title} | (titles or {})
+    for run, (mine, where, hard) in zip(finished, found, strict=True):
+        if where != found[0][1]:
+            raise UserError(f"{run} and {finished[0]} are scored on different windows or in other tokens")
+        method, K, seed = mine["method"], mine["ponder_steps"], mine["seed"]
+        like = [other for other, *_ in found if (other["method"], other["ponder_steps"]) == (method, K)]
+        odd = [k for k in mine.keys() - LEFT_OUT if any(other.get(k) != mine[k] for other in like)]
+        name = ", ".join([titles.get(method, method), *(f"{k} {mine[k]}" for k in sorted(odd))])
+        if seed in groups.setdefault((name, K), {}):
+            raise UserError(f"{run} has the settings and the seed of another run: give one of them")
+        groups[name, K][seed] = hard | {"perplexity": math.exp(hard["loss"])}
+    for (name, K), seeds in sorted(groups.items()):
+        row = {"method": name, "K": K, "seeds": len(seeds)}
+        for key in ("steps", "loss", "perplexity"):
+            x = np.array([hard[key] for hard in seeds.values()])
+            row |= {key: x.mean(), f"{key}_std": x.std(ddof=1) if len(x) > 1 else math.nan}
+        rows.append(row)
+    points = [(row["steps"], row["perplexity"]) for row in rows]
+    for row, p in zip(rows, points, strict=True):
+        row["frontier"] = int(not any(q[0] <= p[0] and q[1] <= p[1] and q != p for q in points))
+    return rows
+
+
+# -- Drawing ---------------------------------------------------------------------------------------
+
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+COLORS = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000"
+RING = {"s": 130, "facecolor": "none", "linewidth": 1.5, "zorder": 3}
+
+
+def sheet(title, panels=1):
+    """A figure and its axes."""
+    from matplotlib import rc
+    from matplotlib.figure import Figure
+
+    rc("legend", fontsize=8, title_fontsize=8)
+    figure = Figure(figsize=(max(5.2 * panels, 6.4), 4.4), layout="constrained", dpi=150)
+    figure.suptitle(title)
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for panel in axes:
+        panel.grid(alpha=0.3)
+        panel.set_axisbelow(True)
+    return figure, axes
+
+
+def column(rows, key, **wanted):
+    """The values of a column, in rows with the wanted ones; no mean of no tokens."""
+    chosen = (row for row in rows if all(row[name] == value for name, value in wanted.items()))
+    return [row[key] for row in chosen if row.get("tokens") != 0]
+
+
+def distinct(rows, key):
+    return [*dict.fromkeys(row[key] for row in rows)]
+
+
+def draw_converge(rows):
+    figure, (axes,) = sheet("How fast the Jacobi iteration reaches its fixed point")
+    n = column(rows, "refinements")
+    for key, name, look, color in (("latents", "latents h", "o", 0), ("s", "step distribution s", "s", 2)):
+        axes.semilogy(n, column(rows, key), look, color=COLORS[color], label=name)
+        L, A, r2 = exponential_fit(n, column(rows, key))
+        if math.isfinite(L):
+            label = f"fit A L^n: L = {L:.3f}, R² = {r2:.4f}"
+            axes.semilogy(n, [A * L**i for i in n], "--", color=COLORS[color], label=label)
+    axes.set(xlabel="refinement passes n after the ladder", ylabel="RMSE to the fixed point")
+    axes.legend(title="the paper's model: L = 0.433, R² = 0.9959")
+    return figure
+
+
+def draw_buckets(rows):
+    by, gains = distinct(rows, "difficulty_by"), [key for key in rows[0] if key.startswith("gain")]
+    figure, panels = sheet("What each pondering step gains, for easy and for hard tokens", len(by))
+    for axes, name in zip(panels, by, strict=True):
+        for b, bucket in enumerate(BUCKETS):
+            mine = dict(difficulty_by=name, bucket=bucket)
+            for loss, steps in zip(
+                column(rows, "difficulty", **mine), column(rows, "steps", **mine), strict=True
+            ):
+                bars = [gain for key in gains for gain in column(rows, key, **mine)]
+                places = [i + 0.27 * (b - 1) for i in range(1, len(gains) + 1)]
+                label = f"{bucket}: loss {loss:.2f}, {steps:.2f} steps in the mean"
+                axes.bar(places, bars, 0.25, color=COLORS[b], label=label)
+        axes.set(xlabel="step i", ylabel="gain of step i, CE(i-1) - CE(i), nats per token")
+        axes.set_xticks(range(1, len(gains) + 1))
+        axes.legend(title=f"thirds by the loss of {name}, nats")
+        axes.sharey(panels[0])
+    return figure
+
+
+def draw_shift(rows):
+    by = distinct(rows, "difficulty_by")
+    figure, panels = sheet("The router shifted to fewer and to more steps", len(by))
+    for axes, name in zip(panels, by, strict=True):
+        for bucket, color, marker in zip(BUCKETS, COLORS, "o^s", strict=False):
+            mine = dict(difficulty_by=name, bucket=bucket)
+            x, y = (column(rows, key, **mine) for key in ("steps", "change"))
+            axes.plot(x, y, color=color, marker=marker, label=bucket)
+            x, y = (column(rows, key, **mine, alpha=0) for key in ("steps", "change"))
+            axes.scatter(x, y, edgecolor=color, **RING)
+        axes.scatter([], [], edgecolor="black", label="alpha = 0, not shifted", **RING)
+        axes.set(xlabel="executed steps of these tokens, mean", ylabel="change of their loss, nats per token")
+        axes.legend(title=f"thirds by the loss of {name}")
+        axes.sharey(panels[0])
+    return figure
+
+
+def draw_tokens(rows, most=12):
+    figure, (left, right) = sheet("Which tokens get how many pondering steps", 2)
+    ranked = sorted(zip(column(rows, "steps", kind="token"), column(rows, "text", kind="token"), strict=True))
+    most = min(most, (len(ranked) + 1) // 2)
+    for name, mine, color in (("fewest", ranked[:most], 0), ("most", ranked[most:][-most:], 2)):
+        labels = [f"“{text}”" for _, text in mine]
+        left.barh(labels, [steps for steps, _ in mine], color=COLORS[color], label=f"{name} steps")
+    left.set(xlabel="executed steps after the token, mean")
+    left.tick_params(axis="y", labelsize=7)
+    left.legend(title="of the frequent tokens, those with the", loc="lower right")
+    shares = [key for key in rows[0] if key.startswith("share")]
+    for text, place, color in (("inside a word", -0.2, 3), ("at its end", 0.2, 4)):
+        bars = [100 * share for key in shares for share in column(rows, key, kind="compound", text=text)]
+        places = [k + place for k in range(len(bars))]
+        right.bar(places, bars, 0.38, color=COLORS[color], label=text)
+    right.set(xlabel="executed steps", ylabel="share of these tokens, %", xticks=range(len(shares)))
+    right.legend(title="of words of several tokens, those")
+    return figure
+
+
+def draw_tau(rows):
+    figure, (left, right) = sheet("Pondering stops as soon as the mask score is below tau", 2)
+    for axes, key, color in ((left, "perplexity", 0), (right, "steps", 2)):
+        axes.plot(column(rows, "tau"), column(rows, key), "o-", color=COLORS[color])
+        axes.set_xscale("symlog", linthresh=1e-6)
+        axes.set(xlabel="tau; 0, at the left edge, takes all K steps", xlim=(0, 1.3))
+    lowest = min(column(rows, "perplexity"))
+    left.set(
+        ylabel="perplexity per token; the axis ends 15 % above the lowest",
+        ylim=(0.99 * lowest, 1.15 * lowest),
+    )
+    right.set(ylabel="executed steps per token, mean")
+    return figure
+
+
+def draw_pareto(rows):
+    figure, (axes,) = sheet("Perplexity against executed steps")
+    names = "steps", "perplexity", "steps_std", "perplexity_std", "K"
+    for i, method in enumerate(distinct(rows, "method")):
+        x, y, x_std, y_std, K = (column(rows, key, method=method) for key in names)
+        look = {"marker": "os^Dv"[i % 5], "color": COLORS[i % len(COLORS)], "capsize": 2}
+        axes.errorbar(x, y, xerr=x_std, yerr=y_std, label=method, **look)
+        for at, k in zip(zip(x, y, strict=True), K, strict=True):
+            axes.annotate(f"K = {k:.0f}", at, (6, 6), textcoords="offset points", fontsize=7)
+    x, y = (column(rows, key, frontier=1) for key in names[:2])
+    axes.scatter(x, y, edgecolor="#777777", label="on the frontier, by the means", **RING)
+    axes.set(xlabel="executed extra steps per token, mean", ylabel="perplexity per token")
+    axes.legend(title="bars: standard deviation over seeds")
+    axes.margins(0.1)
+    return figure
+
+
+# -- The command -----------------------------------------------------------------------------------
+
+
+def open_windows(run, count, data=None):
+    """The first `count` windows of the validation text that a run was scored on, (W, T+1).
+
+    A run may come from a stranger, so no file is opened because its train.json names it: `data` says
+    where the text is, unless it is pydocs.
+
+    Raises:
+        UserError: it does not, or it is another text.
+    """
+    config, shape, known = read_run(run)
+    if data is None and config.data != "pydocs":
+        raise UserError(f"{run} was trained on {config.data!r}: give this text again, by --data")
+    config = replace(config, data=data or "pydocs")
+    corpus = open_corpus(config.data, pick_tokenizer(config), shape["vocab_size"])
+    if any(corpus.known_by[key] != known.get(key) for key in ("val_sha256", "tokenizer")):
+        raise UserError(f"{config.data} is not the text, or not in the tokens, that {run} was scored on")
+    val = Windows(corpus.val, shape["block_size"], seed=0)
+    return torch.from_numpy(np.stack([val.window(i) for i in range(min(count, val.count))]))
+
+
+def reference_losses(reference, windows, tokenizer):
+    """The losses (n,) of another model on these windows, as it decodes them."""
+    model = load(reference).to(windows.device)
+    digest = load_tokenizer(Path(reference, "tokenizer.json")).digest
+    if digest != tokenizer.digest or model.config.block_size < windows.size(1) - 1:
+        raise UserError(f"--reference {reference} has another tokenizer, or a shorter window")
+    return decoded(model, windows, 1e-4)[0]
+
+
+def write_csv(file, rows):
+    def write(part):
+        with open(part, "w", newline="", encoding="utf-8") as stream:
+            table = csv.DictWriter(stream, rows[0])
+            table.writeheader()
+            table.writerows(rows)
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, write)
+
+
+def read_csv(file):
+    def value(key, text):
+        return text if key in ("difficulty_by", "bucket", "kind", "text", "method") else float(text)
+
+    if not file.is_file():
+        raise UserError(f"{file} is not there: draw the figure once without --redraw")
+    with open(file, newline="", encoding="utf-8") as stream:
+        return [{key: value(key, text) for key, text in row.items()} for row in csv.DictReader(stream)]
+
+
+def print_table(rows):
+    """The rows in columns; of many tokens the ten with the fewest and the ten with the most steps."""
+    many = sorted((row for row in rows if row.get("kind") == "token"), key=lambda row: row["steps"])
+    rows = many[:10] + many[10:][-10:] + [row for row in rows if row.get("kind") != "token"]
+    lines = [[*rows[0]], *([x if isinstance(x, str) else f"{x:.4g}" for x in row.values()] for row in rows)]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def main(
+    figure: tyro.conf.Positional[Literal["converge", "buckets", "shift", "tokens", "tau", "pareto"]],
+    run: Path | None = None, runs: tuple[str, ...] = (), data: str | None = None, windows: int = 256,
+    tau: float = 1e-4, reference: str | None = None, out: Path | None = None, redraw: bool = False,
+    device: str = "auto",
+):  # fmt: skip
+    """Draw one figure.
+
+    Args:
+        figure: see above
+        run: directory of a trained model; by default the newest run in out/
+        runs: directories of trained runs, for pareto
+        data: the text that the run was scored on, where that is not pydocs
+        windows: validation windows to measure
+        tau: where pondering stops
+        reference: for buckets and shift, another trained model, whose losses are a second difficulty
+        out: where the results go; by default <run>/report, of pareto out/analyze
+        redraw: draw the saved numbers, without the model
+        device: auto, cpu, cuda or mps
+    """
+    if windows < 1 or not 0 <= tau <= 1:
+        raise UserError(f"windows = {windows}, tau = {tau}: give 1 window or more, and a tau from 0 to 1")
+    if figure != "pareto" and not (redraw and out):
+        run = run or newest_run()
+    out = out or (Path("out/analyze") if figure == "pareto" else run / "report")
+    file, image = out / f"{figure}.csv", out / f"{figure}.png"
+    if figure == "pareto" and not redraw:
+        write_csv(file, pareto(runs))
+    elif not redraw:
+        model, tokenizer = load(run).to(pick_device(device)), load_tokenizer(run / "tokenizer.json")
+        if not model.config.ponder_steps:
+            raise UserError(f"{run} is a model without pondering steps: there is nothing to draw")
+        text = open_windows(run, windows, data).to(model.lm_head.weight.device)
+        losses = reference and reference_losses(reference, text, tokenizer)
+        measure = {
+            "converge": lambda: converge(model, text),
+            "buckets": lambda: buckets(model, text, tau, losses),
+            "shift": lambda: shift(model, text, tau, losses),
+            "tokens": lambda: tokens(model, text, tokenizer, tau),
+            "tau": lambda: tau_curve(model, text, {*TAUS, tau}),
+        }
+        write_csv(file, measure[figure]())
+    rows = read_csv(file)
+    print_table(rows)
+    drawn = globals()[f"draw_{figure}"](rows)
+    write_whole(image, lambda part: drawn.savefig(part, format="png"))
+    print(f"written: {file} and {image.name}")
 
 
 if __name__ == "__main__":
-    command_line(main)
+    command_line(lambda: tyro.cli(main, description=__doc__))

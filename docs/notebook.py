@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from docs import tour
-from runtime import command_line, write_text
+from model import command_line
 
 NOTEBOOK = Path(__file__).with_name("tour.ipynb")
 SETUP = """\
@@ -27,9 +27,10 @@ def opening():
     """The code before the steps: what stands above the first of them in docs/tour.py; the model."""
     source = inspect.getsource(tour).split('"""', 2)[2]
     source = source[: source.index(f"def {tour.STEPS[0].__name__}(")].strip()
-    command = "import tyro", "from typing import Literal", "from runtime import command_line"
+    command = "import tyro", "from typing import Literal"
     for line in command:
         source = source.replace(f"{line}\n", "")
+    source = source.replace(", command_line\n", "\n")
     return f"{source}\n\n\nmodel, idx = small_model()"
 
 
@@ -64,4 +65,4 @@ def build():
 
 
 if __name__ == "__main__":
-    command_line(lambda: write_text(NOTEBOOK, build()))
+    command_line(lambda: NOTEBOOK.write_text(build(), encoding="utf-8"))

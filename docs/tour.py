@@ -8,7 +8,6 @@ how the parts fit together, not what a trained model does. The states of all ste
 those of the whole model, router and mask included.
 """
 
-from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Literal
 
@@ -16,10 +15,8 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from baselines.ablation import NoMask
-from model import PonderConfig, PonderLM
+from model import Config, PonderLM, command_line
 from router import bottom_mass_penalty
-from runtime import command_line
 
 WORDS = ["the", "capital", "of", "France", "is", "Paris", "Rome", "."]
 TEXT = ["the", "capital", "of", "France"]
@@ -29,7 +26,7 @@ EXACT = K * (T - 1)  # refinements after which the Jacobi iteration is exact
 
 
 def small_model():
-    config = PonderConfig(
+    config = Config(
         vocab_size=len(WORDS), hidden_size=16, intermediate_size=32, num_hidden_layers=2,
         num_attention_heads=2, block_size=8, ponder_steps=K, router_offset=(0.0, 0.0, 0.0),
     )  # fmt: skip
@@ -81,9 +78,10 @@ def passes(model, idx, number):
     e = model.embed(idx)
     latents, bias = e[:, :, None][:, :, :0], None  # nothing to feed back yet
     for _ in range(number):
-        h, _, log_w = model.jacobi_pass(e, latents, bias)
+        h = model.jacobi_pass(e, latents, bias)
         yield h
-        latents, bias = model.feed_back(h[:, :, :K], e[:, :, None]), model.key_bias(log_w)
+        _, log_w = model.route(h)
+        latents, bias = model.feed_back(h[:, :, :K], e[:, :, None]), model.mask_keys(log_w)
 
 
 def transformer(model, idx):
@@ -136,8 +134,9 @@ def mask(model, idx):
     """Mask: log w_k on the key of slot k, so that what nobody needs fades out"""
     h, _, log_w = model.jacobi(idx, EXACT)
     titles = ["", *(f"w_{k}" for k in range(S)), *(f"bias {k}" for k in range(S))]
-    table(titles, by_word(log_w[0].exp().tolist(), model.key_bias(log_w)[0].tolist()))
-    unmasked = NoMask(replace(model.config, method=NoMask.method)).double()
+    table(titles, by_word(log_w[0].exp().tolist(), model.mask_keys(log_w)[0].tolist()))
+    unmasked = PonderLM(model.config).double()
+    unmasked.mask_keys = lambda log_w, tau=None: None
     unmasked.load_state_dict(model.state_dict())
     without = unmasked.jacobi(idx, EXACT)[0]
     moved = (h - without)[0, -1, -1].norm() / h[0, -1, -1].norm()
@@ -147,7 +146,9 @@ def mask(model, idx):
 def integrate(model, idx):
     """Integrate: all states together predict the next token"""
     h, s, _ = model.jacobi(idx, EXACT)
-    states = torch.cat([h, model.integrate(h, s)[:, :, None]], dim=2)[0, :-1]  # (T-1, S+1, D)
+    states = torch.cat([h, model.integrate(h, s, torch.full_like(idx, K))[:, :, None]], dim=2)[
+        0, :-1
+    ]  # (T-1, S+1, D)
     p = model.lm_head(states).softmax(-1)  # (T-1, S+1, V)
     p = p.gather(-1, idx[0, 1:, None, None].expand(-1, S + 1, 1))[..., 0]
     titles = ["p of the next", *(f"h({k})" for k in range(S)), "h_hat"]

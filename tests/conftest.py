@@ -11,12 +11,11 @@ from placement import DEVICE, EQUIVALENCE, ON_CPU, TEST_DEVICE
 from safetensors import safe_open
 
 from attention import eager
-from baselines import build, configure, find, unused_settings
-from corpus.tokenizers import Tokenizer
-from engine.products import has_bfloat16
-from interop import save
-from model import PonderConfig
-from training.config import TrainConfig
+from data import Tokenizer
+from lab.engine.products import has_bfloat16
+from lab.interop import save
+from lab.methods import PonderConfig, build, configure, find, unused_settings
+from train import TrainConfig
 
 torch.set_num_threads(1)  # of products so small a second one only costs time
 ROOT = Path(__file__).parent.parent
@@ -129,9 +128,7 @@ def assert_is_attention(form, leaves, tolerance):
     """A form of soft-mask attention against the definition: outputs and all gradients."""
     found, expected = (outputs_and_gradients(function, leaves) for function in (form, eager))
     for name, a, b in zip(("out", "dq", "dk", "dv", "dlog_w"), found, expected, strict=True):
-        torch.testing.assert_close(
-            a, b, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m
-        )
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m)
 
 
 @pytest.fixture
@@ -156,16 +153,14 @@ def golden():
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    """A training of a second, in an empty directory."""
+    """A training of a second, in an empty directory; its model is `shape`."""
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
-    model = PonderConfig(257, 32, 64, 1, 2, head_dim=16, block_size=16, ponder_steps=2)
     return TrainConfig(
         preset="tiny",
         data=str(text),
         out=str(tmp_path / "out"),
-        model=model,
         steps=30,
         batch_size=8,
         learning_rate=1e-2,
@@ -175,6 +170,12 @@ def config(tmp_path, monkeypatch):
         device="cpu",
         precision="float32",
     )
+
+
+@pytest.fixture
+def shape():
+    """Of the model of `config`."""
+    return PonderConfig(257, 32, 64, 1, 2, head_dim=16, block_size=16, ponder_steps=2)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from corpus.tokenizers import load_tokenizer
+from lab.corpora.tokenizers import load_tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog, and then it naps.\n" * 20
 LLAMA3 = dict(
@@ -171,9 +171,7 @@ def sentencepiece():
             fuse_unk=True, byte_fallback=True,
         )
     )  # fmt: skip
-    t.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    )
+    t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     t.decoder = decoders.Sequence(
         [
             decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),

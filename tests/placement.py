@@ -23,12 +23,12 @@ DEVICE = os.environ.get("PONDERLM_TEST_DEVICE", "cpu")
 if DEVICE != "cuda":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of processes that tests start, too
 TEST_DEVICE = torch.device("cpu" if DEVICE == "cpu" else "cuda")
-EQUIVALENCE = {f"method/test_{name}.py" for name in ("attention", "golden", "model", "router")}
-EQUIVALENCE |= {"method/test_sample.py", "kernels/test_attention.py", "baselines/test_grid.py"}
+EQUIVALENCE = {f"root/test_{name}.py" for name in ("attention", "golden", "model", "router")}
+EQUIVALENCE |= {"kernels/test_attention.py", "baselines/test_grid.py"}
 EQUIVALENCE |= {"engine/test_batching.py", "engine/test_prefill.py"}
 # Tests in these files that make modules of their own, that are about files, other devices or the
 # compiler, or that count what runs: on a GPU more does, so that nobody has to wait.
-ON_CPU = {"test_initialisation", "test_pickers", "test_k0_is_llama"}
+ON_CPU = {"test_initialisation", "test_k0_is_llama"}
 ON_CPU |= {"test_bfloat16", "test_bias_in_half_precision", "test_nobody_waits"}
 ON_CPU |= {"test_flex_equals_eager", "test_flex_to_slots", "test_flex_is_compiled_once_a_length"}
 ON_CPU |= {"test_alpha_shifts_and_a_scalar_would_not", "test_router_start_and_always"}

@@ -125,9 +125,7 @@ class Gpu(TorchDispatchMode):
         self.note("copy", "d2h" if down else "h2d", blocks)
         if down and not blocks and self.captured is None:
             self.under_way.append((host, host.clone()))
-            host.fill_(
-                torch.nan if host.is_floating_point() else 10**9
-            )  # none takes it for a result
+            host.fill_(torch.nan if host.is_floating_point() else 10**9)  # none takes it for a result
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

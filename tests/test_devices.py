@@ -1,6 +1,7 @@
 """All of the project on a GPU that is not there (pretended_cuda.py): no tensor on another device
 than its neighbours, the results of the CPU, and how often the host waits."""
 
+import json
 import os
 import re
 import subprocess
@@ -15,17 +16,15 @@ from conftest import ROOT, small_model
 from pretended_cuda import Misplaced, pretended_cuda
 from torch.utils._pytree import tree_leaves
 
-from analysis.convergence import convergence_rows
-from analysis.measuring import measure, open_subject, tau_rows
-from baselines import all_methods
-from corpus.preparation import Windows
-from engine.batching import Engine
-from evaluation.perplexity import score_texts
-from interop import load
-from sample import generate
-from train import objective, train
-from training.runs import read_lines
-from training.validation import evaluate
+import train as train_script
+from data import Windows, load_tokenizer
+from lab.engine.batching import Engine
+from lab.engine.simple import generate
+from lab.evaluation.perplexity import score_texts
+from lab.evaluation.texts import own_texts
+from lab.interop import load
+from lab.methods import all_methods, configure, find, objective
+from train import evaluate, train
 
 # What is done with x = [1, 2, 3] on the device: waits, copies to it, copies back; None: refused.
 DONE = {
@@ -89,12 +88,11 @@ def everything(method, device):
     model.to(device).train()
     rows, found = windows().rows(0, 4).to(device), []
     for model.recompute in (False, True):
-        loss, penalty, out = objective(model, rows[:, :-1], rows[:, 1:], 2)
+        loss, penalty, out = objective(model, rows[:, :-1], rows[:, 1:], 2, 0.5)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         found += [float(value.detach()) for value in (loss, penalty, out.loss, norm)]
-    tau, permute = 0.3 if model.has_router else None, model.has_router and model.mixes
-    scores = evaluate(model.eval(), windows(), 3, device, tau=tau, permute=permute)
+    scores = evaluate(model.eval(), windows(), 3, tau=0.3 if model.has_router else None)
     decoded = generate(model, [[1, 2, 3], [4]], 4, tau=0.3, seed=0)
     return found, scores, [vars(sample) for sample in decoded]
 
@@ -113,24 +111,42 @@ def test_methods(method):
         assert_close(everything(method, "cuda"), expected)
 
 
-def test_a_run(config):
-    """Catches a training on a GPU whose checkpoints, resumed part or report are not a CPU's, and
-    evaluation and analysis that stumble over its model, or find other numbers."""
+def test_a_run(config, shape):
+    """Catches a training on a GPU whose checkpoints, resumed part or report are not a CPU's, and an
+    evaluation that stumbles over its model, or finds other numbers."""
     found = []
     for device in ("cpu", "cuda"):
         run = replace(config, device=device, name=device, steps=4, eval_every=2, log_every=1)
         with pretended_cuda() if device == "cuda" else nullcontext():
-            train(run)
-            place, results = train(replace(run, steps=6, resume=True))
-            model, how = load(place).to(device), dict(windows=2, tau=0.3)
-            scores = score_texts(model, place, data=None, batch_tokens=64, **how)
-            scores |= {"run": None, "text": None}  # which have its name
-            subject = open_subject(place, device=device, **how)
-            measured = [x.tolist() for x in measure(subject)]
-            converging = convergence_rows(subject.model, subject.rows[:, :5], most=2)
-        rows = [(row.get("loss"), row.get("val")) for row in read_lines(place / "log.jsonl")]
-        found.append((rows, results, scores, measured, tau_rows(subject, [0.3]), converging))
+            train(run, shape)
+            place, results = train(replace(run, steps=6, resume=True), shape)
+            model = load(place).to(device)
+            texts = own_texts(config.data, load_tokenizer(place / "tokenizer.json"))
+            scores = score_texts(model, *texts, 0.3, windows=2, batch_tokens=64) | {"text": None}
+        lines = [json.loads(line) for line in (place / "log.jsonl").read_text().splitlines()]
+        rows = [(row.get("loss"), row.get("val")) for row in lines]
+        found.append((rows, results, scores))
     assert_close(*found)
+
+
+@pytest.mark.parametrize("method", ["ponderlm3", "grid", "mor-expert", "ponderlm1"])
+def test_a_gpu_is_not_waited_for(config, shape, monkeypatch, method):
+    """Catches a step that stops the GPU: it is waited for where a line is logged, at the end, and where the
+    penalty counts its tokens (as printed: once a micro-batch); it copies once a step, its rows of tokens."""
+    monkeypatch.setattr(train_script, "evaluate", lambda *_, **__: {"loss": 1.0})
+    monkeypatch.setattr(train_script, "final_report", lambda *_: {})
+    config = replace(config, steps=3, log_every=100, eval_every=100, device="cuda", precision="bfloat16")
+    shape = configure(shape, method, penalty_weight=0.0)
+    model = find(method)(shape)
+    with pretended_cuda() as gpu:
+        train(config, shape, make_model=find(method), objective=objective)
+    waits = {f"{file} {function}": n for (file, function, _), n in gpu.seen("wait").items()}
+    saved = ("model.py", "train.py save_checkpoint", "train.py join_processes")
+    waits = {where: n for where, n in waits.items() if not where.startswith(saved)}
+    size = len([*model.parameters(), *model.buffers()])  # which are copied to it
+    assert waits == {"train.py train": size, "train.py add_up": 1}, waits
+    copies = {f"{file} {function}": n for (file, function, _), n in gpu.seen("h2d").items()}
+    assert copies.get("train.py train") == size + 3, copies
 
 
 @pytest.mark.parametrize("method", ["ponderlm3", "grid"])
@@ -138,7 +154,7 @@ def test_a_run(config):
 def test_engine(method, prefill, graphs, monkeypatch):
     """Catches rows, prompts or graphs that make other tokens on a GPU: with more prompts than rows,
     texts that end, windows that are outgrown, and graphs of a cache that has moved."""
-    monkeypatch.setattr("engine.cache.BLOCK", 8)
+    monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
     model = small_model(seed=2, method=method, block_size=16).float()
     texts = [windows().tokens[:n].tolist() for n in (3, 9, 1, 14, 6, 2, 4, 5)]
     calls = (texts[:1], 3), (texts, 10), (texts[:1], 3)  # the cache grows after the first
@@ -175,8 +191,8 @@ def test_waits_of_a_decoded_pass(method, graphs):
                 next(stream)
             passes = engine.stats.passes - before
     assert not gpu.seen("h2d")
-    assert gpu.seen("d2h") == {("engine/cuda_graphs.py", "Fetched.__init__", "copy"): passes}
-    assert gpu.seen("wait") == {("engine/cuda_graphs.py", "Fetched.tolist", "synchronize"): passes}
+    assert gpu.seen("d2h") == {("lab/engine/cuda_graphs.py", "Fetched.__init__", "copy"): passes}
+    assert gpu.seen("wait") == {("lab/engine/cuda_graphs.py", "Fetched.tolist", "synchronize"): passes}
 
 
 def test_device_of_the_tests():
@@ -184,7 +200,7 @@ def test_device_of_the_tests():
     CPU when they are to run on a GPU, which is not there, or others that do not."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
     environment = os.environ | {"PONDERLM_TEST_DEVICE": "cuda"}
-    files = [f"tests/method/test_{name}.py" for name in ("golden", "train")]
+    files = [f"tests/root/test_{name}.py" for name in ("golden", "train")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     command += ["-k", "golden or learning_rate"]  # four tests, and one that stays on the CPU
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

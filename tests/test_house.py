@@ -1,57 +1,18 @@
-"""The tree: who may import whom, what a folder says of itself, what an import costs."""
+"""The tree: what stands at the root, who imports whom, what an import costs."""
 
 import ast
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
-ROOMS = ("runtime", "corpus", "kernels", "backbones", "baselines", "interop", "training", "engine")
-TOP = ("analysis", "evaluation", "bench", "docs")
-SCRIPTS = ("attention", "router", "model", "train", "sample", "analyze")
-# What each may import, of the layers below it.
-METHOD = ("runtime", "attention", "router", "model")
-READS = (*METHOD, "backbones", "baselines", "corpus", "interop")  # models and texts
-USES = (*READS, "kernels", "training", "engine", "sample")
-BELOW = {
-    "runtime": (),
-    "corpus": ("runtime",),
-    "attention": METHOD[:1],
-    "router": METHOD[:2],
-    "model": METHOD[:3],
-    "kernels": METHOD,
-    "backbones": METHOD,
-    "baselines": (*METHOD, "kernels", "backbones"),
-    "interop": READS,
-    "training": (*READS, "kernels"),
-    "engine": READS,  # to open what is asked for; how to train is not its business
-    "train": (*READS, "training"),
-    "sample": (*READS, "engine"),
-    "bench": (*USES, "train"),  # it measures the step of train.py
-    "analyze": (*USES, "analysis"),
-} | dict.fromkeys(("analysis", "evaluation", "docs"), USES)
-# What a file imports only where a command asks for it: everybody else need not read it.
-ASKED_FOR = {
-    ("sample", "engine.puzzle"),  # where nobody asks for anything
-    ("training.config", "kernels.attention"),  # the forms of attention, by the name of one
-    ("training.config", "kernels.blocks"),  # how a model runs, decided last
-    ("training.config", "training.warm_start"),  # --init-from
-}
-
-# Packages that are not in requirements.txt: no import of a file may need them.
+SCRIPTS = {"attention", "router", "model", "data", "train", "sample", "analyze"}
+# Packages of lab/requirements.txt and others that no import of a file may need.
 OPTIONAL = ["datasets", "tokenizers", "huggingface_hub", "transformers", "gguf", "lm_eval"]
 OPTIONAL += ["flash_attn", "ctranslate2"]
-INSIDE = {*OPTIONAL, "matplotlib", "rustbpe"}  # the last two are heavy
-
-
-def files():
-    yield from (ROOT / f"{name}.py" for name in SCRIPTS)
-    for room in (*ROOMS, *TOP):
-        yield from sorted((ROOT / room).rglob("*.py"))
 
 
 def name_of(file):
@@ -59,74 +20,40 @@ def name_of(file):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {name_of(file): file for file in files()}
+FILES = {name_of(file): file for file in (*ROOT.glob("*.py"), *(ROOT / "lab").rglob("*.py"))}
+FILES |= {name_of(file): file for file in (ROOT / "docs").glob("*.py")}
 
 
 def imports(file):
-    """(module, whether it is inside a function) of each import of a file."""
-
-    def walk(node, inside):
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                yield from ((alias.name, inside) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                assert not child.level, f"{file}: a relative import"
-                for alias in child.names:
-                    full = f"{child.module}.{alias.name}"
-                    yield full if full in FILES else child.module, inside
-            kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-            yield from walk(child, inside or isinstance(child, kinds))
-
-    yield from walk(ast.parse(file.read_text("utf-8")), False)
+    """The modules of the project that a file imports, also within functions."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}: a relative import"
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & FILES.keys()
 
 
-def room_of(name):
-    return name.split(".")[0]
+def test_what_stands_at_the_root():
+    """Catches an eighth script, and a folder of code beside the lab."""
+    assert {file.stem for file in ROOT.glob("*.py")} == SCRIPTS
+    assert {file.parent.parent.name for file in ROOT.glob("*/*.py")} - {""} == {ROOT.name}
+    assert {file.parent.name for file in ROOT.glob("*/*.py")} == {"lab", "docs", "tests"}
 
 
-OURS = {room_of(name) for name in FILES}
-
-
-def test_root_is_the_method():
-    """Catches a seventh script at the root, and a folder of code that no layer knows."""
-    assert {file.stem for file in ROOT.glob("*.py")} == set(SCRIPTS)
-    folders = {file.parent.name for file in ROOT.glob("*/__init__.py")}
-    assert folders == {*ROOMS, *TOP}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_few_arguments_in_a_row(script):
-    """Catches a function of the six that nobody can call without looking up the order."""
-    for node in ast.walk(ast.parse((ROOT / f"{script}.py").read_text("utf-8"))):
-        if isinstance(node, ast.FunctionDef):
-            names = [a.arg for a in node.args.args if a.arg != "self"]
-            assert len(names) <= 5, f"{node.name}({', '.join(names)})"
-
-
-@pytest.mark.parametrize("room", [*ROOMS, *TOP])
-def test_a_folder_says_what_is_in_it(room):
-    """Catches a folder whose __init__.py does not say what is in it."""
-    text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text("utf-8")))
-    assert text and len(text.splitlines()) >= 3, room
-
-
-def test_layers():
-    """Catches an import that points upwards or to a neighbour. A __main__ may import anything."""
-    wrong = []
+def test_nobody_imports_what_stands_above():
+    """Catches a root that knows the lab, and a lab that knows the pages or the tests."""
     for name, file in FILES.items():
-        room = room_of(name)
-        for module, _ in imports(file):
-            other = room_of(module)
-            if other in OURS and other != room and other not in BELOW[room]:
-                wrong.append(f"{name} imports {module}")
-    wrong = [line for line in wrong if "__main__" not in line.split()[0]]
-    assert not wrong, "\n".join(dict.fromkeys(wrong))
+        rooms = {module.split(".")[0] for module in imports(file)} - {name.split(".")[0]}
+        allowed = SCRIPTS if name in SCRIPTS else SCRIPTS | {"lab"}
+        assert rooms <= allowed, (name, rooms - allowed)
 
 
 def test_no_circles():
     """Catches modules that import each other, directly or around a corner."""
-    graph = {name: {m for m, _ in imports(f) if m in FILES} - {name} for name, f in FILES.items()}
-    done, path = set(), []
+    graph, done, path = {name: imports(file) - {name} for name, file in FILES.items()}, set(), []
 
     def visit(name):
         assert name not in path, " -> ".join([*path[path.index(name) :], name])
@@ -140,34 +67,43 @@ def test_no_circles():
         visit(name)
 
 
-def test_imports_stand_at_the_top():
-    """Catches an import inside a function, but of packages that are optional or heavy, and of what
-    is on the list; and a line of the list that nobody needs."""
-    found = {
-        (name, module)
-        for name, file in FILES.items()
-        for module, inside in imports(file)
-        if inside and room_of(module) not in INSIDE
-    }
-    assert found == ASKED_FOR
+@pytest.mark.parametrize("script", sorted(SCRIPTS))
+def test_few_arguments_in_a_row(script):
+    """Catches a function that nobody can call without looking up the order."""
+    for node in ast.walk(ast.parse((ROOT / f"{script}.py").read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef):
+            names = [a.arg for a in node.args.args if a.arg != "self"]
+            few = len(names) - len(node.args.defaults) <= 6
+            assert few, f"{node.name}({', '.join(names)})"
 
 
-def python(code, directory):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
-    assert not done.returncode, done.stderr
-    return done
+def test_lab_lists_its_commands():
+    """Catches a command that the list lacks, or without --help, or a missing package in more than a line."""
+    from lab.__main__ import COMMANDS
+
+    def lab(*flags, **more):
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | more
+        command = [sys.executable, "-m", "lab", *flags]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+
+    listed = lab().stdout
+    assert all(f"\n{name} " in listed for name in COMMANDS)
+    done = lab("nothing")
+    assert done.returncode and done.stderr.startswith("error: 'nothing' is not one of train")
+    for name in COMMANDS:
+        assert f"python -m lab {name}" in lab(name, "--help").stdout, name
 
 
-@pytest.mark.parametrize("script, most", [("train", 12), ("sample", 9)])
-def test_what_a_script_loads(script, most, tmp_path):
-    """Catches a command that drags in rooms which it does not need: a reader has to read them."""
-    code = f"import {script}, sys, json; print(json.dumps(list(sys.modules)))"
-    loaded = set(json.loads(python(code, tmp_path).stdout)) & set(FILES)
-    with_code = {m for m in loaded if len(ast.parse(FILES[m].read_text("utf-8")).body) > 1}
-    assert len(with_code) <= most, sorted(with_code)
-    assert "engine.batching" not in with_code
+def test_a_package_that_is_missing(tmp_path):
+    """Catches a traceback where a sentence says what to install."""
+    (tmp_path / "pydantic.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'pydantic'\", name='pydantic')"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "lab", "sample"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    message = "error: python -m lab sample needs the package pydantic: pip install -r lab/requirements.txt\n"
+    assert done.returncode and done.stderr == message
 
 
 def test_imports_have_no_side_effects(tmp_path):
@@ -184,6 +120,9 @@ sys.meta_path.insert(0, Blocked())
 for name in {sorted(FILES)}:
     importlib.import_module(name)
 """
-    done = python(code, tmp_path)
-    assert not done.stdout and not done.stderr, done.stdout + done.stderr
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert not done.returncode and not done.stdout and not done.stderr, done.stdout + done.stderr
     assert not list(tmp_path.iterdir())
+    assert all(Path(file).is_file() for file in FILES.values())

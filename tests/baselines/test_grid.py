@@ -6,18 +6,17 @@ import pytest
 import torch
 from conftest import small_model, tokens
 
-from baselines import PonderLM3
-from kernels.attention import dense
+from lab.methods import PonderLM3
 
 
 def masked(S):
     """attention.eager for all slots of all tokens, of which slot k sees slots up to k."""
 
-    def attend(q, k, v, key_bias):
+    def attend(q, k, v, log_w):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         scores = q @ k.mT / math.sqrt(q.size(-1))  # (B, H, T*S, T*S)
-        if key_bias is not None:
-            scores = scores + key_bias[:, None, None]
+        if log_w is not None:
+            scores = scores + log_w[:, None, None]
         slot, N = torch.arange(q.size(2), device=q.device) % S, q.size(2)
         seen = slot.new_ones(N, N).bool().tril() & (slot <= slot[:, None])
         return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
@@ -29,27 +28,28 @@ def obvious(model, idx, tau=None):
     """States by passes over all slots at once, as many as there are slots: then they are exact."""
     S = model.config.ponder_steps + 1
     e, backend = model.embed(idx), model.backend
-    latents, bias, model.backend = e.new_zeros(*idx.shape, S - 1, e.size(-1)), None, masked(S)
-    for _ in range(S + 1):  # one more: the scores of the first pass have no bias
-        h, s, log_w = PonderLM3.jacobi_pass(model, e, latents, bias)
-        latents, bias = h[:, :, :-1], model.key_bias(log_w, tau)
+    latents, of_keys, model.backend = e.new_zeros(*idx.shape, S - 1, e.size(-1)), None, masked(S)
+    for _ in range(S + 1):  # one more: the scores of the first pass have no log w
+        h = PonderLM3.jacobi_pass(model, e, latents, of_keys)
+        s, log_w = model.route(h)
+        latents, of_keys = h[:, :, :-1], model.mask_keys(log_w, tau)
     model.backend = backend
     return h, s, log_w
 
 
-@pytest.mark.parametrize("form", ["sdpa", "dense", "recompute"])
+@pytest.mark.parametrize("form", ["fused", "definition", "recompute"])
 @pytest.mark.parametrize("tau", [None, 0.1])
 @pytest.mark.parametrize("method,K", [("grid", 1), ("grid", 3), ("grid-fixed", 3)])
-def test_states_and_gradients(method, K, tau, form):
-    """Catches a deeper key that is seen, a bias of another slot, a wrong order of the keys, and a
-    pass that is computed again with the keys of a later one. To 1e-10 in float64."""
+def test_states_and_gradients(method, K, tau, form, monkeypatch):
+    """Catches a deeper key that is seen, log w of another slot, a wrong order of the keys, and a pass that
+    is computed again with the keys of a later one. To 1e-10 in float64."""
     model = small_model(seed=2, method=method, ponder_steps=K, router_scale=12.0)
-    model.backend = dense if form == "dense" else model.backend
+    monkeypatch.setattr("lab.kernels.attention.SHORT", 256 if form == "definition" else 0)
     idx, found = tokens(T=9, B=2), []
     for states in (model.states, lambda idx, tau: obvious(model, idx, tau)):
         model.recompute = form == "recompute"
         h, s, log_w = states(idx, tau=tau)
-        out = model.integrate(h, s, None if tau is None else model.executed(log_w, tau))
+        out = model.integrate(h, s, model.executed(log_w, tau))
         loss = (out * torch.linspace(0, 1, out.numel()).view_as(out)).sum()
         found.append([h, s, log_w, *torch.autograd.grad(loss, list(model.model.parameters()))])
     for a, b in zip(*found, strict=True):

@@ -1,11 +1,11 @@
-"""`python -m bench decode`: what it measures against, and what it refuses before it measures."""
+"""`python -m lab bench decode`: what it measures against, and what it refuses before it measures."""
 
 import pytest
 import torch
 from conftest import needs_bfloat16, small_model
 from pydantic import ValidationError
 
-from bench.decoding import (
+from lab.bench.decoding import (
     decode,
     exit_rows,
     in_ctranslate2,
@@ -15,9 +15,9 @@ from bench.decoding import (
     prompts_of,
     weight_bytes,
 )
-from engine.batching import Engine
-from interop import save
-from runtime import UserError
+from lab.engine.batching import Engine
+from lab.interop import save
+from model import UserError
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_refusals(method, options, wrong, tmp_path):
 
 def test_llama_beside_a_ponderlm():
     """Catches settings of PonderLM-3 that keep a Llama of its shape away, and another shape."""
-    model = small_model(method="ablation-mask", penalty_weight=0.0, reread=True)
+    model = small_model(penalty_weight=0.0, reread=True)
     theirs, ours = llama(model.config)
     idx = torch.arange(12)[None]
     with torch.no_grad():

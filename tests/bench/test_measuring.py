@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import attention, training_step
-from bench.timing import medians, peak_on_gpu, seconds_of
-from train import objective
-from training.config import PRESETS
+from attention import sdpa
+from lab.bench import attention, training_step
+from lab.bench.timing import medians, peak_on_gpu, seconds_of
+from model import Llama
+from train import PRESETS, objective
 
 
 def test_medians(monkeypatch):
@@ -31,7 +32,7 @@ def test_medians(monkeypatch):
 def threads(monkeypatch):
     """Threads in place of new processes."""
     stand_in = SimpleNamespace(Pool=lambda n, **kwargs: Pool(n))
-    monkeypatch.setattr("bench.timing.get_context", lambda kind: stand_in)
+    monkeypatch.setattr("lab.bench.timing.get_context", lambda kind: stand_in)
 
 
 class Event:
@@ -96,9 +97,9 @@ def test_forms_that_fail(tmp_path, threads, monkeypatch):
     is not the fastest; and one batch for all lengths."""
     seen = []
 
-    def form(q, k, v, key_bias, backend):
-        seen.append((backend, key_bias is not None, q.shape[0] * q.shape[2]))
-        if backend == "flash" and key_bias is not None:
+    def form(q, k, v, log_w, backend):
+        seen.append((backend, log_w is not None, q.shape[0] * q.shape[2]))
+        if backend == "flash" and log_w is not None:
             raise RuntimeError("No available kernel.\nAborting")
         time.sleep(0.02 * (backend == "sdpa"))
         return q * 1
@@ -117,25 +118,41 @@ def test_forms_that_fail(tmp_path, threads, monkeypatch):
 
 
 def test_train(tmp_path, threads, monkeypatch):
-    """Catches a command that crashes, ratios to something else than the plain step, and a compiled
-    step that is not compiled."""
+    """Catches a command that crashes, ratios to something else than the plain step, and a compiled step that
+    is not compiled."""
     compiled = []
-    monkeypatch.setattr(training_step.blocks, "compile_blocks", compiled.append)
+    monkeypatch.setattr("torch.nn.Module.compile", lambda block, **how: compiled.append(how))
     training_step.train("tiny", 1, 0, repeats=1, compile=True, device="cpu", out=tmp_path)
-    assert len(compiled) == 2 * 2  # two cases, timed and weighed
+    # two cases, timed and weighed, of three blocks
+    assert compiled == [{"dynamic": False}] * 2 * 2 * PRESETS["tiny"][1].num_hidden_layers
     rows = json.loads((tmp_path / "train-tiny-cpu.json").read_text())["rows"]
-    assert [row["case"] for row in rows[:2]] == ["plain", "PonderLM-3"] and len(rows) == 6
+    assert [row["case"] for row in rows[:2]] == ["plain", "PonderLM-3"] and len(rows) == 5
     for row in rows:
         assert row["time_ratio"] == pytest.approx(row["seconds"] / rows[0]["seconds"])
         assert row["MiB"] >= 0 and row["seconds"] > 0
 
 
-@pytest.mark.parametrize("plain,recompute", [(True, False), (False, False), (False, True)])
-def test_train_case(plain, recompute, monkeypatch):
-    """Catches a case of the training step that does not run, or runs without its flag."""
-    shape, made = replace(PRESETS["tiny"].model, block_size=8), []
-    watch = lambda *a: made.append(a) or objective(*a)  # noqa: E731
-    monkeypatch.setattr(training_step, "objective", watch)
+@pytest.mark.parametrize("K, R", [(1, 2), (2, 1), (3, 0)])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_train_case(K, R, recompute, monkeypatch):
+    """Catches a step that is not that of train.py, or runs without its flag; and a plain one with other slots
+    or without a backward pass."""
+    shape, seen = replace(PRESETS["tiny"][1], block_size=8, ponder_steps=K), {True: [], False: []}
     rest = recompute, False, "sdpa", torch.device("cpu"), torch.float32
-    training_step.train_case(shape, 1, 1, plain, *rest)()
-    assert bool(made) != plain and all(a[0].recompute == recompute for a in made)
+    made, forward = [], Llama.forward
+
+    def watch(model, *inputs):
+        made.append(model)
+        return objective(model, *inputs)
+
+    for plain, slots in seen.items():
+        note = lambda llama, x, *rest, slots=slots: slots.append(x.size(1)) or forward(llama, x, *rest)  # noqa: E731
+        with monkeypatch.context() as patch:
+            patch.setattr(training_step, "objective", watch)
+            run = training_step.train_case(shape, 1, R, plain, *rest)
+            patch.setattr(Llama, "forward", note)
+            patch.setattr("torch.Tensor.backward", lambda *gradient: None)
+            run()
+    assert seen[True] == seen[False] == [8 * n for n in training_step.slots_of_passes(K, R)]
+    (model,) = made
+    assert model.recompute == recompute and model.backend is sdpa

@@ -20,30 +20,30 @@ from unittest.mock import patch
 import pytest
 from conftest import ROOT
 
-from engine.products import has_bfloat16
+from lab.engine.products import has_bfloat16
 
 README = (ROOT / "README.md").read_text("utf-8")
 # In the order of the table in README.md, in which the commands of one use the runs of another.
-NAMES = [
-    f"docs/{name}"
-    for name in re.findall(r"\]\(docs/([\w-]+\.md)\)", README.split("## The pages")[1])
-]
+NAMES = [f"docs/{name}" for name in re.findall(r"\]\(docs/([\w-]+\.md)\)", README.split("## The pages")[1])]
 NAMES = ["README.md", *dict.fromkeys(NAMES)]
 PAGES = {name: (ROOT / name).read_text("utf-8") for name in NAMES if name != "docs/log.md"}
 
-OF_ONE_RUN = ("converge", "buckets", "shift", "tokens", "tau", "heatmap", "report")
+OF_ONE_RUN = ("converge", "buckets", "shift", "tokens", "tau")
 TRAIN = "--steps 2 --batch-size 2 --eval-windows 2 --log-every 1"
 SHORT = {  # appended to a command, so that it takes seconds
     "train.py": TRAIN,
     "train.py --resume": "--steps 4 --eval-windows 2 --log-every 1",
     "sample.py": "--max-new-tokens 3",
-    "engine": "--max-new-tokens 3",
-    **{f"analyze.py {name}": "--windows 2" for name in OF_ONE_RUN},
-    "evaluation": "--windows 3",
-    "bench attention": "--lengths 256 --widths 56 --repeats 1",
-    "bench train": "--preset tiny --windows 1 --repeats 1",
-    "bench decode": "--batch-sizes 1 --prompts 4 --new-tokens 2 --repeats 1",
-    "corpus lookup": "--lines 200",
+    **{f"analyze.py {name}": "--windows 2 --data my_texts" for name in OF_ONE_RUN},
+    "lab train": TRAIN,
+    "lab sample": "--max-new-tokens 3",
+    "lab analyze heatmap": "--data my_texts",
+    "lab analyze report": "--windows 2 --data my_texts",
+    "lab evaluate": "--windows 100",
+    "lab bench attention": "--lengths 256 --widths 56 --repeats 1",
+    "lab bench train": "--preset tiny --windows 1 --repeats 1",
+    "lab bench decode": "--batch-sizes 1 --prompts 4 --new-tokens 2 --repeats 1",
+    "lab corpus lookup": "--lines 200",
 }
 
 
@@ -82,12 +82,22 @@ def shortened(line):
         return words[at], [*words[at + 1 :], *short.split()], words[:at]
     words = words[1:] if words[0] == "-m" else words
     what, *arguments = words
-    name = f"{what} {arguments[0] if arguments else ''}".strip()
-    short = SHORT.get(name, SHORT.get(what, ""))
+    names = [" ".join(words[:n]) for n in (3, 2, 1)]
+    short = next((SHORT[name] for name in names if name in SHORT), "")
+    trains = words[0] == "train.py" or words[:2] == ["lab", "train"]
     fetched = "shakespeare" in arguments  # by a network
-    if what == "train.py" and (fetched or not {"--resume", "--data"} & set(arguments)):
+    if trains and (fetched or not {"--resume", "--data"} & set(arguments)):
         short += " --data my_texts"
-    if "medium" in arguments and what == "train.py":
+    if "--data my_texts" in short and "--data" in arguments and not fetched:
+        short = short.replace("--data my_texts", "")
+    own = {"lab evaluate": "--corpus", "lab bench": "--data"}.get(" ".join(words[:2]))
+    if (
+        own
+        and not {own, "--data"} & set(arguments)
+        and words[:3] not in (["lab", "bench", kind] for kind in ("attention", "train"))
+    ):
+        short += f" {own} my_texts"  # the runs here are of these texts
+    if "medium" in arguments and trains:
         short += " --block-size 32 --num-hidden-layers 2"
     # Compiling takes minutes: test_compiled_blocks, which is slow, does it.
     return what, [word for word in arguments if word != "--compile"] + shlex.split(short), None
@@ -183,9 +193,9 @@ def test_reading_order():
         source = (ROOT / f"{script}.py").read_text("utf-8")
         imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
         assert not imported & set(scripts[i + 1 :]), (script, imported)
-    folders = re.findall(r"(?m)^\| `(\w+)/` \|", text)
-    there = {file.parent.name for file in ROOT.glob("*/__init__.py")} | {"models", "runs", "tests"}
-    assert sorted(folders) == sorted(there)
+    folders = set(re.findall(r"`(\w+)/`", text))
+    there = {file.parent.name for file in (ROOT / "lab").glob("*/__init__.py")} | {"runs"}
+    assert there <= folders
 
 
 def anchors(text):

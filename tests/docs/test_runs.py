@@ -1,43 +1,53 @@
-"""The scripts in runs/, with a stand-in for Python that writes down how it is called."""
+"""The scripts in lab/runs/, with a stand-in for Python that writes down how it is called."""
 
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 
-import interop
-from baselines import all_methods, build, find
-from training.config import parse
-from training.runs import changes
+import lab.interop as interop
+import lab.train
+from lab.methods import all_methods, build, find
 
-MODULES = ("corpus", "interop", "evaluation", "bench", "lm_eval", "torch.distributed.run")
+NAMES = ("train", "analyze", "corpus", "convert", "evaluate", "bench")
+NAMES = (*(f"lab {name}" for name in NAMES), "lm_eval", "torch.distributed.run")
+PLACES = {"name", "out", "resume"}
+
+
+def parse(argv):
+    """As lab.train.parse, in one: the settings of the training, and in `model` those of the model."""
+    config, shape = lab.train.parse(argv)
+    return SimpleNamespace(**vars(config), model=shape)
+
+
+def changes(a, b):
+    """The settings in which two trainings differ, but for their places."""
+    a, b = ({**vars(x), **vars(x.model), "model": None} for x in (a, b))
+    return {key: (a[key], b[key]) for key in a.keys() & b.keys() - PLACES if a[key] != b[key]}
 
 
 @pytest.fixture
 def run_script(tmp_path):
     """Run a script in a copy of runs/; returns the arguments of each call, by script or module."""
-    shutil.copytree(ROOT / "runs", tmp_path / "runs")
+    shutil.copytree(ROOT / "lab/runs", tmp_path / "lab/runs")
     stand_in, record = tmp_path / "python", tmp_path / "record"
     inline = f'-c) cd "{ROOT}"; exec "{sys.executable}" "$@" ;;'
-    stand_in.write_text(
-        f'#!/bin/bash\ncase "$1" in\n{inline}\n*) echo "$@" >> "{record}" ;;\nesac\n'
-    )
+    stand_in.write_text(f'#!/bin/bash\ncase "$1" in\n{inline}\n*) echo "$@" >> "{record}" ;;\nesac\n')
     stand_in.chmod(0o755)
 
     def run(script, *arguments, **variables):
         environment = os.environ | {"PYTHON": str(stand_in)} | variables
-        command = ["bash", str(tmp_path / "runs" / script), *arguments]
+        command = ["bash", str(tmp_path / "lab/runs" / script), *arguments]
         subprocess.run(command, check=True, env=environment, timeout=120)
-        calls = {name: [] for name in ("train.py", "analyze.py", *MODULES)}
+        calls = {name: [] for name in NAMES}
         for line in record.read_text().splitlines():
-            module, name, arguments = re.fullmatch(r"(-m )?(\S+) ?(.*)", line).groups()
-            assert bool(module) == (name in MODULES), line
+            name, arguments = re.fullmatch(r"-m (lab \w+|\S+) ?(.*)", line).groups()
             calls[name].append(arguments.split())
         record.unlink()
         return calls
@@ -47,8 +57,9 @@ def run_script(tmp_path):
 
 def read(calls):
     """The trainings of a script: {(folder, name): TrainConfig}; every one is another one."""
-    configs = [parse(args) for args in calls["train.py"]]
-    assert len({repr(replace(config, name=None)) for config in configs}) == len(configs)
+    configs = [parse(args) for args in calls["lab train"]]
+    same = lambda config: repr({**vars(config), "name": None})  # noqa: E731
+    assert len({same(config) for config in configs}) == len(configs)
     found = {(config.out, config.name): config for config in configs}
     assert len(found) == len(configs)
     return found
@@ -67,8 +78,8 @@ def stand_in_model(folder, method="vanilla", K=0, **shape):
         ("ablations.sh", (), {}, 21, ["pareto"]),
         ("pareto.sh", (), {}, None, ["pareto"]),
         ("pareto.sh", (), {"SCALE": "small", "SEEDS": "5"}, None, []),
-        ("grid.sh", (), {}, 82, ["budget"] * 4),
-        ("grid.sh", (), {"SEEDS": "4"}, 20, []),
+        ("grid.sh", (), {}, 76, ["budget"] * 4),
+        ("grid.sh", (), {"SEEDS": "4"}, 18, []),
         ("paper.sh", (), {"TRY": "1"}, 2, []),
         ("gpu.sh", ("b",), {"STEPS": "7"}, 4, []),
     ],
@@ -81,7 +92,7 @@ def test_flags(script, arguments, variables, trainings, figures, run_script, tmp
     calls = run_script(script, *arguments, **variables)
     configs = read(calls).values()
     assert trainings in (None, len(configs))
-    assert [args[0] for args in calls["analyze.py"] if args[0] != "frontier"] == figures
+    assert [args[0] for args in calls["lab analyze"] if args[0] != "frontier"] == figures
     methods = {config.model.method for config in configs}
     if script == "ablations.sh":
         parts = {kind.method for kind in all_methods() if kind.method.startswith("ablation-")}
@@ -103,12 +114,12 @@ def test_flags(script, arguments, variables, trainings, figures, run_script, tmp
 def test_what_is_done_is_not_done_again(run_script, tmp_path):
     """Catches a finished run that is trained again, an interrupted one that begins anew."""
     out = tmp_path / "out/ablations/tiny"
-    first = run_script("ablations.sh")["train.py"]
+    first = run_script("ablations.sh")["lab train"]
     names = [args[args.index("--name") + 1] for args in first]
     for name, file in zip(names, ("results.json", "train.json"), strict=False):
         (out / name).mkdir(parents=True)
         (out / name / file).touch()
-    again = run_script("ablations.sh")["train.py"]
+    again = run_script("ablations.sh")["lab train"]
     assert len(again) == len(first) - 1
     assert ["--resume", "--out", "out/ablations/tiny", "--name", names[1]] in again
 
@@ -117,8 +128,8 @@ def test_llama(run_script, tmp_path):
     """Catches a flag that train.py does not know, and arms that differ in more than they should."""
     calls, place = run_script("llama.sh"), tmp_path / "out/llama/hugging-face"
     stand_in_model(place, vocab_size=31, hidden_size=32)
-    assert calls["interop"] == [["out/llama/plain-0", "--to", "out/llama/hugging-face"]]
-    for args in calls["train.py"]:
+    assert calls["lab convert"] == [["out/llama/plain-0", "--to", "out/llama/hugging-face"]]
+    for args in calls["lab train"]:
         args[:] = [str(place) if arg == "out/llama/hugging-face" else arg for arg in args]
     configs = {name: config for (_, name), config in read(calls).items()}
     plain, taught = configs["longer-1"], configs["grid3-1"]
@@ -132,7 +143,7 @@ def test_frontier(run_script):
     """Catches a flag that train.py does not know, a method or seed that is left out, and pairs that
     differ in more than their method."""
     calls = run_script("frontier.sh")
-    assert [args[0] for args in calls["analyze.py"]] == 4 * ["frontier"]
+    assert [args[0] for args in calls["lab analyze"]] == 4 * ["frontier"]
     configs = read(calls)
     rivals = "vanilla", "ponderlm2-1", "ponderlm2-2"
     for folder, seeds, names in (
@@ -148,7 +159,7 @@ def test_frontier(run_script):
     big, tiny = (build(configs[f"out/{f}", "ponderlm3-3-0"].model) for f in ("size", "frontier"))
     sizes = [sum(p.numel() for p in model.parameters()) for model in (big, tiny)]
     assert sizes[0] / sizes[1] == pytest.approx(8, abs=0.1)
-    assert len(run_script("frontier.sh", SEEDS="1", PARTS="pairs")["train.py"]) == 12
+    assert len(run_script("frontier.sh", SEEDS="1", PARTS="pairs")["lab train"]) == 12
 
 
 def test_paper_in_full(run_script, tmp_path):
@@ -157,13 +168,13 @@ def test_paper_in_full(run_script, tmp_path):
     (done := tmp_path / "out/paper/70m/looped").mkdir(parents=True)
     (done / "results.json").touch()
     calls = run_script("paper.sh", GPUS="8")
-    assert calls["corpus"] == [["stream", "pile", "--tokens", "15e9", "--folder", "data/pile"]]
+    assert calls["lab corpus"] == [["stream", "pile", "--tokens", "15e9", "--folder", "data/pile"]]
     trainings = calls["torch.distributed.run"]
-    flags = [args[args.index("train.py") + 1 :] for args in trainings]
+    flags = [args[args.index("train") + 1 :] for args in trainings]
     assert all("--nproc_per_node=8" in args for args in trainings)
     methods = [parse(args).model.method for args in flags]
     assert methods == ["ponderlm3", "ponderlm2", "vanilla"]
-    assert len(calls["interop"]) == 4
+    assert len(calls["lab convert"]) == 4
     shots = [args[args.index("--num_fewshot") + 1] for args in calls["lm_eval"]]
     assert shots == ["0", "5"] * 4
 
@@ -172,12 +183,10 @@ def test_lookup(run_script, tmp_path):
     """Catches flags that train.py does not know, stages that do not begin from the one before, or
     have another text, rivals with more or less text, and a task that is prepared again."""
     calls = run_script("lookup.sh")
-    asked = {args[2]: args for args in calls["corpus"]}
-    texts = [
-        f"data/{task}-{K}" for K in ("K1", "K2", "K3", "K4", "K5") for task in ("lookup", "long")
-    ]
+    asked = {args[2]: args for args in calls["lab corpus"]}
+    texts = [f"data/{task}-{K}" for K in ("K1", "K2", "K3", "K4", "K5") for task in ("lookup", "long")]
     assert [*asked] == [*texts, "data/lookup-all", "data/long-all"]
-    flags = {args[args.index("--name") + 1]: args for args in calls["train.py"]}
+    flags = {args[args.index("--name") + 1]: args for args in calls["lab train"]}
     assert len(flags) == 5 * 7 + 3 * (7 + 5 + 5 + 1 + 1)
     configs, before = {}, None
     for name, args in flags.items():
@@ -203,13 +212,13 @@ def test_lookup(run_script, tmp_path):
         assert sum(seen[stage] for stage in stages) == seen["once-1"] == seen["vanilla-1"]
     assert configs["grown-learns-4"].model.offset == (0, 0)
     assert configs["grown-0"].model.ponder_steps == configs["grown-long-0"].model.ponder_steps == 5
-    analyzed = calls["analyze.py"]
+    analyzed = calls["lab analyze"]
     assert [args[2] for args in analyzed] == 2 * ["data/lookup-all"] + ["data/long-all"]
     for folder in asked:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "meta.json").touch()
     calls = run_script("lookup.sh", SEEDS="4", RUNS="once vanilla")
-    assert [len(calls[name]) for name in ("corpus", "train.py", "analyze.py")] == [0, 2, 0]
+    assert [len(calls[name]) for name in ("lab corpus", "lab train", "lab analyze")] == [0, 2, 0]
 
 
 @pytest.mark.slow
@@ -219,7 +228,7 @@ def test_gpu_at_toy_size(tmp_path):
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", "data", "out", "figures"))
     environment = os.environ | {"TRY": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     environment["MODEL"] = "out/gpu/vanilla-0"  # of part b
-    command = ["bash", "runs/gpu.sh", *"abcd"]
+    command = ["bash", "lab/runs/gpu.sh", *"abcd"]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for printed in (

@@ -1,5 +1,6 @@
-"""The engine decodes what sample.py decodes: every logit, every step, every place of the cache."""
+"""The engine decodes what the simple decoder does: every logit, every step, every place of the cache."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -8,14 +9,16 @@ import torch
 from conftest import LLAMA3, needs_bfloat16, small_model
 from torch._inductor.codecache import cache_dir
 
-from engine.batching import Engine
-from engine.compiled import Compiled, Pass
-from engine.cuda_graphs import rounded
-from engine.prefill import settle
-from engine.products import FEW
-from engine.request import Sample, choose_finite
-from runtime import UserError, command_line
-from sample import generate
+from lab.common import command_line
+from lab.engine.batching import Engine
+from lab.engine.compiled import Compiled, Pass
+from lab.engine.cuda_graphs import rounded
+from lab.engine.prefill import settle
+from lab.engine.products import FEW
+from lab.engine.request import Sample, choose_finite
+from lab.engine.simple import generate
+from lab.kernels.channels import bias_unit
+from model import UserError
 
 SAMPLING = dict(temperature=0.9, top_k=20, seed=3, end=5)
 
@@ -45,9 +48,9 @@ def logits(monkeypatch):
 
         return record
 
-    monkeypatch.setattr("sample.choose_finite", watch("simple"))
-    monkeypatch.setattr("engine.batching.choose_finite", watch("engine"))
-    monkeypatch.setattr("engine.rows.choose", watch("engine"))
+    monkeypatch.setattr("lab.engine.simple.choose_finite", watch("simple"))
+    monkeypatch.setattr("lab.engine.batching.choose_finite", watch("engine"))
+    monkeypatch.setattr("lab.engine.rows.choose", watch("engine"))
     return seen
 
 
@@ -61,7 +64,7 @@ def compare(seen):
 
 def uncompiled(monkeypatch):
     """The pass that is compiled, as it is."""
-    monkeypatch.setattr("engine.compiled.shutil.which", bool)
+    monkeypatch.setattr("lab.engine.compiled.shutil.which", bool)
 
     def compile(self, choice):
         return lambda tensors: Pass(self.rows, choice)(*tensors)
@@ -99,7 +102,7 @@ def many(model):
 @pytest.mark.parametrize("batch_size", [1, 21])
 def test_many(model, many, batch_size, monkeypatch):
     """Catches rows that take over another's state, and a cache that loses places as it grows."""
-    monkeypatch.setattr("engine.cache.BLOCK", 8)
+    monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
     texts, expected = many
     assert {len(sample.tokens) for sample in expected} > {8}  # some end early
     engine = Engine(model, batch_size, tau=0.3, tolerance=0)
@@ -127,7 +130,7 @@ def test_many(model, many, batch_size, monkeypatch):
     ids=lambda settings: "-".join(map(str, (*settings, settings.get("method", "")))),
 )
 def test_settings(settings, logits, monkeypatch):
-    """Catches a setting of the model, or a method's own key bias or integration, that the engine's
+    """Catches a setting of the model, or a method's own log w or integration, that the engine's
     form of a block and of a token, or the one that is compiled, does not follow."""
     model, texts = small_model(seed=2, **settings), prompts(3, 7)
     with torch.no_grad():
@@ -148,7 +151,7 @@ def test_settings(settings, logits, monkeypatch):
 @pytest.mark.parametrize("rows, how", [(2, dict(compile=True)), (6, dict(graphs=True))])
 def test_a_row_that_nobody_is_in(rows, how, monkeypatch):
     """Catches a row whose text has ended and that writes on, where the next text will read it."""
-    monkeypatch.setattr("engine.cache.BLOCK", 8)
+    monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
     uncompiled(monkeypatch)
     model, long = small_model(seed=0), torch.arange(25).tolist()
     engine = Engine(model, rows, tau=0.3, tolerance=0, **how)
@@ -163,7 +166,7 @@ def test_a_row_that_nobody_is_in(rows, how, monkeypatch):
 
 def test_a_stream_that_is_not_read_to_its_end(monkeypatch):
     """Catches rows that go on with its texts, beyond what is cleared for the next."""
-    monkeypatch.setattr("engine.cache.BLOCK", 8)
+    monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
     uncompiled(monkeypatch)
     model = small_model(seed=1, method="ponderlm2")
     engine = Engine(model, 2, tau=0, tolerance=0, prefill="sequential", compile=True)
@@ -184,7 +187,7 @@ def test_compiled(method, monkeypatch):
     the weights that stays in the compiler's folder."""
     kept = lambda: {*Path(cache_dir()).rglob("*.wrapper.so")}  # noqa: E731
     before = kept()
-    monkeypatch.setattr("engine.cache.BLOCK", 8)
+    monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
     model, texts = small_model(seed=2, method=method, block_size=16), prompts(7, 21)
     engine = Engine(model, 3, tau=0.3, tolerance=0, compile=True)
     for n in (4, 14):
@@ -198,7 +201,7 @@ def test_compiled(method, monkeypatch):
 @pytest.mark.parametrize("weights", ["float32", pytest.param("int8", marks=needs_bfloat16)])
 def test_frozen(weights, monkeypatch):
     """Catches weights that the compiler packs, and with them other tokens."""
-    monkeypatch.setattr("engine.products.CACHED", 0)
+    monkeypatch.setattr("lab.engine.products.CACHED", 0)
     model, texts = small_model(seed=2).float(), prompts(7, 21)
     how = dict(tau=0.3, weights=weights, prefill="sequential")
     compiled, plain = (Engine(model, FEW + 1, compile=on, **how) for on in (True, False))
@@ -208,7 +211,7 @@ def test_frozen(weights, monkeypatch):
 
 @pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
 def test_cache_holds_executed_slots(model, prefill):
-    """Catches keys, values or biases at other places than the simple decoder's, and leftovers."""
+    """Catches keys, values or log w at other places than the simple decoder's, and leftovers."""
     texts = prompts(3, 9)
     engine = Engine(model, 3, tau=0.3, prefill=prefill, tolerance=0)
     read = [[] for _ in texts]
@@ -224,7 +227,8 @@ def test_cache_holds_executed_slots(model, prefill):
         n = len(steps) + sum(steps)
         for simple, kv in zip(cache, engine.cache.layers, strict=True):
             assert simple.keys.size(2) == n
-            both = torch.cat([simple.keys, simple.values], dim=1)[0]
+            both, d = torch.cat([simple.keys, simple.values], dim=1)[0], model.config.d
+            both[..., d] *= math.sqrt(d) / bias_unit(d)  # log w, as the engine's channel has it
             assert (kv[row, :, :n] - both).abs().max() < 1e-9
     expected = Engine(model, 3, tau=0.3, tolerance=0).generate(texts, 5, temperature=0)
     assert engine.generate(texts, 5, temperature=0) == expected  # nothing is left of the first call
@@ -238,7 +242,7 @@ def test_shared_contexts(model, monkeypatch):
         read.append(len(idx))
         return settle(model, idx, *rest, **options)
 
-    monkeypatch.setattr("engine.batching.settle", counted)
+    monkeypatch.setattr("lab.engine.batching.settle", counted)
     a, b, c = prompts(3, 9)
     texts, steps, expected = [b, a, b, c, b, a], [[] for _ in range(6)], []
     engine = Engine(model, 6, tau=0.3, prefill="jacobi")
@@ -311,7 +315,7 @@ def test_rounded():
 def test_static_shapes(ahead, prefill, monkeypatch):
     """Catches what only goes wrong where the host looks at a pass when others are under way, and
     where rows that nobody is in run along: as on CUDA, where these passes are graphs."""
-    monkeypatch.setattr("engine.cache.BLOCK", 8)
+    monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
     model, texts = small_model(seed=2, block_size=16), prompts(7, 21)
     expected = generate(model, texts, 14, tau=0.3, **SAMPLING)
     rows = 8 if ahead == 1 else 5  # for 7 texts: in one of 8 there is nobody
@@ -419,5 +423,5 @@ def test_what_cannot_be_compiled(model, monkeypatch):
 def test_other_methods_are_refused():
     """Catches a model whose cache is of another kind, decoded as if it were a PonderLM."""
     for method in ("looped", "ouro"):
-        with pytest.raises(UserError, match=rf"{method} .* decode it with python sample\.py"):
+        with pytest.raises(UserError, match=rf"{method} .* decode it with lab\.engine\.simple"):
             Engine(small_model(method=method))

@@ -1,47 +1,51 @@
-"""The commands of both decoders: sample.py, and `python -m engine` for many at once."""
+"""`python -m lab sample`, by the engine and by the simple decoder, which has every method."""
 
 import json
 import re
-import shutil
 
 import pytest
-from conftest import save_for_bytes, small_model
+from conftest import full_disk, save_for_bytes, small_model
 
-import engine.__main__
-import sample
-from engine.__main__ import ManyOptions, show_many
-from engine.request import Options
-from interop import load
-from runtime import UserError
+from data import Tokenizer
+from lab.common import command_line
+from lab.engine import __main__ as command
+from lab.engine.__main__ import ManyOptions, main, show_many
+from lab.engine.batching import Engine
+from lab.engine.request import print_tokens
+from lab.engine.simple import generate
+from lab.interop import load
+from model import UserError
 
-BOTH = pytest.mark.parametrize("decoder", ["simple", "engine"])
+both = pytest.mark.parametrize("decoder", ["simple", "engine"], indirect=True)
 
 
-def decode(run, decoder="engine", **options):
-    options = {"run": run, "device": "cpu", "tau": 0.3, **options}
-    if decoder == "simple":
-        sample.main(Options(**options))
-    else:
-        engine.__main__.main(ManyOptions(**options))
+@pytest.fixture
+def decoder(request, monkeypatch):
+    """Which one decodes; "simple" for a model that the engine knows, too."""
+    monkeypatch.setattr(command, "serves", lambda model: request.param == "engine")
+    return request.param
+
+
+def decode(run, **options):
+    main(ManyOptions(**{"run": run, "device": "cpu", "tau": 0.3, **options}))
 
 
 def samples(run, prompts, n, seed):
     """What the simple decoder makes of each prompt at the settings of `decode`, with its text."""
     ids, how = [list(text.encode()) for text in prompts], dict(tau=0.3, temperature=0.8, end=256)
-    for one in sample.generate(load(run), ids, n, seed=seed, **how):
+    for one in generate(load(run), ids, n, seed=seed, **how):
         shown = bytes(token for token in one.tokens if token < 256)
         yield one, shown.decode("utf-8", "replace")
 
 
-@BOTH
+@both
 def test_many_prompts(decoder, byte_model, tmp_path, capsys):
     """Catches lines in another order than the prompts', a lost sample, a text that is not what the
     model said, and a token that the simple decoder would not choose."""
     file, out = tmp_path / "prompts.txt", tmp_path / "samples.jsonl"
     file.write_text("one\n\ntwo, which is longer than the window\r\nthree\n", encoding="utf-8")
-    options = dict(prompts=str(file), num_samples=2, max_new_tokens=6, seed=4)
-    options |= dict(batch_size=3) if decoder == "engine" else {}
-    decode(byte_model, decoder, out=out, **options)
+    options = dict(prompts=str(file), num_samples=2, max_new_tokens=6, seed=4, batch_size=3)
+    decode(byte_model, out=out, **options)
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert f"written: {out}, 6 of 6 samples" in capsys.readouterr().out
     texts = ["one", "two, which is longer than the window", "three"]
@@ -53,17 +57,17 @@ def test_many_prompts(decoder, byte_model, tmp_path, capsys):
     assert any(line["tokens"][-1] == 256 for line in written)
     before = out.read_text()
     with pytest.raises(FileExistsError):  # what is there stays
-        decode(byte_model, decoder, out=out, **options)
-    other, way = tmp_path / "other.jsonl", dict(prefill="sequential") if decoder == "engine" else {}
-    decode(byte_model, decoder, out=other, **options, **way)
+        decode(byte_model, out=out, **options)
+    other = tmp_path / "other.jsonl"
+    decode(byte_model, out=other, prefill="sequential", **options)
     assert other.read_text() == out.read_text() == before
 
 
-@BOTH
+@both
 @pytest.mark.parametrize("n", [1, 3])
 def test_samples_are_printed_whole(n, decoder, byte_model, capsys):
     """Catches samples that are torn apart where several run at once, or a shown end token."""
-    decode(byte_model, decoder, prompt="fox", num_samples=n, max_new_tokens=5, seed=0)
+    decode(byte_model, prompt="fox", num_samples=n, max_new_tokens=5, seed=0)
     printed = capsys.readouterr().out
     for i, (_, text) in enumerate(samples(byte_model, ["fox"] * n, 5, seed=0)):
         assert (f"--- sample {i + 1} of 3\nfox{text}\n" if n > 1 else f"\nfox{text}\n") in printed
@@ -84,20 +88,99 @@ def test_samples_come_as_soon_as_they_can():
     assert shown == [(0, [1, 3]), (1, [0]), (2, [2, 4])]
 
 
-def test_another_method(tmp_path):
-    """Catches a model that the engine cannot decode, refused without a word of what can."""
-    run = save_for_bytes(small_model(method="looped", vocab_size=257), tmp_path)
-    with pytest.raises(UserError, match=r"python sample\.py"):
-        decode(str(run))
+def test_another_method(tmp_path, capsys):
+    """Catches a method that the engine does not know and that cannot be decoded at all, and a wish for
+    it that is silently left out."""
+    run = str(save_for_bytes(small_model(method="looped", vocab_size=257), tmp_path))
+    decode(run, max_new_tokens=3)
+    assert "decoder simple" in capsys.readouterr().out
+    with pytest.raises(UserError, match="looped on cpu is decoded one by one, in float32: leave out --comp"):
+        decode(run, compile=True)
 
 
-def test_tau_of_the_run(byte_model, tmp_path, capsys):
-    """Catches a text that is decoded at another tau than the one at which its run was scored, an
-    asked one that is not taken, and a model without a run that has none."""
-    shutil.copytree(byte_model, tmp_path / "run")
-    place = str(tmp_path / "run")
-    decode(place, tau=None, max_new_tokens=1)
-    (tmp_path / "run/train.json").write_text('{"config": {"tau": 0.25}}')
-    decode(place, tau=None, max_new_tokens=1)
-    decode(place, tau=0.0, max_new_tokens=1)
-    assert re.findall(r"tau = (\S+),", capsys.readouterr().out) == ["0.0001", "0.25", "0"]
+def test_tau(byte_model, capsys):
+    """Catches a tau that is not the one asked for, or said."""
+    steps = []
+    for tau in (0.0, 1.0):
+        decode(byte_model, tau=tau, max_new_tokens=4, prompt="fox")
+        said = capsys.readouterr().out
+        assert f"tau = {tau:g}," in said
+        steps.append(float(re.search(r"(\S+) of 3 pondering steps", said)[1]))
+    assert steps == [3, 0]
+
+
+def test_print_tokens(capsys):
+    """Catches a token with another one's steps, a character of two tokens that is torn, and an end or a
+    beginning that is shown."""
+    tokenizer = Tokenizer.bytes()
+    tokenizer.begin = [255]
+    pairs = [(255, 0), (102, 1), (0xC3, 0), (0xA9, 3), (120, 2), (256, 2)]
+    assert print_tokens(iter(pairs), tokenizer, 3) == 6
+    assert print_tokens(iter(pairs), tokenizer) == 6
+    assert capsys.readouterr().out == "f₁é₃x₂\nféx\n"
+
+
+@pytest.mark.parametrize(
+    "content,options,message",
+    [
+        ("", {}, "has no prompt in it"),
+        (b"\xff\xfe", {}, "is not UTF-8 text"),
+        ("a", dict(prompt="b"), "--prompt and --prompts exclude each other"),
+        ("a", dict(num_samples=0), "num_samples = 0"),
+        ("a", dict(top_p=0.0), "top_p = 0.0"),
+        ("a", dict(tau=-1.0), "tau = -1.0"),
+    ],
+)
+def test_refused_commands(content, options, message, byte_model, tmp_path):
+    """Catches a file of samples that is made before what is wrong is noticed, or said."""
+    file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        command_line(lambda: decode(byte_model, prompts=str(file), out=out, **options))
+    assert not out.exists()
+
+
+def test_nothing_is_overwritten(byte_model, tmp_path):
+    """Catches samples that are written over the prompts, or to something that is no file."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("kept")
+    for out, message in (
+        (file, r"prompts\.txt: File exists"),
+        (tmp_path, "File exists"),
+        (tmp_path / "none" / "new", "No such file or directory"),
+    ):
+        with pytest.raises(SystemExit, match=f"^error: .*{message}$"):
+            command_line(lambda: decode(byte_model, prompts=str(file), out=out))  # noqa: B023
+    with pytest.raises(SystemExit, match=r"^error: none\.txt: No such file or directory$"):
+        command_line(lambda: decode(byte_model, prompts="none.txt"))
+    with pytest.raises(UserError, match="the prompt is not UTF-8 text"):
+        decode(byte_model, prompt="a\udcff", out=tmp_path / "new")
+    assert file.read_text() == "kept" and not (tmp_path / "new").exists()
+
+
+@both
+def test_interrupted(decoder, byte_model, tmp_path, monkeypatch, capsys):
+    """Catches finished samples that are lost when a later one is not."""
+    out = tmp_path / "out.jsonl"
+
+    def interrupted(*args):
+        yield from [(1, 65, 0), (0, 66, 1)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "stream", lambda *_, **__: interrupted())
+    monkeypatch.setattr(command, "one_by_one", lambda *_: ("simple", interrupted(), 0))
+    with pytest.raises(KeyboardInterrupt):
+        decode(byte_model, num_samples=4, out=out, max_new_tokens=1)
+    assert [json.loads(line)["tokens"] for line in out.read_text().splitlines()] == [[66], [65]]
+    assert f"written: {out}, 2 of 4 samples" in capsys.readouterr().out
+
+
+def test_full_disk(byte_model, tmp_path, capsys):
+    """Catches a line that a full disk cut, at the end of a file."""
+    out = tmp_path / "out.jsonl"
+    message = r"File too large \(.* MiB free\): .*out\.jsonl"
+    with full_disk(1000), pytest.raises(OSError, match=message):
+        decode(byte_model, num_samples=60, max_new_tokens=9, out=out)
+    lines = out.read_text().splitlines()
+    assert f"written: {out}, {len(lines)} of 60 samples" in capsys.readouterr().out
+    assert len(lines) > 2 and all(json.loads(line)["tokens"] for line in lines)

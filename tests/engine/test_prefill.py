@@ -4,8 +4,8 @@ import pytest
 import torch
 from conftest import decode, small_model
 
-from engine.cache import GridPrompt
-from engine.prefill import read_on_grid, settle, within
+from lab.engine.cache import GridPrompt
+from lab.engine.prefill import read_on_grid, settle, within
 
 LENGTHS = torch.tensor([14, 1, 12])
 QUICK = [(0, 0.3), (1, 0.3), (2, 0), (3, 1e-4), (3, 0.3), (3, 1), (4, 0.3)]
@@ -60,7 +60,7 @@ def test_equals_decoding(method, K, tau):
     [dict(method="ablation-index"), dict(method="ponderlm2"), dict(num_key_value_heads=4)],
 )
 def test_other_settings(settings):
-    """Catches a bias that is PonderLM-3's alone, or asked of a model without a router."""
+    """Catches a log w that is PonderLM-3's alone, or asked of a model without a router."""
     model, idx = small_model(seed=2, **settings), batch()[:1]
     alpha = 1.0 if model.has_router else 0.0
     found = settle(model, idx, 0.3, alpha=alpha, tolerance=0)

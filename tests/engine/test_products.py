@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from conftest import needs_bfloat16, small_model
 
-from corpus.tokenizers import Tokenizer
-from engine import products
-from engine.batching import Engine
-from engine.products import FEW, LARGE, WEIGHTS, Packed, Plain, Small, gated, matrix
-from interop import INCLUDED, load
-from runtime import UserError
+from lab.corpora.tokenizers import Tokenizer
+from lab.engine import products
+from lab.engine.batching import Engine
+from lab.engine.products import FEW, LARGE, WEIGHTS, Packed, Plain, Small, gated, matrix
+from lab.interop import INCLUDED, load
+from model import UserError
 
 TEXTS = (
     "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\n"
@@ -101,7 +101,7 @@ def loss(model, monkeypatch, **options):
             seen.append(logits[0])
             return torch.tensor([ids[len(seen)]])
 
-        monkeypatch.setattr("engine.rows.choose", forced)
+        monkeypatch.setattr("lab.engine.rows.choose", forced)
         engine = Engine(model, 1, prefill="sequential", **options)
         engine.generate([ids[:1]], len(ids) - 1)
         found += F.cross_entropy(torch.stack(seen), torch.tensor(ids[1:]), reduction="none")
@@ -113,16 +113,14 @@ def loss(model, monkeypatch, **options):
 def test_loss(weights, tau, monkeypatch):
     """Catches weights of few bits whose errors pile up over the steps: the loss of the included
     model with all steps, early exit, and without steps, to 0.002 nats; and that they are used."""
-    exact, found = (
-        loss(load(INCLUDED), monkeypatch, tau=tau, weights=w) for w in ("float32", weights)
-    )
+    exact, found = (loss(load(INCLUDED), monkeypatch, tau=tau, weights=w) for w in ("float32", weights))
     assert 0 < abs(found - exact) < 2e-3
     assert exact < 6
 
 
 def test_cpu_without_bfloat16(monkeypatch):
     """Catches a CPU without AVX-512 on which an engine of bfloat16 cannot begin."""
-    monkeypatch.setattr("engine.products.onednn", SimpleNamespace(_is_mkldnn_bf16_supported=bool))
+    monkeypatch.setattr("lab.engine.products.onednn", SimpleNamespace(_is_mkldnn_bf16_supported=bool))
     model = small_model().float()
     half = Engine(model, 2, dtype=torch.bfloat16)
     assert len(half.generate([[1], [2]], 4, seed=0)[1].tokens) == 4

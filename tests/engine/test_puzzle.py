@@ -6,13 +6,12 @@ import pytest
 import torch
 from conftest import small_model
 
-from analysis.puzzle import Puzzle
-from corpus import lookup
-from engine import puzzle
-from interop import INCLUDED
-from model import apply_rotary
+from lab.corpora import lookup
+from lab.engine import puzzle
+from lab.figures.puzzle import Puzzle, main
+from lab.interop import INCLUDED
+from model import UserError, apply_rotary
 from router import stop_step
-from runtime import UserError
 
 
 @torch.no_grad()
@@ -28,14 +27,14 @@ def attention_by_hand(model, ids, k, tau):
         e = model.embed(torch.tensor([[ids[t]]]))[:, 0]
         x = e if j == 0 else model.feed_back(h[:, t, j - 1], e)
         x = project(layer.input_layernorm(x)).view(1, -1, 1, layer.self_attn.d)
-        return apply_rotary(x, model.model.angles(torch.tensor([t]), x.dtype))[0, :, 0]
+        return apply_rotary(x, *model.model.angles(torch.tensor([t]), x.dtype))[0, :, 0]
 
     q = heads(len(ids) - 1, k, layer.self_attn.q_proj)  # (H, d)
     keys = torch.stack([heads(*slot, layer.self_attn.k_proj) for slot in slots], 1)  # (G, M, d)
     keys = keys.repeat_interleave(len(q) // len(keys), dim=0)
     scores = (keys @ q[..., None])[..., 0] / layer.self_attn.d**0.5
-    bias = torch.stack([log_w[0, t, j] * (j > 0) for t, j in slots])
-    return (scores + bias).softmax(-1), [t for t, _ in slots]
+    of_keys = torch.stack([log_w[0, t, j] * (j > 0) for t, j in slots])
+    return (scores + of_keys).softmax(-1), [t for t, _ in slots]
 
 
 def test_what_a_step_looks_up():
@@ -80,9 +79,7 @@ def test_the_included_model_answers(included):
     model, tokenizer = included
     rng = random.Random(1234)
     for n in range(1, 7):
-        lines = [
-            [*tokenizer.encode(lookup.line(rng, [n])), tokenizer.end_of_text] for _ in range(200)
-        ]
+        lines = [[*tokenizer.encode(lookup.line(rng, [n])), tokenizer.end_of_text] for _ in range(200)]
         x = torch.tensor(lines)
         with torch.no_grad():
             out = model(x, tau=0.1)
@@ -110,12 +107,12 @@ def test_wrong_models_and_numbers(tmp_path):
     with pytest.raises(UserError, match="3 layers of ponderlm3 for bytes; a puzzle takes"):
         puzzle.open_model(INCLUDED)
     with pytest.raises(UserError, match="--number 7: there are 1 to 6 lookups"):
-        Puzzle(number=7, out=tmp_path / "it.svg").draw()
+        main(Puzzle(number=7, out=tmp_path / "it.svg"))
 
 
 def test_picture(tmp_path):
     """Catches a picture without its steps, or with pairs that were not looked up."""
-    Puzzle(number=4, out=tmp_path / "it.svg").draw()
+    main(Puzzle(number=4, out=tmp_path / "it.svg"))
     text = (tmp_path / "it.svg").read_text("utf-8")
     found = puzzle.solve(*puzzle.open_model(), puzzle.puzzle(6)[0], puzzle.puzzle(6)[1][4], 0.1)
     assert found.steps == 3 and all(f"{pair} {p:.2f}<" in text for pair, p in found.looked_up())

@@ -1,21 +1,27 @@
-"""`python -m evaluation` on texts: what is reported, printed, saved and refused."""
+"""`python -m lab evaluate` on texts: what is reported, printed, saved and refused."""
 
 import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import save_for_bytes, small_model
+from conftest import same_weights, save_for_bytes, small_model
 
-from corpus.tokenizers import IdTokenizer, Tokenizer
-from evaluation.__main__ import Options, main
-from evaluation.perplexity import paired, summarise, texts_of
-from evaluation.scoring import Window, cut, score
-from interop import load
-from runtime import UserError, command_line
+from data import Tokenizer
+from lab.common import command_line
+from lab.evaluation import perplexity
+from lab.evaluation.__main__ import Options, main
+from lab.evaluation.perplexity import BLOCKS, paired, summarise
+from lab.evaluation.scoring import Window, cut, score
+from lab.evaluation.texts import own_texts
+from lab.interop import load
+from lab.methods import configure
+from lab.train import LabConfig, train
+from model import UserError
 
-RAW = "naïve café\r\n".encode() * 10 + b"\xff"
+RAW = "naïve café\r\n".encode() * 60 + b"\xff"
 
 
 @pytest.fixture
@@ -72,7 +78,8 @@ def test_costs_without_a_soft_form(method, method_model):
         (dict(data="nowhere"), "--data nowhere: no such file"),
         (dict(data="empty"), "--data empty: .* without text"),
         (dict(data="text", out=Path("model/config.json")), "is there already"),
-        (dict(), "train.json"),
+        (dict(data="text", corpus="text"), "exclude each other"),
+        (dict(), r"train\.json"),
     ],
 )
 def test_wrong_options(folder, kwargs, message):
@@ -81,28 +88,87 @@ def test_wrong_options(folder, kwargs, message):
         command_line(lambda: main(Options("model", device="cpu", **kwargs)))
 
 
+def test_json_lines(folder):
+    """Catches texts of a .jsonl file that are scored as JSON, or as one."""
+    (folder / "two.jsonl").write_text('{"text": "ab"}\n{"text": "cd"}\n')
+    assert own_texts("two.jsonl", Tokenizer.bytes())[1:] == ([[256, *b"ab"], [256, *b"cd"]], 4)
+
+
+def test_windows_are_spread(folder, monkeypatch):
+    """Catches windows of the beginning alone where more than half of all are asked for."""
+    texts, scored, model = own_texts("text", Tokenizer.bytes()), [], load("model")
+    every = cut(texts[1][0], 16)
+    monkeypatch.setattr(perplexity, "cut", lambda *_: every)
+    monkeypatch.setattr(
+        perplexity, "score", lambda _, cuts, *more: scored.append(cuts) or score(model, cuts[:1])
+    )
+    for n in (1, 2, len(every) * 6 // 10, len(every) - 1, len(every), 10**6):
+        perplexity.score_texts(model, *texts, 0.3, windows=n)
+        at = [next(i for i, window in enumerate(every) if window is one) for one in scored.pop()]
+        assert len({*at}) == len(at) == min(n, len(every))
+        assert n == 1 or (at[0], at[-1], max(np.diff(at)) - min(np.diff(at)) <= 1) == (
+            0,
+            len(every) - 1,
+            True,
+        )
+
+
 def test_difference(folder, capsys):
-    """Catches a difference of other tokens, an interval by tokens instead of windows, and models
-    that read other ids."""
+    """Catches a difference of other tokens, and numbers that are saved otherwise than printed."""
     save_for_bytes(small_model(vocab_size=257, block_size=16, seed=1), folder / "other")
-    how, out = dict(tau=0.3, windows=7, device="cpu"), folder / "scores.json"
-    main(Options("model", "text", against="other", out=out, **how))
+    out = folder / "scores.json"
+    main(Options("model", "text", against="other", tau=0.3, device="cpu", out=out))
     found, shown = json.loads(out.read_text()), capsys.readouterr().out
     ours, theirs = (load(folder / name) for name in ("model", "other"))
-    windows = cut(texts_of("text", Tokenizer.bytes())[0][0], 16)
-    windows = windows[:: len(windows) // 7][:7]
+    windows = cut(own_texts("text", Tokenizer.bytes())[1][0], 16)
     for kind in ("soft", "hard"):
-        each = [
-            getattr(score(ours, [w], 0.3), kind) - getattr(score(theirs, [w], 0.3), kind)
-            for w in windows
-        ]
-        assert found[kind]["difference"] == pytest.approx(torch.cat(each).mean().item(), abs=1e-4)
+        one, two = (getattr(score(model, windows, 0.3), kind) for model in (ours, theirs))
+        assert found[kind]["difference"] == pytest.approx((one - two).mean().item(), abs=1e-5)
         assert f"{found[kind]['difference']:+.4f} ± {found[kind]['interval']:.4f}" in shown
-    even = [Window([0] * 9, 1)] * 4  # of 8 tokens each: the usual interval of four means
-    x = torch.randn(32, generator=torch.Generator().manual_seed(0)).double()
+
+
+def test_interval():
+    """Catches an interval by tokens or windows, where those beside each other are alike: of 400 differences
+    whose truth is 0, 95 % of the intervals hold it, by Student's t of ten blocks."""
+    rng, windows, held = np.random.default_rng(0), [Window([0] * 9, 1)] * 200, []
+    for _ in range(400):
+        noise = rng.normal(size=204)
+        each = sum(noise[i : i + 200] for i in range(5))  # neighbours share four fifths
+        x = torch.from_numpy(np.repeat(each, 8) + rng.normal(size=1600))
+        mean, half = paired(x, windows)
+        held.append(abs(mean) < half)
+    assert 0.91 < np.mean(held) < 0.98
+    even, x = [Window([0] * 9, 1)] * BLOCKS, torch.randn(8 * BLOCKS, dtype=torch.float64)
     mean, half = paired(x, even)
-    expected = 1.96 * x.view(4, 8).mean(1).std() / 2
-    assert mean == pytest.approx(x.mean().item()) and half == pytest.approx(expected.item())
-    IdTokenizer(257).save(folder / "other" / "tokenizer.json")
-    with pytest.raises(UserError, match="--against other has another tokenizer than model"):
-        main(Options("model", "text", against="other", **how))
+    expected = 2.262 * x.view(BLOCKS, 8).mean(1).std() / BLOCKS**0.5
+    assert (mean, half) == (pytest.approx(x.mean().item()), pytest.approx(expected.item()))
+
+
+def test_unlike_models(folder, config, shape):
+    """Catches models that are compared although they read other ids, have a smaller window, or learned from
+    another text, which may have had that of the other one's validation in it."""
+    config = LabConfig(**vars(config) | {"steps": 1})
+    Path("short.txt").write_text("pack my box with five dozen liquor jugs. " * 200)
+    runs = {"run": (config.data, shape), "plain": (config.data, configure(shape, "vanilla", ponder_steps=0))}
+    runs["other"] = "short.txt", shape
+    for name, (data, model) in runs.items():
+        train(LabConfig(**vars(config) | {"name": name, "data": data}), model)
+    save_for_bytes(small_model(vocab_size=257, block_size=8), folder / "narrow")
+    save_for_bytes(small_model(vocab_size=257, block_size=16), folder / "ids")
+    Tokenizer.train(["the the the"] * 9, 258).save(folder / "ids/tokenizer.json")
+    how = dict(device="cpu", corpus=config.data)
+    main(Options("out/run", against="out/plain", out=Path("scores.json"), **how))
+    result = json.loads(Path("scores.json").read_text())
+    assert result["text"] == "validation text of out/run" and result["soft"]["interval"] > 0
+    assert result["bytes"] == result["tokens"]  # the first one is not predicted, the end is
+    for other, options, message in (
+        ("ids", how, "--against ids has another tokenizer than out/run"),
+        ("narrow", how, "--against narrow has a window of 8 tokens, out/run one of 16: swap them"),
+        ("out/other", how, "--against out/other was trained on another corpus than out/run: give --data"),
+        ("out/plain", {"windows": 99} | how, "99 windows are too few to compare models on: give 100 or more"),
+        ("out/plain", {"device": "cpu"}, "give this text again, by --corpus"),
+    ):
+        with pytest.raises(UserError, match=message):
+            main(Options("out/run", against=other, **options))
+    main(Options("out/run", "short.txt", against="out/other", device="cpu"))
+    assert not same_weights(load("out/run"), load("out/other"))

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from conftest import decode
 
-from baselines import all_methods
-from evaluation.scoring import Window, cut, score
+from lab.evaluation.scoring import Window, cut, score
+from lab.methods import all_methods
 
 METHODS = [kind.method for kind in all_methods() if not kind.method.startswith("ablation")]
 

@@ -18,16 +18,17 @@ from lm_eval.tasks import TaskManager
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
-from baselines import all_methods
-from corpus.huggingface import save_pretrained
-from corpus.tokenizers import WORDS, IdTokenizer, Tokenizer, load_tokenizer
-from engine.prefill import stopped_states
-from engine.request import scored_tau
-from interop import load
-from interop.__main__ import main as interop_main
-from interop.export import export
-from runtime import UserError
-from sample import generate
+from data import WORDS, IdTokenizer, Tokenizer
+from lab.corpora.huggingface import save_pretrained
+from lab.corpora.tokenizers import load_tokenizer
+from lab.engine.prefill import stopped_states
+from lab.engine.simple import generate
+from lab.interop import load
+from lab.interop.__main__ import main as interop_main
+from lab.interop.__main__ import scored_tau
+from lab.interop.export import export
+from lab.methods import all_methods
+from model import UserError
 
 METHODS = [kind.method for kind in all_methods() if kind.method != "vanilla"]
 GREEDY = dict(do_sample=False, eos_token_id=None, return_dict_in_generate=True)
@@ -71,7 +72,7 @@ def prompts(*lengths):
 def scores(model, row, tau):
     """Logits (T, V) and steps of one row by the project itself."""
     h, s, steps = stopped_states(model, torch.tensor([row]), tau)
-    return model.lm_head(model.integrate(h, s, steps if model.has_router else None))[0], steps[0]
+    return model.lm_head(model.integrate(h, s, steps))[0], steps[0]
 
 
 def check_equal(model, theirs, tau=0.1, sides=("left", "right")):

@@ -27,15 +27,17 @@ from foreign import (
 )
 from safetensors.torch import load_file, save_file
 
-import interop
-from corpus.preparation import docstrings, package_files
-from corpus.tokenizers import load_tokenizer
-from engine.batching import Engine
-from evaluation.scoring import cut, score
-from interop import load, read_config, save
-from interop.__main__ import main as interop_main
-from runtime import UserError
-from sample import generate
+import lab.interop as interop
+from data import docstrings, package_files
+from lab.corpora.tokenizers import load_tokenizer
+from lab.engine.batching import Engine
+from lab.engine.simple import generate
+from lab.evaluation.scoring import cut, score
+from lab.interop import load, read_config, save
+from lab.interop.__main__ import main as interop_main
+from lab.methods import PonderLM3
+from model import Config, PonderLM, UserError
+from model import save as save_model
 
 
 def ids(*shape):
@@ -54,9 +56,7 @@ def check_equal(model, other, idx=None):
     atol = 1e-5 if model.config.backbone == "gpt_neox" else 1e-4
     torch.testing.assert_close(logits(model, idx), logits(other, idx), atol=atol, rtol=0)
     prompt = idx[:, :40]
-    greedy = other.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False
-    )
+    greedy = other.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
     expected = greedy[:, 40:].tolist()
     assert [s.tokens for s in generate(model, prompt, 8, temperature=0)] == expected
     assert [s.tokens for s in Engine(model, 2).generate(prompt, 8, temperature=0)] == expected
@@ -185,6 +185,20 @@ def test_our_own_form(tmp_path):
         transformers.AutoConfig.from_pretrained(tmp_path)
 
 
+def test_the_roots_form(tmp_path):
+    """Catches a model of train.py, whose config.json knows nothing of methods and backbones, and one of an
+    earlier version, that are not read or are read as other models."""
+    model = PonderLM(Config(31, 32, 48, 2, 4, block_size=32)).eval()
+    save_model(model, tmp_path)
+    written = read_json(tmp_path)
+    assert not {"backbone", "backbone_options", "reread"} & written.keys()
+    for more in ({}, {"backbone": "llama", "backbone_options": {}, "backprop_passes": None}):
+        write_json(tmp_path, written | more)
+        found = load(tmp_path)
+        assert type(found) is PonderLM3 and same_weights(found, model)
+        assert torch.equal(logits(found, ids(1, 9) % 31), logits(model, ids(1, 9) % 31))
+
+
 # -- GGUF --------------------------------------------------------------------------------------
 
 needs_gguf = pytest.mark.skipif(not find_spec("gguf"), reason="needs a package: pip install gguf")
@@ -203,9 +217,7 @@ def test_gguf(tmp_path, kwargs, capsys):
     for source in (read,) if kwargs.get("bits") == 8 else (read, llama):
         tensors = source.state_dict()
         assert all(torch.equal(written[name], tensors[name].half()) for name in written)
-        assert tensors.keys() - written.keys() == (
-            {"lm_head.weight"} if "tied" in kwargs else set()
-        )
+        assert tensors.keys() - written.keys() == ({"lm_head.weight"} if "tied" in kwargs else set())
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.float32)
     check_equal(load(tmp_path / "b"), other)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
@@ -382,7 +394,7 @@ REFUSED = {  # what is made: fields of its config.json, or what becomes of it, a
         (dict(attention_bias=True), "attention_bias = True"),
         (dict(quantization_config={"bits": 4}), "quantization_config = "),
         (dict(interpolation=True), "interpolation = True"),
-        (dict(hidden_size=None), "hidden_size = None: it should be a valid integer"),
+        (dict(hidden_size=None), "hidden_size = None: it has to be of type"),
         (dict(rope_parameters=YARN), "rope_parameters is of type 'yarn'"),
         (dict(rope_parameters=None, rope_scaling=LINEAR), "rope_scaling is of type 'linear'"),
         (dict(rope_parameters="llama3"), "wrong type"),
@@ -415,9 +427,11 @@ REFUSED = {  # what is made: fields of its config.json, or what becomes of it, a
         (in_index(lambda places: places | {NORM: "../../model.safetensors"}), "is not a safetens"),
     ],
     make_ours: [
-        (dict(method=None), "json: a field is missing or of a wrong type: AttributeError"),
-        (dict(head_dim="x"), "config.json: head_dim = 'x': it should be"),
-        (dict(odd=1), "config.json: unknown or missing fields .'odd'."),
+        (dict(method=None), "config.json: method None is not one of ponderlm3"),
+        (dict(head_dim="x"), "config.json: head_dim = 'x': it has to be"),
+        (dict(backprop_passes=1), "config.json: backprop_passes = 1 is of an earlier version"),
+        (dict(backbone="gpt"), "config.json: backbone 'gpt' is not one of"),
+        (dict(odd=1), "config.json: unknown or missing fields odd"),
         (
             lambda d: write_json(d, {"format": "ponderlm-3", "method": "grid"}),
             "missing fields",

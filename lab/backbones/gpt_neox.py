@@ -1,0 +1,94 @@
+"""GPT-NeoX (arXiv 2204.06745): the transformer of Pythia, and of the released PonderLM-2 models.
+
+What is not as in LLaMA, module names as in Hugging Face's transformers:
+
+norms         LayerNorm, with biases; rms_norm_eps is their eps
+projections   one matrix for q, k and v, head after head; all have biases
+RoPE          turns the first rotary_pct of each head's numbers and leaves the others
+MLP           two layers with GELU between them
+residual      parallel_residual: x + attention(norm_1(x)) + mlp(norm_2(x)), both read the same x
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attention import soft_mask_attention
+from model import Llama, UserError, apply_rotary, check_types
+
+
+@dataclass
+class Options:
+    rotary_pct: float = 1.0  # share of a head that RoPE turns
+    parallel_residual: float = 1.0  # attention and MLP read the same x; 0: one after the other
+
+    def __post_init__(self):
+        check_types(self)
+        if not 0 < self.rotary_pct <= 1:
+            raise ValueError(f"rotary_pct = {self.rotary_pct}: it must lie in (0, 1]")
+
+
+def rotary_width(config):
+    """How many numbers of a head RoPE turns."""
+    width = int(config.d * Options(**config.backbone_options).rotary_pct)
+    if width % 2 or not width:
+        raise UserError(f"rotary_pct turns {width} of {config.d} numbers of a head: RoPE takes pairs")
+    return width
+
+
+class NeoXAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        D, self.d, self.rotated = config.hidden_size, config.d, rotary_width(config)
+        self.query_key_value, self.dense = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x, angles, log_w, backend, cache):
+        B, N, D = x.shape
+        qkv = self.query_key_value(x).view(B, N, -1, 3 * self.d).transpose(1, 2)
+        q, k, v = qkv.split(self.d, dim=-1)  # (B, H, N, d) each
+        q, k = (
+            torch.cat([apply_rotary(y[..., : self.rotated], *angles), y[..., self.rotated :]], -1)
+            for y in (q, k)
+        )
+        out = cache.attend(q, k, v, log_w) if cache else soft_mask_attention(q, k, v, log_w, backend)
+        return self.dense(out.transpose(1, 2).reshape(B, N, D))
+
+
+class NeoXMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.dense_4h_to_h = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x):
+        return self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(x)))
+
+
+class NeoXBlock(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.parallel = bool(Options(**config.backbone_options).parallel_residual)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention, self.mlp = NeoXAttention(config), NeoXMLP(config)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def writers(self):
+        return self.attention.dense, self.mlp.dense_4h_to_h
+
+    def forward(self, x, angles, log_w, backend, cache):
+        y = x + self.attention(self.input_layernorm(x), angles, log_w, backend, cache)
+        return y + self.mlp(self.post_attention_layernorm(x if self.parallel else y))
+
+
+class Backbone(Llama):
+    name, unused = "gpt_neox", ("num_key_value_heads", "head_dim")
+    Block, Norm, Options = NeoXBlock, nn.LayerNorm, Options
+
+    def frequency(self, device):
+        d = rotary_width(self.config)
+        return self.config.rope_theta ** -(torch.arange(0, d, 2, device=device) / d)  # (d/2,)

@@ -1,0 +1,146 @@
+"""The tokenizer.json of Hugging Face's models: read it, and write our own tokenizers in that form.
+
+Both need the package tokenizers, or transformers. `load_tokenizer` of tokenizers.py asks for this
+file when it meets such a tokenizer.json.
+"""
+
+import json
+import re
+from itertools import takewhile
+from pathlib import Path
+
+from data import Tokenizer
+from model import UserError, read_json, write_json
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer.json of Hugging Face. Encodes text that is UTF-8."""
+
+    name, padded = "huggingface", True
+
+    def __init__(self, definition, end=None):
+        """`definition`: what tokenizer.json holds; `end`: the text of the end-of-text token."""
+        try:
+            import tokenizers
+
+            self.library = tokenizers.Tokenizer.from_str(json.dumps(definition))
+        except ImportError:
+            raise UserError("this model's tokenizer needs: pip install tokenizers") from None
+        except Exception as error:  # the library raises no class of its own
+            raise UserError(f"tokenizers cannot read its tokenizer.json: {error}") from None
+        self.library.no_truncation()
+        self.library.no_padding()
+        self.definition, self.end = definition, end
+        self.end_of_text = None if end is None else self.library.token_to_id(end)
+        if end is not None and self.end_of_text is None:
+            raise UserError(f"its end of text, {end!r}, is not in its vocabulary")
+        probe = self.library.encode("a")
+        added = zip(probe.ids, probe.special_tokens_mask, strict=True)
+        self.begin = [i for i, special in takewhile(lambda pair: pair[1], added)]
+        self.library.encode_special_tokens = True  # nothing in a text is taken for one
+        self.tokens = token_bytes(self.library, definition.get("decoder"))
+        self.vocab_size = max(self.tokens, default=0) + 1
+
+    def encode(self, text):
+        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        text = text.encode("utf-8", "replace").decode()  # lone surrogates
+        return self.library.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return b"".join(self.tokens.get(int(i), b"") for i in ids)
+
+    def fields(self):
+        return {"name": self.name, "end": self.end, "tokenizer": self.definition}
+
+
+END_OF_TEXT = "<|endoftext|>"  # of our own
+
+
+def read_fields(file, fields):
+    """What a tokenizer.json holds, Hugging Face's or what `save` wrote -> HuggingFaceTokenizer."""
+    if "tokenizer" in fields:
+        return HuggingFaceTokenizer(fields["tokenizer"], fields["end"])
+    places = (file.with_name(name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    ends = [read_json(place).get("eos_token") for place in places if place.is_file()]
+    end = next((end for end in ends if end), None)
+    return HuggingFaceTokenizer(fields, end["content"] if isinstance(end, dict) else end)
+
+
+def byte_characters():
+    """The byte that each character of ByteLevel's alphabet stands for: {character: byte}."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]  # these stand for themselves
+    others = [b for b in range(256) if b not in visible]  # U+0100, U+0101, .. stand for these
+    return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def token_bytes(library, decoder):
+    """The bytes of each token of a vocabulary, whose entries are text: {id: bytes}.
+
+    There are two ways to write bytes as text. ByteLevel (GPT-2's) has a character for each byte.
+    SentencePiece writes a space as U+2581, and a byte outside its alphabet as <0x0A>.
+    """
+    kinds = {part["type"] for part in (decoder or {}).get("decoders", [decoder or {"type": None}])}
+    if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
+        raise UserError(f"its tokenizer.json has an unknown decoder, {sorted(map(str, kinds))}")
+    tokens, byte, added = {}, byte_characters(), library.get_added_tokens_decoder()
+    for text, i in library.get_vocab(with_added_tokens=True).items():
+        if i in added:
+            tokens[i] = added[i].content.encode()
+        elif "ByteLevel" in kinds:
+            tokens[i] = bytes(byte[character] for character in text)
+        elif re.fullmatch("<0x[0-9A-F]{2}>", text):
+            tokens[i] = bytes([int(text[3:5], 16)])
+        else:
+            tokens[i] = text.replace("\u2581", " ").encode()
+    return tokens
+
+
+def save_pretrained(tokenizer, directory):
+    """Write what transformers' AutoTokenizer reads: the same ids of any text.
+
+    tokenizer: one of text, that is a HuggingFaceTokenizer or a Tokenizer.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        definition, end, begin = tokenizer.definition, tokenizer.end, tokenizer.begin
+        begin = tokenizer.library.id_to_token(begin[0]) if begin else None
+    else:
+        definition, end, begin = definition_of(tokenizer), END_OF_TEXT, None
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "bos_token": begin,
+        "pad_token": end,
+        "padding_side": "left",  # a text goes on at the right
+        "split_special_tokens": True,  # nothing in a text is taken for one
+    }
+    write_json(Path(directory, "tokenizer.json"), definition)
+    write_json(Path(directory, "tokenizer_config.json"), settings)
+
+
+def definition_of(tokenizer):
+    """A Tokenizer of ours as a tokenizer.json of Hugging Face."""
+    ranks = {token: i for i, token in enumerate(tokenizer.tokens)}
+    character = {byte: text for text, byte in byte_characters().items()}
+    text_of = {token: "".join(character[byte] for byte in token) for token in tokenizer.tokens}
+    merges = []  # tiktoken joins any two neighbours that are a token together: all such pairs
+    for token in tokenizer.tokens:
+        halves = [(token[:i], token[i:]) for i in range(1, len(token))]
+        pairs = [(a, b) for a, b in halves if a in ranks and b in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [[text_of[a], text_of[b]] for a, b in pairs]
+    levels = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    words = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated"}
+    cuts = [words | {"invert": False}, levels | {"use_regex": False}]
+    end = {"id": tokenizer.end_of_text, "content": END_OF_TEXT, "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "added_tokens": [end],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": cuts},
+        "decoder": levels,
+        "model": {
+            "type": "BPE",
+            "vocab": {text_of[token]: i for token, i in ranks.items()},
+            "merges": merges,
+        },
+    }

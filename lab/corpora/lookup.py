@@ -1,0 +1,121 @@
+"""A task whose difficulty is known: lookups in a chain, between words that need none.
+
+    ab mX bf fq .. 3 b Z 3 1 m X 1 .. the end
+
+    table       13 pairs in random order, which make 4 chains: one of 6 lookups, three of 7 in all;
+                each leads to an end of its own, a capital (--longest 10: 17 pairs, 10 and 7)
+    3 b Z       3 lookups from b: b -> f -> q -> Z. The end Z is predicted at the b, so that all
+                lookups have to happen at that token; the number is known before it.
+    3           the number once more: a model that never has to say it may not read it
+    the end     filler, which needs no lookup
+
+Questions have as many lookups as the longest chain or fewer, or those that are chosen, equally
+often. Answers to earlier questions of a line help with later ones (a letter may come again), so
+that only the first question of a line is scored. A model that cannot follow a chain guesses one of
+the 4 ends of the table, or of fewer: it can rule out chains that are too short. Each word is one
+token, and so is a pair: a lookup takes one layer, which attends to the pair that begins with the
+letter at hand. A line has 64 tokens, the end of text included: windows of 64 are lines.
+"""
+
+import random
+from itertools import pairwise
+
+import torch
+
+from lab.corpora.preparation import CACHE, read_meta, write_corpus
+from lab.corpora.tokenizers import Tokenizer
+from model import UserError
+
+LINE = 64  # tokens
+LETTERS, ENDS, CHAINS = "abcdefghijklmnopq", "STUVXYZ", 4
+
+
+def letters_of(longest):
+    return LETTERS[: longest + 7]
+
+
+def line(rng, lookups=(), longest=6):
+    """One text of the task: a table, its questions with their answers, and the end -> str.
+
+    `lookups`: how many a question may take, equally often; none: 1 to `longest`, 6 or 10.
+    """
+    letters, words, at = letters_of(longest), [], {n: [] for n in range(1, longest + 1)}
+    letters, lookups = rng.sample(letters, len(letters)), lookups or [*at]
+    cuts = [0, *sorted(rng.sample(range(1, 7), 2)), 7, len(letters)]  # where chains begin
+    for (first, stop), end in zip(pairwise(cuts), rng.sample(ENDS, CHAINS), strict=True):
+        chain = [*letters[first:stop], end]
+        words += [a + b for a, b in pairwise(chain)]
+        for n in range(1, len(chain)):
+            at[n].append((chain[-1 - n], end))  # n lookups from the end
+    rng.shuffle(words)
+    for _ in range((LINE - 3 - len(letters)) // 4):
+        (n,) = rng.choices(lookups)
+        words += [str(n), *rng.choice(at[n]), str(n)]
+    return "".join(" " + word for word in [*words, "the", "end"])
+
+
+def documents(lines=100_000, seed=0, lookups=(), longest=6):
+    """The corpus: a document a line, (name, bytes)."""
+    rng = random.Random(seed)
+    return [(str(i), line(rng, lookups, longest).encode()) for i in range(lines)]
+
+
+def tokenizer(longest=6):
+    """One token a word, with the space before it; single bytes for anything else."""
+    letters, numbers = letters_of(longest), map(str, range(1, longest + 1))
+    words = [*letters, *ENDS, *numbers, "the", "end"]
+    words += [a + b for a in letters for b in letters + ENDS if a != b]
+    tokens = [bytes([i]) for i in range(256)] + [b" " + word.encode() for word in words]
+    return Tokenizer("lookup", r" ?[^ ]+| ", tokens)
+
+
+def longest_of(tokenizer):
+    """The lookups of the longest chain that a tokenizer of this task has words for."""
+    return 10 if len(tokenizer.encode(" 10")) == 1 else 6
+
+
+def prepare_lookup(folder=CACHE / "lookup", lines=100_000, seed=0, lookups=(), longest=6):
+    """Write the prepared corpus of the task, unless it is there. One line in 20 is for validation.
+
+    Raises:
+        UserError: a folder that holds something else; lookups that no chain has.
+    """
+    lookups = sorted(set(lookups))
+    if lookups and not 1 <= lookups[0] <= lookups[-1] <= longest:
+        raise UserError(f"lookups {lookups}: chains have 1 to {longest} (--longest 10 has longer)")
+    source = f"lookup task, {lines} lines, seed {seed}"
+    if longest != 6:
+        source += f", longest {longest}"
+    if lookups:
+        source += f", lookups {' '.join(map(str, lookups))}"
+    if not folder.exists():
+        write_corpus(folder, source, documents(lines, seed, lookups, longest), tokenizer(longest))
+    elif read_meta(folder).get("source") != source:
+        raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
+
+
+def lookups_asked(x, tokenizer):
+    """How many lookups does the token after each of x take? Whole lines (B, T) -> (B, T) integers.
+
+    0 where filler follows; -1 where chance decides, in the table and before a question's letter,
+    where a number comes again, and at all questions of a line but the first, which earlier answers
+    help with.
+
+    Raises:
+        UserError: x is not made of lines of this task.
+    """
+    lookups, longest = torch.zeros(tokenizer.vocab_size, dtype=torch.long), longest_of(tokenizer)
+    for n in range(1, longest + 1):
+        lookups[tokenizer.encode(f" {n}")[-1]] = n
+    lookups = lookups.to(x.device)[x].roll(1, dims=1)  # the number is the token before the letter
+    place = torch.arange(x.size(1), device=x.device) % LINE
+    start, stop = longest + 7, LINE - 3  # of the questions, each of number, letter, end, number
+    asks, part = (place >= start) & (place < stop), (place - start) % 4
+    filler = (place >= stop) & (place < LINE - 1)
+    if x.size(1) % LINE or (lookups[:, asks & (part == 1)] == 0).any():
+        raise UserError(
+            f"windows of {x.size(1)} tokens are not lines of the lookup task: prepare it with "
+            f"python -m lab corpus lookup, train with --data {CACHE / 'lookup'} --block-size {LINE}"
+        )
+    question = place == start + 1
+    return torch.where(question, lookups, torch.where(filler, 0, -1))

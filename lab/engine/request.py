@@ -1,0 +1,249 @@
+"""A request: what is asked of a model, the choice of a token, prompts, and how samples are shown.
+
+Both decoders share it: simple.py, which decodes one sequence, and the engine, which decodes many.
+"""
+
+import codecs
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from lab.common import Count, Given, strict_dataclass, writing
+from lab.corpora.tokenizers import load_tokenizer
+from lab.interop import INCLUDED, find_model, load
+from model import UserError, pick_device
+from sample import mark
+
+# -- Choosing a token ------------------------------------------------------------------------------
+
+
+@strict_dataclass
+class Sampling:
+    """How long a model ponders, and which token it takes: the keywords of every `generate`."""
+
+    tau: Annotated[float, Field(ge=0, le=1)] = 1e-4  # stop when the mask score is below; 0: never
+    # shift the router towards more (> 0) or fewer (< 0) steps
+    alpha: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  # 0 is greedy
+    top_k: Count | None = None  # choose among the k most probable tokens
+    # choose among the fewest tokens that hold this probability
+    top_p: Annotated[float, Field(ge=1e-30, le=1)] | None = None
+    # makes the choices repeatable; sample i, from 0 on, has seed + i
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+
+@dataclass
+class Sample:
+    tokens: list[int]  # the generated ids
+    steps: list[int]  # pondering steps executed before each of them was chosen
+
+
+def uniform(seed, n):
+    """n random numbers in [0, 1) for one sequence, in float64; seed None: others at every call.
+
+    They are drawn in advance. So what is chosen depends on the logits alone, not on which decoder
+    computes them, nor on who else is decoded beside it.
+    """
+    generator = torch.Generator()
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    return torch.rand(n, generator=generator, dtype=torch.float64)
+
+
+def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
+    """The token at which the cumulative probability passes u. (..., V), (...) -> (...).
+
+    Temperature 0 takes the most probable one. top_k and top_p leave the k most probable, and the
+    fewest whose probabilities reach top_p. -1 where the logits are not finite.
+    """
+    if temperature < 1e-6:  # so low it is greedy, too, and the quotient would overflow
+        best = logits.max(-1)
+        return best.indices.where(best.values.abs() < torch.inf, -1)
+    logits, order = logits.float() / temperature, None
+    if top_k is not None or top_p is not None:
+        logits, order = logits.sort(dim=-1, descending=True)
+    if top_k is not None:
+        logits[..., top_k:] = -torch.inf
+    if top_p is not None:
+        p = logits.softmax(-1)
+        logits = logits.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)
+    total = logits.softmax(-1).double().cumsum(-1)
+    u = (u.to(total.device) * total[..., -1])[..., None]
+    index = torch.searchsorted(total, u, right=True)  # (..., 1), the first with total > u
+    if order is not None:
+        index = order.gather(-1, index.clamp(max=order.size(-1) - 1))
+    return index[..., 0].where(total[..., -1] > 0, -1)  # not if it is nan
+
+
+def choose_finite(logits, u, temperature=1.0, top_k=None, top_p=None):
+    """As `choose`. Logits that are not finite raise a UserError."""
+    token = choose(logits, u, temperature, top_k, top_p)
+    if (token < 0).any():
+        raise not_finite()
+    return token
+
+
+def not_finite():
+    return UserError("the logits are not finite: the weights, or alpha, are too large")
+
+
+def check_request(model, prompts, **choice):
+    """Refuse what this model cannot sample from: the errors of every `generate`. -> the Sampling
+
+    Raises:
+        UserError: a prompt that is empty, an id outside the vocabulary, or a shift without a router.
+        pydantic.ValidationError: a setting that is unknown, or out of its range.
+    """
+    choice, V = Sampling(**choice), model.config.vocab_size
+    for i, prompt in enumerate(prompts):
+        which = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
+        if not len(prompt):
+            raise UserError(f"{which} has no token: a model needs at least one to go on from")
+        if not all(0 <= token < V for token in prompt):
+            raise UserError(f"{which} has ids outside the vocabulary, 0 to {V - 1}")
+    if choice.alpha and model.router is None:
+        raise UserError(f"alpha = {choice.alpha}: only the router of a PonderLM-3 can be shifted; leave it")
+    return choice
+
+
+# -- What a command line asks for ------------------------------------------------------------------
+
+
+@strict_dataclass
+class Options(Sampling):
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.8  # 0 is greedy
+    # directory of a model, or its name on the Hub; by default the newest, else models/shakespeare
+    run: Given | None = None
+    prompt: str = ""  # text to go on from; - reads it from standard input
+    prompts: Given | None = None  # file of prompts, one a line; empty lines do not count
+    max_new_tokens: Annotated[int, Field(ge=1, le=10**7)] = 200  # tokens to generate
+    num_samples: Annotated[int, Field(ge=1, le=10**6)] = 1  # how many continuations of each prompt
+    show_steps: bool = False  # mark each token by the steps taken before it was chosen
+    out: Path | None = None  # write the samples to this new file, one JSON a line, and print none
+    device: str = "auto"  # auto, cpu, cuda or mps
+
+
+class Request:
+    """What the command line asks for, opened and checked.
+
+    texts, ids: of each sample's prompt. read: lists for the steps of the tokens that are read.
+    """
+
+    def __init__(self, options):
+        o = self.options = options
+        texts = read_prompts(o.prompt, o.prompts)
+        self.texts = [text for text in texts for _ in range(o.num_samples)]
+        self.directory = find_model(o.run, otherwise=INCLUDED)
+        self.device = pick_device(o.device)
+        self.model = load(self.directory).to(self.device)
+        self.tokenizer = load_tokenizer(self.directory / "tokenizer.json")
+        begin, self.end = beginning(self.tokenizer), self.tokenizer.end_of_text
+        # An empty prompt is where a document begins.
+        self.ids = [begin + self.tokenizer.encode(text) or [self.end or 0] for text in self.texts]
+        self.read = [[] for _ in self.texts]
+        self.choice = {field.name: getattr(o, field.name) for field in fields(Sampling)}
+        check_request(self.model, self.ids, **self.choice)
+
+    def describe(self, decoder):
+        """Print what is about to run."""
+        K, window = self.model.config.ponder_steps, self.model.config.block_size
+        tau, device = self.options.tau, self.device.type
+        print(f"{self.directory}: K = {K}, tau = {tau:g}, device {device}, decoder {decoder}")
+        if long := sum(len(ids) > window for ids in self.ids):
+            print(
+                f"note: {long} of {len(self.ids)} prompts do not fit the window of {window} tokens; of "
+                f"these the last {max(window // 2, 1)} are read"
+            )
+        if self.options.show_steps and not self.options.out:
+            color = sys.stdout.isatty()
+            print("steps: " + " ".join(mark(f" {k} ", k, K, color) for k in range(K + 1)))
+
+    def show(self, i, pairs, file):
+        """Print a sample as its pairs (token, steps) come, or write it. -> the tokens generated"""
+        if file:
+            return self.write(i, list(pairs), file)
+        print(f"\n--- sample {i + 1} of {len(self.ids)}" if len(self.ids) > 1 else "")
+        print(self.texts[i], end="", flush=True)
+        K = self.model.config.ponder_steps if self.options.show_steps else None
+        return print_tokens(pairs, self.tokenizer, K)
+
+    def write(self, i, pairs, file):
+        """A sample as one line of JSON."""
+        text = self.tokenizer.decode([token for token, _ in pairs if token != self.end])
+        line = {"prompt": self.texts[i], "text": text.decode("utf-8", "replace")}
+        line |= {"tokens": [token for token, _ in pairs], "steps": [steps for _, steps in pairs]}
+        with writing(file.name):
+            print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
+        return len(pairs)
+
+    def summarize(self, total, start):
+        """Print what the decoder took: prompts and `total` new tokens, from `start` on."""
+        speed = f"{total / (time.perf_counter() - start):.1f} tokens/s"
+        if K := self.model.config.ponder_steps:
+            steps = sum(map(sum, self.read)) / sum(map(len, self.read))
+            saved = f"{1 - (1 + steps) / (K + 1):.0%} of the slots saved"
+            speed = f"{steps:.2f} of {K} pondering steps per token, prompts included, {saved}; {speed}"
+        print(f"\n{speed}")
+
+
+def read_prompts(prompt, prompts):
+    """The texts to go on from: one, or the lines of a file without the empty ones."""
+    try:
+        if prompts is None:
+            text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+            text.encode("utf-8")
+            return [text]
+        if prompt:
+            raise UserError("--prompt and --prompts exclude each other: give one of them")
+        lines = Path(prompts).read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeError as error:
+        raise UserError(f"{prompts or 'the prompt'} is not UTF-8 text: {error}") from None
+    texts = [line.rstrip("\r") for line in lines if line.strip()]
+    if not texts:
+        raise UserError(f"{prompts} has no prompt in it: write one a line")
+    return texts
+
+
+def print_tokens(pairs, tokenizer, K=None):
+    """Print the text of tokens as their pairs (token, steps) come, marked by steps of K or (None) plain;
+    what begins and ends a text is not shown. -> how many"""
+    hidden, color = {*beginning(tokenizer), tokenizer.end_of_text}, sys.stdout.isatty()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
+    for n, (token, steps) in enumerate(pairs, start=1):  # noqa: B007
+        piece = "" if token in hidden else decoder.decode(tokenizer.decode([token]))
+        print(mark(piece, steps, K, color) if K is not None and piece else piece, end="", flush=True)
+    print(decoder.decode(b"", final=True))
+    return n
+
+
+def beginning(tokenizer):
+    """The ids that stand before each text; only Hugging Face's tokenizers have some."""
+    return getattr(tokenizer, "begin", [])
+
+
+@contextmanager
+def new_file(out, n):
+    """A new file for n samples, which has whole lines in the end, whatever ends it; or None.
+
+    Raises:
+        FileExistsError: what is there already stays.
+    """
+    if out is None:
+        yield None
+        return
+    file = out.open("x", encoding="utf-8")
+    try:
+        yield file
+    finally:
+        with suppress(OSError):  # of the line that a full disk did not take
+            file.close()
+        lines = out.read_bytes().split(b"\n")[:-1]
+        os.truncate(out, sum(len(line) + 1 for line in lines))
+        print(f"written: {out}, {len(lines)} of {n} samples")

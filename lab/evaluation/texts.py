@@ -1,0 +1,59 @@
+"""The texts that a model is measured on: those of a run's validation, or a user's own."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from data import Windows
+from lab.corpora.preparation import CORPORA, open_corpus, read_texts
+from lab.corpora.tokenizers import begin_of
+from lab.train import read_run
+from model import UserError
+from train import pick_tokenizer
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def validation_windows(run, data=None, other=False, flag="--data"):
+    """The validation windows that a run was scored on -> its settings, tokenizer and Windows.
+
+    A run may come from a stranger, so no file is opened because its train.json names it: `data` names it,
+    too, by a command's `flag`. other: it may be another text in the same tokens.
+
+    Raises:
+        UserError: it is no run; `data` is missing, another text, or in the tokens of another tokenizer.
+    """
+    config, shape, known = read_run(run)
+    if data is None and config.data not in CORPORA:
+        raise UserError(f"{run} was trained on {config.data!r}: give this text again, by {flag}")
+    config = replace(config, data=data or config.data)
+    # One that began from a model has its tokenizer, of which the run has a copy.
+    copied = config.tokenizer == "auto" and getattr(config, "init_from", None)
+    corpus = open_corpus(config.data, str(run) if copied else pick_tokenizer(config), shape.vocab_size)
+    if corpus.known_by["tokenizer"] != known.get("tokenizer"):
+        raise UserError(f"{config.data} has ids of another tokenizer than {run}")
+    if not other and corpus.known_by["val_sha256"] != known.get("val_sha256"):
+        raise UserError(f"{config.data} is not the text that {run} was scored on")
+    return config, corpus.tokenizer, Windows(corpus.val, shape.block_size, seed=0)
+
+
+def validation_text(run, data=None):
+    """A run's validation text as one text, in which ends of documents are predicted like other tokens.
+    -> its name, [ids], and its bytes; None where ids cannot be told from text."""
+    _, tokenizer, val = validation_windows(run, data, flag="--corpus")
+    ids = val.tokens.tolist()
+    text = tokenizer.decode([i for i in ids if i != tokenizer.end_of_text])
+    return f"validation text of {run}", [ids], None if tokenizer.name == "ids" else len(text)
+
+
+def own_texts(data, tokenizer):
+    """The texts of a file or folder, each behind what texts begin with -> name, [ids, ..], bytes."""
+    path = Path(data)
+    texts = [text for _, text in read_texts(path)] if path.exists() else []
+    if not texts:
+        raise UserError(f"--data {data}: no such file or folder, or one without text")
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    before = begin_of(tokenizer) or end  # without any, the first token is not predicted
+    return data, [[*before, *tokenizer.encode(text)] for text in texts], sum(map(len, texts))

@@ -1,0 +1,104 @@
+"""Two trained models on one HTML page that runs them: puzzles whose difficulty is known, and the
+thinking time of a text, byte by byte, live as one types.
+
+The page holds the weights and a PonderLM-3 in plain JavaScript (templates/model.js), and asks no
+other place for anything. worker.js runs each model in a thread of its own; puzzle.js and
+explainer.js show what they do. chains.js makes the puzzles.
+"""
+
+import base64
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from lab.common import Given, strict_dataclass
+from lab.corpora.tokenizers import load_tokenizer
+from lab.evaluation.texts import Share
+from lab.figures.pages import write_page
+from lab.interop import INCLUDED, PUZZLES, find_model, load
+from model import UserError, read_json
+
+ROOT = Path(__file__).parents[2]
+BYTES = 256  # tokens before the words of the puzzle, which has no use for them
+PUZZLE_TAU = 0.1  # as docs/lookup.md has it
+TEXT = """\
+ROMEO:
+The sun, the sun, the sun! and then the zephyr,
+And then the sun again.
+
+JULIET:
+What's that to me?"""
+
+
+def packed(model, first=0):
+    """A model, without the first tokens of its vocabulary -> its settings and [(name, shape), ..];
+    its weights in float16 and in that order, as base64."""
+    tensors = {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    for name in tensors.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
+        tensors[name] = tensors[name][first:]
+    data = b"".join(tensor.numpy().astype("<f2").tobytes() for tensor in tensors.values())
+    c, config = model.config, asdict(model.config)
+    config |= dict(key_value_heads=c.G, head_width=c.d, scale=c.scale, offset=c.offset)
+    config["vocab_size"] -= first
+    shapes = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
+    return {"config": config, "tensors": shapes}, base64.b64encode(data).decode()
+
+
+def open_model(path, method, tokens):
+    """A model of this method, and its tokenizer; refuse what the page cannot run. UserError."""
+    model, tokenizer = load(path), load_tokenizer(path / "tokenizer.json")
+    names = "method", "backbone", "tokenizer", "vocabulary"
+    found = model.method, model.config.backbone, tokenizer.name, model.config.vocab_size
+    needed = method, "llama", tokens, tokenizer.vocab_size
+    for what, a, b in zip(names, found, needed, strict=True):
+        if a != b:
+            raise UserError(f"{path} has the {what} {a}; the page runs {b} alone")
+    return model, tokenizer
+
+
+@strict_dataclass
+class Explainer:
+    """A page that runs models: one solves puzzles, one of bytes reads a text, live as one types."""
+
+    # directory of a trained PonderLM-3; by default the newest in out/, else models/shakespeare
+    run: Given | None = None
+    tau: Share | None = None  # where its slider starts; by default where the run scored it
+    # the page; by default <run>/report/explainer.html, of models/shakespeare out/explainer.html
+    out: Path | None = None
+
+    def draw(self):
+        path = find_model(self.run, otherwise=INCLUDED)
+        of_run = Path("out") if path == INCLUDED and self.run is None else path / "report"
+        file = self.out or of_run / "explainer.html"
+        config = read_json(path / "train.json").get("config") or {}
+        if not {"tau", "data", "steps"} <= config.keys():
+            raise UserError(f"{path}/train.json does not hold the settings of a run")
+        model, _ = open_model(path, "ponderlm3", "bytes")
+        puzzler, tokenizer = open_model(PUZZLES, "grid", "lookup")
+        of_text, weights = packed(model)
+        of_puzzle, puzzle_weights = packed(puzzler, BYTES)
+        end = tokenizer.vocab_size - 1
+        words = [tokenizer.decode([i]).decode().strip() for i in range(BYTES, end)]
+        root = os.path.relpath(ROOT, file.resolve().parent).replace(os.sep, "/")
+        payload = {
+            "text": of_text | {"tau": config["tau"] if self.tau is None else self.tau},
+            "puzzle": of_puzzle | {"tau": PUZZLE_TAU, "words": [*words, "end of text"]},
+            "root": root,
+        }
+        write_page(
+            file,
+            "explainer.html",
+            payload=payload,
+            weights=weights,
+            puzzle_weights=puzzle_weights,
+            puzzle=puzzler.config,
+            config=model.config,
+            K=model.config.ponder_steps,
+            parameters=[sum(p.numel() for p in each.parameters()) for each in (puzzler, model)],
+            data=Path(config["data"]).name,
+            steps=config["steps"],
+            text=TEXT,
+            root=root,
+        )

@@ -1,0 +1,103 @@
+"""Is a method better than PonderLM-2 at equal steps? Differences by pair of seeds.
+
+word         meaning
+reference    PonderLM-2, which the others are compared with, at each of its K; K = 0 is vanilla
+loss         nats per token as it decodes, hard-stopped at tau
+difference   a run's loss minus that of the reference with the same seed, as many steps (between two
+             K of the reference on the line between its losses; where a smaller K is better, that
+             one's loss): below 0 the run is better
+interval     half the width of the 95 % interval of its mean (Student's t over the seeds)
+"""
+
+import math
+
+import numpy as np
+
+from lab.common import Given, strict_dataclass
+from lab.evaluation.texts import Share
+from lab.figures.comparing import Comparison, curve_names, draw_curves, over_seeds, stopped_at
+from lab.figures.tables import new_figure, save_figure, tabulate
+from model import UserError
+
+REFERENCE = "ponderlm2", "vanilla"
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of 1 to 9 degrees of freedom
+
+
+def interval(std, seeds):
+    """Half the 95 % interval of a mean; nan for a single seed."""
+    if (n := seeds - 1) < 1:
+        return math.nan
+    t = STUDENT[n - 1] if n <= len(STUDENT) else 1.96 + 2.37 / n + 2.83 / n**2  # to 0.004
+    return t * std / math.sqrt(seeds)
+
+
+def reference_curves(runs):
+    """{seed: (steps, losses)} of PonderLM-2 and vanilla, by rising steps: lowest losses so far.
+
+    Raises:
+        UserError: no seed with two points.
+    """
+    curves = {}
+    for run in runs:
+        if run.shape.method in REFERENCE:
+            point = run.results["hard"]["steps"], run.results["hard"]["loss"]
+            curves.setdefault(run.config.seed, []).append(point)
+    ordered = {seed: np.array(sorted(p)).T for seed, p in curves.items() if len(p) > 1}
+    if not ordered:
+        raise UserError("no seed has two runs of ponderlm2 (or one and vanilla) to compare with")
+    return {seed: (x, np.minimum.accumulate(losses)) for seed, (x, losses) in ordered.items()}
+
+
+def frontier_rows(runs, taus, device, data=None):
+    """One row for each method, K and tau: steps, loss, and the difference to the reference."""
+    curves = reference_curves(runs)
+    others = [r for r in runs if r.shape.method not in REFERENCE and r.config.seed in curves]
+    if not others:
+        raise UserError("no run of a method beside ponderlm2 and vanilla has one of their seeds")
+
+    def measure(run):
+        steps, losses = curves[run.config.seed]
+        stops = taus if run.method.has_router else [run.config.tau]
+        for tau, hard in stopped_at(run, stops, device, data):
+            row = {"tau": tau, "steps": hard["steps"], "loss": hard["loss"]}
+            row["inside"] = float(steps[0] <= row["steps"] <= steps[-1])
+            row["difference"] = row["loss"] - np.interp(row["steps"], steps, losses)
+            yield row
+
+    frame = over_seeds(others, measure, by=["tau"])
+    frame["interval"] = list(map(interval, frame.difference_std, frame.seeds))
+    outside = frame.inside < 1  # of some seed: there is nothing to compare with
+    frame.loc[outside, ["difference", "difference_std", "interval"]] = math.nan
+    return frame.drop(columns=["inside", "inside_std"])
+
+
+def with_interval(frame):
+    """The frame with the interval as the spread of the difference."""
+    return frame.drop(columns="difference_std").rename(columns={"interval": "difference_std"})
+
+
+def frontier_table(frame):
+    columns = {"method": "method", "K": "K:.0f", "τ": "tau:g", "seeds": "seeds:.0f"}
+    columns |= {"extra steps": "steps:.2f", "loss": "loss:.4f"}
+    columns |= {"to PonderLM-2, 95 %": "difference:.4f"}
+    return tabulate(with_interval(frame), columns)
+
+
+@strict_dataclass
+class Frontier(Comparison):
+    """Losses against PonderLM-2's at equal steps, by pairs of seeds: table and figure."""
+
+    taus: tuple[Share, ...] = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5)  # of those that stop
+
+    data: Given | None = None  # the text that they were scored on, if that is no named corpus
+
+    def draw(self):
+        def rows(runs, device):
+            return frontier_rows(runs, self.taus, device, self.data)
+
+        frame = self.frame("frontier", frontier_table, rows)
+        labels = "executed extra steps per token", "loss minus that of PonderLM-2, nats"
+        figure, (axes,) = new_figure(*labels)
+        axes.axhline(0, color="#777777")
+        draw_curves(axes, with_interval(frame), curve_names(frame), "steps", "difference")
+        save_figure(figure, self.out / "frontier.png")

@@ -1,0 +1,66 @@
+"""A trained model of any method and a text, and what each token costs and takes there.
+
+code         paper         shape         meaning
+windows                    (W, T+1)      token ids; n = W T tokens are read and as many predicted
+steps        K-hat         (n,)          executed steps of each token, at tau
+s, w         s, w          (n, K+1)      step distribution and mask score
+ce           CE_i          (n, K+1)      loss in nats, integration truncated after step i, renormalised
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from analyze import by_token, truncate
+from data import Tokenizer, Windows
+from lab.engine.prefill import stopped_states
+from lab.evaluation.texts import validation_windows
+from lab.interop import load
+from model import PonderLM
+
+
+@dataclass
+class Subject:
+    """A trained model and the validation windows that it is measured on."""
+
+    path: Path
+    model: PonderLM
+    tokenizer: Tokenizer
+    val: Windows
+    windows: torch.Tensor
+    tau: float
+
+
+def open_subject(path, windows=256, tau=None, device="cpu", data=None, other=False):
+    """A run's model with the first `windows` of its validation text; tau None: where it was scored.
+    `data`, `other` and errors: see validation_windows."""
+    config, tokenizer, val = validation_windows(path, data, other)
+    rows = torch.from_numpy(np.stack([val.window(i) for i in range(min(windows, val.count))]))
+    tau = config.tau if tau is None else tau
+    return Subject(Path(path), load(path).to(device), tokenizer, val, rows.to(device), tau)
+
+
+def measure(subject):
+    """s, w and ce of each token, with soft masks and all K steps. On the CPU."""
+    model = subject.model
+
+    def find(x, y):
+        # The mean over tokens keeps nothing of the default tolerance, a single token 0.01 nats.
+        h, s, log_w = model.jacobi(x, tolerance=1e-6) if model.iterates else model.states(x)
+        ce = [model.cross_entropy(truncate(h, s, i), y) for i in range(s.size(-1))]
+        return s, log_w.exp(), torch.stack(ce, dim=-1)
+
+    return by_token(subject.windows, find)
+
+
+def decoded(subject):
+    """Loss and steps of each token, hard-stopped at tau, as decoding has them. -> (n,), (n,)"""
+    model = subject.model
+
+    def find(x, y):
+        h, s, steps = stopped_states(model, x, subject.tau)
+        return model.cross_entropy(model.integrate(h, s, steps), y), steps
+
+    return by_token(subject.windows, find)

@@ -1,0 +1,93 @@
+"""`python -m lab convert`: what a directory of weights holds, and the same written anew.
+
+python -m lab convert DIR                                what it holds
+python -m lab convert DIR --to OTHER                     write it anew; without pondering as others do
+python -m lab convert DIR --to OTHER --transformers      as a model that transformers runs
+python -m lab convert DIR --to OTHER --half              in half the size
+python -m lab convert FILE.gguf --to DIR                 a Llama of llama.cpp's form as Hugging Face's
+"""
+
+from dataclasses import fields
+from pathlib import Path
+
+import tyro
+
+from lab.corpora.huggingface import HuggingFaceTokenizer, save_pretrained
+from lab.corpora.tokenizers import IdTokenizer, begin_of, load_tokenizer
+from lab.interop import load, locate, save
+from lab.interop.export import export
+from lab.interop.from_gguf import from_gguf
+from model import UserError, command_line, read_json
+
+
+def scored_tau(directory):
+    """The tau at which a run counted its steps, or with which it was exported; else 1e-4."""
+    run, exported = (Path(directory, name) for name in ("train.json", "generation_config.json"))
+    config = read_json(exported) if exported.exists() else {}
+    config |= read_json(run).get("config") or {} if run.exists() else {}
+    return config.get("tau") or 1e-4
+
+
+def main(
+    directory: tyro.conf.Positional[str],
+    to: Path | None = None,
+    half: bool = False,
+    transformers: bool = False,
+    tau: float | None = None,
+):
+    """Show what a directory of weights holds, and write it anew.
+
+    Args:
+        directory: a model's directory, or its name on the Hugging Face Hub; or a GGUF
+        to: a new directory. A model without pondering becomes a Hugging Face Llama or GPT-NeoX,
+            which transformers loads, any other one a directory of our own
+        half: weights in float16, 2 bytes each, read as float32 again
+        transformers: what transformers' AutoModelForCausalLM and AutoTokenizer load, of any method
+        tau: where that stops by default; None: where the run was scored, else 1e-4
+    """
+    if transformers and to is None:
+        raise UserError("--transformers writes a directory: say which with --to")
+    if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
+        raise UserError(f"{to} exists already; give a new directory")
+    place = locate(directory)
+    if place.suffix == ".gguf":
+        if to is None:
+            raise UserError(f"{place} is written as a directory: say which with --to")
+        from_gguf(place, to)
+        print(f"written: {to}, a Hugging Face Llama in half precision")
+        place, to = to, None
+    model = load(place)
+    config = model.config
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{place}: {config.method}, K = {config.ponder_steps}, {size:,} parameters")
+    for f in fields(config):  # what is not as everywhere
+        if (value := getattr(config, f.name)) not in (f.default, {}):
+            print(f"    {f.name} = {value}")
+    file, tokenizer = place / "tokenizer.json", None
+    if file.is_file():
+        tokenizer = load_tokenizer(file)
+        print(f"tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} tokens")
+    if to is None:
+        return
+    model = model.half() if half else model
+    begin = end = None
+    if tokenizer:
+        begin, end = next(iter(begin_of(tokenizer)), None), tokenizer.end_of_text
+    if transformers:
+        export(model, to, scored_tau(place) if tau is None else tau, begin, end)
+    else:
+        save(model, to, begin=begin, end=end)
+    if transformers and isinstance(tokenizer, IdTokenizer):
+        print("note: no tokenizer is written: its ids have no texts; give model.generate the ids")
+    elif isinstance(tokenizer, HuggingFaceTokenizer) or (transformers and tokenizer):
+        save_pretrained(tokenizer, to)
+    elif tokenizer:
+        tokenizer.save(to / "tokenizer.json")
+    kind = "for transformers" if transformers else "our own form"
+    if config.method == "vanilla":
+        kind = "a Hugging Face GPT-NeoX" if config.backbone == "gpt_neox" else "a Hugging Face Llama"
+    print(f"written: {to}, {kind}")
+
+
+if __name__ == "__main__":
+    command_line(lambda: tyro.cli(main, prog="python -m lab convert"))

@@ -1,0 +1,238 @@
+"""Other methods on PonderLM-3's own backbone, one file each, found by the name of their file.
+
+A method is a subclass of PonderLM3 or FixedDepth, in a file of its name; `mor-token` is in mor.py:
+what follows a hyphen tells the methods of one file apart. To add a method, add a file, no more.
+
+It declares the first row always, the others where it differs; doors of model.PonderLM come to it:
+
+method, title                             --method, and its name in tables and figures
+Config, defaults, unused                  settings of its own, implied ones, ignored ones
+has_router, mixes                         is s learned? do all states predict, weighted by it?
+iterates, grid                            are its states a Jacobi fixed point? or K+1 exact passes?
+states, route, ponder_token, new_cache    all tokens at once; their s; one token behind a cache
+objective                                 its loss in training
+training_forwards                         what it costs
+
+cost.py adds up what a token costs.
+"""
+
+import pkgutil
+from dataclasses import asdict, dataclass, field, fields
+from importlib import import_module
+
+import torch
+from torch import nn
+
+from lab import backbones
+from model import Config, Llama, PonderLM, UserError
+from router import upcast
+from train import objective as of_paper
+
+
+@dataclass
+class PonderConfig(Config):
+    """The settings of any method: which one, on which transformer."""
+
+    method: str = "ponderlm3"
+    backbone: str = "llama"  # or a file of lab/backbones: gpt_neox, llama3
+    backbone_options: dict = field(default_factory=dict)  # its own settings
+    reread: bool = False  # what is fed back is e(x_t) + g h, not h: a former Llama (warm_start.py)
+
+    def __post_init__(self):
+        super().__post_init__()
+        numbers = {k: float(x) if isinstance(x, str) else x for k, x in self.backbone_options.items()}
+        self.backbone_options = numbers  # a command line has strings
+        plain = self.ponder_steps == 0  # a PonderLM-3 without steps is what train.py trains in vanilla's place
+        if plain != (self.method == "vanilla") and not (plain and self.method == "ponderlm3"):
+            raise ValueError(
+                f"ponder_steps = {self.ponder_steps}, method {self.method}: vanilla takes 0, others more"
+            )
+
+
+class Feedback(nn.Module):
+    """What a former Llama is fed: e + g h, with a learned g (D,) that starts at 0."""
+
+    def __init__(self, D):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(D))  # g
+
+    def forward(self, h, e):
+        return e + self.weight * h
+
+
+class PonderLM3(PonderLM):
+    """model.PonderLM with what commands, tables and figures ask of a method."""
+
+    Config = PonderConfig
+    defaults = {}  # settings that the name of the method implies
+    unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks
+    has_router = True  # a learned s and early exit
+    mixes = True  # where there is a router: all states predict together, weighted by s
+    iterates = True  # its states are a fixed point of the Jacobi iteration
+    grid = False  # slot k sees slots up to k only, see grid.py
+    interleaves = True  # in its longest pass there are keys of S slots for every token, not one
+    feedback_rate = 1.0  # learning rate of g, times the peak
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.feedback = Feedback(config.hidden_size) if config.reread else None
+
+    def make_backbone(self):
+        return find_backbone(self.config.backbone)(self.config)
+
+    def feed_back(self, h, e):
+        return h if self.feedback is None else self.feedback(h, e)
+
+    def param_groups(self):
+        matrices, vectors = super().param_groups()
+        if self.feedback is None:
+            return [matrices, vectors]
+        g = self.feedback.weight
+        vectors["params"] = [p for p in vectors["params"] if p is not g]
+        return [matrices, vectors, {"params": [g], "rate": self.feedback_rate, "weight_decay": 0.0}]
+
+    def objective(self, x, y, R, progress=1.0):
+        """The loss of a micro-batch, as train.objective: here it is the paper's."""
+        return of_paper(self, x, y, R, progress)
+
+    @classmethod
+    def training_forwards(kind, config, steps):
+        """Passes of the stack for each training token, the mean over the range of R."""
+        K = config.ponder_steps
+        if not kind.iterates or not K:
+            return K + 1
+        return K * (K + 1) / 2 + (K + 1) * (sum(config.refinements) / 2 + 1)
+
+
+class FixedDepth(PonderLM3):
+    """Every token takes all K steps and only the last state counts: no router, no mask."""
+
+    has_router = False
+
+    def make_router(self):
+        return None
+
+    def route(self, h, alpha=0.0):
+        """s one-hot at K, and log_w = 0. No finite alpha moves them. (..., n+1, D) -> (..., S)."""
+        s = upcast(h.new_zeros(*h.shape[:-2], self.config.ponder_steps + 1))
+        s[..., -1] = 1
+        return s, torch.zeros_like(s)
+
+    def mask_keys(self, log_w, tau=None):
+        return None
+
+    def objective(self, x, y, R, progress=1.0):
+        out = self(x, y, R=R)
+        return out.loss, torch.zeros_like(out.loss), out
+
+
+def objective(model, x, y, R, progress):
+    """The objective of the lab's training: each method has its own."""
+    return model.objective(x, y, R, progress)
+
+
+def last_alone(s, steps):
+    """One-hot at `steps` (...): (..., S) as s (..., S)."""
+    return nn.functional.one_hot(steps.long(), s.size(-1)).to(s.dtype)
+
+
+def methods_in(file):
+    """The classes of a file of this folder that declare a method."""
+    module = import_module(f"{__name__}.{file}")
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
+    return [kind for kind in kinds if kind.__module__ == module.__name__ and "method" in vars(kind)]
+
+
+def files():
+    return [file.name for file in pkgutil.iter_modules(__path__) if not file.name.startswith("_")]
+
+
+def all_methods():
+    """The classes of all methods, PonderLM-3 first."""
+    return [PonderLM3, *(kind for file in files() for kind in methods_in(file))]
+
+
+def find(name):
+    """The class of a method, by its name.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    if name == PonderLM3.method:
+        return PonderLM3
+    file = str(name).partition("-")[0]
+    found = [kind for kind in methods_in(file) if kind.method == name] if file in files() else []
+    if not found:
+        known = ", ".join(kind.method for kind in all_methods())
+        raise UserError(f"method {name!r} is not one of {known}")
+    return found[0]
+
+
+def find_backbone(name):
+    """The class of a transformer: model.Llama, or the one in the file of backbones/ of that name.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    others = [file.name for file in pkgutil.iter_modules(backbones.__path__)]
+    if name in others:
+        return import_module(f"lab.backbones.{name}").Backbone
+    if name != "llama":
+        raise UserError(f"backbone {name!r} is not one of {', '.join(['llama', *others])}")
+    return Llama
+
+
+def configure(config, method, **changes):
+    """The settings of another method: what `config` says, then what the name `method` implies."""
+    kind = find(method)
+    shared = {f.name for f in fields(kind.Config)}
+    kept = {name: value for name, value in asdict(config).items() if name in shared}
+    try:
+        return kind.Config(**{**kept, "method": method, **kind.defaults, **changes})
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def unused_settings(kind):
+    """The settings of PonderConfig that a method does not follow, as it lacks what they set."""
+    unused = set(kind.unused)
+    unused |= set() if kind.has_router else {"router_offset", "penalty", "penalty_weight"}
+    return unused if kind.iterates or kind.grid else unused | {"reread"}
+
+
+def check_settings(config):
+    """Refuse what the method of a config would not follow.
+
+    Raises:
+        UserError: an unknown method or backbone, or a setting that it ignores.
+    """
+    kind, backbone = find(config.method), find_backbone(config.backbone)
+    if backbone is Llama and config.backbone_options:
+        raise UserError(f"backbone_options {config.backbone_options}: llama has none; leave them")
+    if backbone is not Llama:
+        try:
+            backbone.Options(**config.backbone_options)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"backbone_options of {config.backbone}: {error}") from None
+    if not isinstance(config, kind.Config):
+        raise ValueError(f"{config.method} has a {kind.Config.__name__}; make it by configure()")
+    for one in fields(config):
+        if (value := getattr(config, one.name)) == one.default:
+            continue
+        for who, unused in (
+            (config.method, unused_settings(kind)),
+            (config.backbone, getattr(backbone, "unused", ())),
+        ):
+            if one.name in unused:
+                way_out = f"leave it at {one.default}"
+                raise UserError(f"{one.name} = {value}: {who} does not follow it; {way_out}")
+
+
+def build(config):
+    """A new model of the method and backbone that a config names, with random weights.
+
+    Raises:
+        UserError: as check_settings.
+    """
+    check_settings(config)
+    return find(config.method)(config)

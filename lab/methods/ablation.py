@@ -1,0 +1,52 @@
+"""PonderLM-3 with one part missing, or as the paper prints it: what is each part good for?
+
+method                  what is missing
+ablation-mask           log w in attention: soft masks are not seen, hard stopping is
+ablation-integration    s in the prediction: the last executed state predicts alone
+ablation-router         a learned s: it stays uniform
+ablation-index          (nothing) the paper's index of the mask: w_k on the key of slot k+1
+"""
+
+import torch
+import torch.nn.functional as F
+
+from attention import MASKED
+from lab.methods import PonderLM3, last_alone
+from router import Router, hide_stopped
+
+
+def hide(bias, log_w, tau):
+    """A bias on the keys of slots, with those beyond K-hat hidden, as router.hide_stopped does."""
+    return bias if tau is None else bias.masked_fill(hide_stopped(log_w, tau) <= MASKED, MASKED)
+
+
+class NoMask(PonderLM3):
+    method, title = "ablation-mask", "PonderLM-3, no mask"
+
+    def mask_keys(self, log_w, tau=None):
+        return hide(torch.zeros_like(log_w), log_w, tau)
+
+
+class NoIntegration(PonderLM3):
+    method, title = "ablation-integration", "PonderLM-3, no integration"
+
+    def step_weights(self, s, steps):
+        return last_alone(s, steps)
+
+
+class UniformRouter(PonderLM3):
+    method, title = "ablation-router", "PonderLM-3, uniform s"
+    unused = ("router_offset",)
+
+    def make_router(self):  # its weights start at 0, and stay there
+        K = self.config.ponder_steps
+        return Router(self.config.hidden_size, K, [0.0] * (K + 1)).requires_grad_(False)
+
+
+class PrintedIndex(PonderLM3):
+    """Reading note 1: a slot that inference never runs stays visible in training."""
+
+    method, title = "ablation-index", "PonderLM-3, printed mask index"
+
+    def mask_keys(self, log_w, tau=None):
+        return hide(F.pad(log_w[..., :-1], (1, 0)), log_w, tau)

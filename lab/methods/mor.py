@@ -1,0 +1,202 @@
+"""Mixture-of-Recursions: the stack of layers runs up to K+1 times, on ever fewer tokens.
+
+Bae et al., 2025, arXiv 2507.10524, in its simplest form: the whole stack is shared, all first
+layers included, so that it has PonderLM-3's backbone.
+
+code       symbol    shape
+x          x         (B, T, D)    residual stream, carried from recursion to recursion
+active     A_r       (B, T)       the tokens that take part in recursion r
+depth      i         (B, T)       recursions of a token, 1 .. N_r = K+1; its extra steps are i - 1
+logit      l_t       (B, T)       the router's verdict: another recursion?
+gate       g_t       (B, T)       how much of a recursion's output is added
+
+Expert-choice: each recursion chooses its tokens, a fixed number of a sequence. Which token is
+chosen then depends on those after it, so that top-k cannot decode, and its perplexity would be
+read from the future. Only training uses top-k here; all else goes on while the router says so.
+Token-choice: each token chooses its depth at the start. Causal as it is.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attention import MASKED
+from lab.methods.looped import LoopedLM
+from model import Output
+from router import upcast
+
+
+class MoR(LoopedLM):
+    """What both forms share: recursion on some tokens, the loss, and how steps are counted. A
+    recursion's cache holds the tokens that took part, and no other."""
+
+    def recur(self, x, active, n):
+        """The stack on the active tokens alone: (B, T, D), (B, T) -> (B, T, D), 0 for the others.
+
+        They keep their positions, and see each other only: they go in front, in the order of the
+        text, and the others come last, where the causal mask hides them. n rows of a sequence run,
+        as many as it has active tokens or more. Scoring gives T: its sums are then the same
+        whatever the later tokens choose.
+        """
+        if not n:
+            return torch.zeros_like(x)
+        order = (~active).sort(dim=1, stable=True).indices[:, :n]  # (B, n)
+        rows = order[..., None].expand(-1, -1, x.size(-1))  # (B, n, D)
+        y = self.stack(x.gather(1, rows), order)
+        y = y * active.gather(1, order)[..., None]
+        return torch.zeros_like(x, dtype=y.dtype).scatter(1, rows, y)
+
+    def route(self, router, x):
+        """Router logits in float32 at least: a rounded one could fall on the other side."""
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(upcast(x), upcast(router.weight))
+
+    def distribution(self, depth):
+        """Recursions taken (B, T) -> s one-hot there, and its log w, (B, T, S) each."""
+        slots = torch.arange(self.config.ponder_steps + 1, device=depth.device)
+        steps = depth[..., None] - 1
+        s = upcast((slots == steps).to(self.lm_head.weight.dtype))
+        return s, torch.zeros_like(s).masked_fill(slots > steps, MASKED)
+
+    def executed(self, log_w, tau):
+        """Steps beyond the first recursion, whatever tau is."""
+        return (log_w > MASKED).sum(-1) - 1
+
+    def states(self, idx, R=None, tau=None, alpha=0.0):
+        return self.recursions(idx)[:3]
+
+    def objective(self, x, y, R, progress=1.0):
+        """Cross-entropy plus the routers' loss."""
+        h, s, log_w, router_loss = self.recursions(x)
+        steps = self.executed(log_w, None)
+        out = Output(self.lm_head, self.integrate(h, s, steps), steps, h, s, log_w)
+        out.ce = self.cross_entropy(out.h_hat, y)
+        out.loss = out.ce.sum() / (y != -100).sum().clamp(min=1)
+        return out.loss + router_loss, router_loss, out
+
+
+class ExpertChoice(MoR):
+    """x_t <- x_t + g_t Stack(x[A_r])_t for t in A_r, g = 0.1 sigmoid(l), l = w_r . x.
+
+    In training A_r are the floor(c_r T) tokens (at least 1) of A_{r-1} with the largest g, c_r = 1,
+    K/(K+1), .., 1/(K+1), and a binary cross-entropy of weight 1e-3 teaches the router to tell who
+    is among them. Otherwise a token goes on while sigmoid(l) >= 1/2.
+    """
+
+    method, title = "mor-expert", "MoR, expert choice"
+
+    def __init__(self, config):
+        super().__init__(config)
+        D, S = config.hidden_size, config.ponder_steps + 1
+        self.routers = nn.ModuleList(nn.Linear(D, 1, bias=False) for _ in range(S))
+        self.routers.apply(self.init_weights)
+
+    def places(self, r, T):
+        """How many tokens of a sequence top-k chooses for recursion r."""
+        S = self.config.ponder_steps + 1
+        return max(1, (S - r) * T // S)
+
+    def choose(self, logit, active, r, top_k):
+        """Who takes part in recursion r, (B, T) of bool. In the first all do."""
+        if r == 0:
+            return active
+        if not top_k:
+            return active & (logit >= 0)
+        n = self.places(r, logit.size(1))
+        top = logit.masked_fill(~active, -torch.inf).topk(n, dim=1).indices
+        return torch.zeros_like(active).scatter(1, top, True)
+
+    def recursions(self, idx, top_k=None):
+        """h (B, T, S, D), s, log_w (B, T, S) and the routers' loss. top_k None: in training only.
+
+        Scores that are published never come from top_k=True.
+        """
+        top_k = self.training if top_k is None else top_k
+        x, h, depth, loss = self.embed(idx), [], 0, 0.0
+        active = torch.ones_like(idx, dtype=torch.bool)
+        for r, router in enumerate(self.routers):
+            logit = self.route(router, x)[..., 0]  # (B, T)
+            chosen = self.choose(logit, active, r, top_k)
+            loss = loss + self.verdict_loss(logit, chosen, active)
+            active, depth = chosen, depth + chosen.long()
+            n = self.places(r, idx.size(1)) if top_k else idx.size(1)
+            gate = 0.1 * logit.sigmoid()[..., None].to(x.dtype)  # (B, T, 1)
+            x = x + gate * self.recur(x, active, n)
+            h.append(self.model.norm(x))
+        return torch.stack(h, dim=2), *self.distribution(depth), 1e-3 * loss
+
+    def verdict_loss(self, logit, chosen, active):
+        """The mean over the active tokens; all are (B, T). An index by `active` would wait."""
+        loss = F.binary_cross_entropy_with_logits(logit, chosen.to(logit.dtype), reduction="none")
+        return (loss * active).sum() / active.sum().clamp(min=1)
+
+    @torch.no_grad()
+    def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
+        (x, positions), steps = self.read(token, position), -1
+        for router, layers in zip(self.routers, cache, strict=True):
+            logit = self.route(router, x)
+            if steps >= 0 and logit < 0:
+                break
+            gate = 0.1 * logit.sigmoid().to(x.dtype)
+            x = x + gate * self.stack(x, positions, layers)
+            steps += 1
+        return self.lm_head(self.model.norm(x))[0, 0], steps
+
+    @staticmethod
+    def training_forwards(config, steps):
+        return 1 + config.ponder_steps / 2
+
+
+class TokenChoice(MoR):
+    """p = softmax(W x_0), i = argmax p; y_r = Stack(y_{r-1}), y_0 = x_0; out = x_0 + p_i y_i.
+
+    The routers' loss spreads the tokens over the depths: 0.1 N_r sum_r f_r P_r (f_r: the share of
+    tokens with depth r, P_r: the mean of p_r), plus 1e-5 mean(logsumexp(W x_0)^2).
+    """
+
+    method, title = "mor-token", "MoR, token choice"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.depths = nn.Linear(config.hidden_size, config.ponder_steps + 1, bias=False)
+        self.depths.apply(self.init_weights)
+
+    def choose(self, x):
+        """x_0 (B, T, D) -> depth (B, T) in 1 .. N_r, its p_i (B, T, 1), p, logits (B, T, N_r)."""
+        logits = self.route(self.depths, x)
+        p = logits.softmax(-1)
+        best = p.max(-1, keepdim=True)
+        return best.indices[..., 0] + 1, best.values.to(x.dtype), p, logits
+
+    def recursions(self, idx):
+        """As ExpertChoice.recursions."""
+        x = y = self.embed(idx)
+        depth, gate, p, logits = self.choose(x)
+        h, T, S = [], idx.size(1), self.config.ponder_steps + 1
+        takes_part = depth[None] >= torch.arange(1, S + 1, device=idx.device)[:, None, None]
+        lengths = [T] * S
+        if self.training:  # the one time that the GPU is waited for
+            lengths = takes_part.sum(-1).amax(-1).tolist()
+        for active, n in zip(takes_part, lengths, strict=True):  # (B, T), of each recursion
+            y = torch.where(active[..., None], self.recur(y, active, n), y)
+            h.append(self.model.norm(x + gate * y))
+        f = F.one_hot(depth - 1, S).to(p.dtype).mean((0, 1))  # (N_r,)
+        loss = 0.1 * S * (f * p.mean((0, 1))).sum() + 1e-5 * logits.logsumexp(-1).square().mean()
+        return torch.stack(h, dim=2), *self.distribution(depth), loss
+
+    @torch.no_grad()
+    def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
+        x, positions = self.read(token, position)
+        y = x
+        depth, gate, _, _ = self.choose(x)
+        for layers in cache[: int(depth)]:
+            y = self.stack(y, positions, layers)
+        return self.lm_head(self.model.norm(x + gate * y))[0, 0], int(depth) - 1
+
+    @staticmethod
+    def training_forwards(config, steps):
+        """Training decides how many: 1 + steps of the tokens themselves.
+
+        (A batch of sequences is padded to the one with the most tokens at each depth.)
+        """
+        return 1 + steps

@@ -1,0 +1,123 @@
+"""Ouro: the stack runs K more times on its own normed output, and a gate says when a token leaves.
+
+    h^(0) = norm(Stack(x)), h^(k) = norm(Stack(h^(k-1)))
+    1 - lambda_k = sigmoid(a . h^(k) + b), w_k = (1 - lambda_0) .. (1 - lambda_{k-1})
+    s_k = lambda_k w_k, and s_K = w_K: where the token leaves
+    L = mean over tokens of s_0 ce_0 + .. + s_K ce_K - beta H(s),  ce_k of h^(k) alone
+
+Zhu et al., 2025, arXiv 2510.25741. From the paper: gate, loss, beta = 0.05 with four loops, and the exit
+where s_0 + .. + s_k reaches q, which is PonderLM-3's rule, go on while w >= tau, at tau = 1-q. From the
+released inference code: the norm between loops. Decoding as released runs all loops and reads the last
+one's keys alone, so that its exits save nothing there. Here the last state that has run predicts, and in
+the loops that a token does not run it keeps the keys and values of its last one: what Continuous Depth
+Batching (arXiv 2608.09444) calls `last_exited`.
+
+Left out are the second stage, in which the gate alone learns, and the second norm around attention and
+MLP, since all methods here have one backbone.
+
+code       symbol         shape
+h          h^(0..K)       (B, T, S, D)    states, each the output of a loop
+s, log_w   s, log w       (B, T, S)       see router.py
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attention import soft_mask_attention
+from lab.methods import PonderConfig, last_alone
+from lab.methods.looped import LoopedLM
+from router import upcast
+
+
+@dataclass
+class OuroConfig(PonderConfig):
+    exit_entropy: float = 0.05  # beta
+
+
+class Gate(nn.Module):
+    """a and b, the same for all k."""
+
+    def __init__(self, D):
+        super().__init__()
+        self.proj = nn.Linear(D, 1)
+
+    def forward(self, h, alpha=0.0):
+        """h^(k) (..., D) -> log(1 - lambda_k) (...), at least float32."""
+        with torch.autocast(h.device.type, enabled=False):
+            return F.logsigmoid(F.linear(upcast(h), *map(upcast, self.proj.parameters()))[..., 0] + alpha)
+
+
+class KeptKeys:
+    """One layer's attention in a loop in which tokens that have left keep their last keys."""
+
+    def __init__(self, backend, runs, before):
+        self.backend, self.runs, self.before = backend, runs[:, None, :, None], before
+
+    def attend(self, q, k, v, log_w):
+        if self.before is not None:
+            k, v = (torch.where(self.runs, *pair) for pair in zip((k, v), self.before, strict=True))
+        self.seen = k, v
+        return soft_mask_attention(q, k, v, log_w, self.backend)
+
+
+class Ouro(LoopedLM):
+    method, title = "ouro", "Ouro"
+    Config = OuroConfig
+    has_router, mixes = True, False
+    unused = ("router_offset", "penalty", "penalty_weight")
+
+    def __init__(self, config):
+        super().__init__(config)
+        nn.init.zeros_(self.router.proj.bias)
+
+    def make_router(self):
+        return Gate(self.config.hidden_size)
+
+    def states(self, idx, R=None, tau=None, alpha=0.0):
+        x = self.embed(idx)
+        positions = torch.arange(idx.size(1), device=idx.device)
+        h, log_w = [], [torch.zeros_like(upcast(x[..., 0]))]
+        seen, layers = [None] * len(self.model.layers), None
+        for k in range(self.config.ponder_steps + 1):
+            if tau is not None:
+                runs = self.executed(torch.stack(log_w, dim=-1), tau) == k  # w_k >= tau
+                layers = [KeptKeys(self.backend, runs, pair) for pair in seen]
+            x = self.transform(x, positions, cache=layers)  # of no use to tokens that have left
+            h.append(x)
+            seen = [layer.seen for layer in layers or ()]
+            if k < self.config.ponder_steps:
+                log_w.append(log_w[-1] + self.router(x, alpha))
+        log_w = torch.stack(log_w, dim=-1)  # (B, T, S)
+        w = log_w.exp()
+        return torch.stack(h, dim=2), w - F.pad(w[..., 1:], (0, 1)), log_w
+
+    def step_weights(self, s, steps):
+        return last_alone(s, steps)
+
+    def objective(self, x, y, R, progress=1.0):
+        """The expected cross-entropy over the exits, minus beta H(s)."""
+        out = self(x, y)
+        ce = torch.stack([self.cross_entropy(h, y) for h in out.h.unbind(2)], dim=-1)  # (B, T, S)
+        out.ce = (out.s * ce).sum(-1)
+        out.loss = out.ce.sum() / (y != -100).sum().clamp(min=1)
+        entropy = torch.special.entr(out.s.clamp(min=torch.finfo(out.s.dtype).tiny)).sum(-1)
+        penalty = -self.config.exit_entropy * entropy.mean()
+        return out.loss + penalty, penalty, out
+
+    @torch.no_grad()
+    def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
+        x, positions = self.read(token, position)
+        log_w = torch.zeros(1, 1, device=x.device)
+        for k, layers in enumerate(cache):
+            x = self.model(x, positions, None, cache=layers)
+            if k < self.config.ponder_steps:
+                log_w = log_w + self.router(x, alpha)
+                if self.executed(log_w[..., None], tau) < 0:  # w_{k+1} < tau
+                    break
+        for later in cache[k + 1 :]:
+            for mine, layer in zip(layers, later, strict=True):
+                layer.append(mine.keys[:, :, -1:], mine.values[:, :, -1:])
+        return self.lm_head(x)[0, 0], k

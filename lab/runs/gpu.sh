@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# What to run first on a GPU, in parts meant to take less than ten minutes, without a network. What
+# they print is the report; a test that fails ends with an error.
+#     bash lab/runs/gpu.sh a    is it right? equivalence tests on the GPU, forms of attention and float64
+#     bash lab/runs/gpu.sh b    is it good? `small`, vanilla and the grid (K = 1, 3) on the same tokens
+#     bash lab/runs/gpu.sh c    is it fast? attention and training steps against plain ones
+#     bash lab/runs/gpu.sh d    does it save? early exit, CUDA graphs and prompts, of part b's model
+#     TRY=1 bash lab/runs/gpu.sh a b c d      do they run? At toy sizes on a CPU, in a minute or two
+# DATA is a prepared corpus, or one is made of the source of Python's packages; STEPS those of b.
+# MODEL is the directory of a Llama with its tokenizer (SmolLM2-135M), which part d decodes, too.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+. lab/runs/once.sh
+
+python=${PYTHON:-python} out=${OUT:-out/gpu} data=${DATA:-pysource} text=pydocs
+device=(--device cuda) test_device=cuda
+tests=(tests/root tests/kernels tests/engine tests/baselines -n 4)
+presets="small 70m 410m"
+toy_training=() toy_evaluation=() toy_attention=() toy_step=() toy_decoding=()
+if [ -n "${TRY:-}" ]; then
+  data=docs/tour.md text=docs/tour.md presets=tiny
+  device=(--device cpu) test_device=pretended
+  tests=(tests/root/test_golden.py)
+  toy_training=(--preset tiny --steps 4 --batch-size 2 --block-size 64 --eval-windows 2)
+  toy_evaluation=(--windows 3)
+  toy_attention=(--lengths 64 --widths 56 --repeats 1)
+  toy_step=(--windows 1 --R 1 --repeats 1 --no-compile)
+  toy_decoding=(--batch-sizes 1 --prompts 8 --new-tokens 4 --repeats 1)
+fi
+
+train_and_score() { # name, flags
+  once "$out" "$1" 0 --preset small --data "$data" --steps "${STEPS:-500}" "${@:2}" "${device[@]}" "${toy_training[@]}"
+  "$python" -m lab evaluate --run "$out/$1-0" --windows 300 "${device[@]}" "${toy_evaluation[@]}"
+}
+decode() { # run
+  "$python" -m lab bench decode --run "$1" --precision bfloat16 --prompts 512 --repeats 2 "${device[@]}" "${toy_decoding[@]}"
+}
+
+for part in "${@:?which part: a, b, c or d}"; do
+  case $part in
+    a) PONDERLM_TEST_DEVICE=$test_device "$python" -m pytest -q "${tests[@]}" ;;
+    b) for method in ponderlm3 vanilla; do train_and_score $method --method $method; done
+       for K in 1 3; do train_and_score grid-$K --method grid --ponder-steps $K; done ;;
+    c) "$python" -m lab bench attention --repeats 3 "${device[@]}" "${toy_attention[@]}"
+       for preset in $presets; do
+         "$python" -m lab bench train --preset "$preset" --compile --repeats 3 "${device[@]}" "${toy_step[@]}"
+       done ;;
+    d) decode "$out/ponderlm3-0"
+       [ -n "${MODEL:-}" ] || continue
+       once "$out" taught 0 --preset tiny --init-from "$MODEL" --data $text --ponder-steps 1 --refinements 0 0 \
+         --steps 20 --batch-size 4 --block-size 128 "${device[@]}" "${toy_training[@]}"
+       decode "$out/taught-0" ;;
+    *) echo "$part: which part: a, b, c or d"; exit 2 ;;
+  esac
+done

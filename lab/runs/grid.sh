@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# What training costs: the grid (lab/methods/grid.py) beside Jacobi iteration, loops and no thinking,
+# at equal text and at equal slots. Runs with one seed have the same batches, and the same first
+# weights where both have a router for as many steps, or neither has one. Five pairs of what matters
+# most, three of the rest. What is finished is skipped.
+#     bash lab/runs/grid.sh              PARTS="slots text", SEEDS=1 or both: these runs, no figures
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+. lab/runs/once.sh
+
+train() { # folder, name, flags
+  once "out/$1" "$2" "$seed" --preset tiny --eval-every 1000 "${@:3}"
+}
+
+grid() { train "$1" grid-"$2" --method grid --ponder-steps "$2" --steps "$3" "${@:4}"; }
+
+pairs() { [ -n "${SEEDS:-}" ] || [ "$seed" -lt "$1" ]; }
+
+for part in ${PARTS:-slots half text short}; do
+  for seed in ${SEEDS:-0 1 2 3 4}; do
+    case $part in
+      slots) # as many as 1000 steps of PonderLM-3 with K = 3 run: 14 for each token that they read
+        train slots vanilla --method vanilla --steps 14000
+        grid slots 1 7000
+        pairs 3 || continue
+        grid slots 2 4667
+        grid slots 3 3500
+        train slots grid-fixed-1 --method grid-fixed --ponder-steps 1 --steps 7000
+        train slots looped-3 --method looped --steps 3500
+        # PonderLM-3 itself is trained below
+        ;;
+      half) # as much as the grid with K = 1 reads there
+        train half vanilla --method vanilla --steps 7000
+        ;;
+      text) # as much as these 1000 steps read
+        for K in 1 2 3; do
+          grid text $K 1000
+          train text ponderlm3-$K --ponder-steps $K
+        done
+        for method in grid-fixed ponderlm2; do train text $method-3 --method $method; done
+        pairs 3 || continue
+        train text ouro-3 --method ouro
+        ;;
+      short) # a million bytes of Shakespeare, read 7 times by vanilla
+        pairs 3 || continue
+        train short vanilla --method vanilla --steps 14000 --data "${SHAKESPEARE:-shakespeare}"
+        grid short 1 7000 --data "${SHAKESPEARE:-shakespeare}"
+        ;;
+    esac
+  done
+done
+
+if [ -z "${PARTS:-}${SEEDS:-}" ]; then
+  analyze() { "${PYTHON:-python}" -m lab analyze budget --runs "${@:2}" --out "out/analyze/$1"; }
+  analyze slots out/slots/* out/text/ponderlm3-3-[012]
+  analyze half out/half/* out/slots/grid-1-*
+  analyze text out/text/* --reference ponderlm3
+  analyze short out/short/*
+fi

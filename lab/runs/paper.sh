@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# The paper's sizes on the Pile, for those who have the hardware: 70M parameters on 15 B tokens, 410M
+# on 10 B, then the benchmarks of its table. Each part is skipped if it is done, and goes on if not.
+#     SIZE=70m GPUS=8 bash lab/runs/paper.sh      SIZE=410m METHODS="ponderlm3 ponderlm2"
+#     TRY=1 bash lab/runs/paper.sh                do they run? Two steps of one short window, on a CPU
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+PYTHON=${PYTHON:-python}
+SIZE=${SIZE:-70m}
+RUNS=out/paper/$SIZE
+declare -A TOKENS=([70m]=15e9 [410m]=10e9)
+
+if [ -n "${TRY:-}" ]; then
+  for SIZE in 70m 410m; do
+    "$PYTHON" -m lab train --preset "$SIZE" --tokenizer bytes --block-size 64 --steps 2 --batch-size 1 \
+      --micro-batch-size 1 --recompute --eval-windows 1 --log-every 1 --out out/try --name "$SIZE-$(date +%s)"
+  done
+  exit
+fi
+
+"$PYTHON" -m lab corpus stream pile --tokens "${TOKENS[$SIZE]}" --folder data/pile
+for method in ${METHODS:-ponderlm3 ponderlm2 looped vanilla}; do
+  run=$RUNS/$method
+  if [ ! -f "$run/results.json" ]; then
+    how=(--preset "$SIZE" --method "$method" --data data/pile)
+    [ -f "$run/train.json" ] && how=(--resume)
+    "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="${GPUS:-1}" -m lab train \
+      "${how[@]}" --out "$RUNS" --name "$method"
+  fi
+  [ -d "$run-hf" ] || "$PYTHON" -m lab convert "$run" --to "$run-hf" --transformers
+  for shots in 0 5; do
+    [ -d "$run/tasks-$shots" ] || "$PYTHON" -m lm_eval run --model hf --num_fewshot $shots \
+      --model_args "pretrained=$run-hf,trust_remote_code=True" --output_path "$run/tasks-$shots" --tasks \
+      lambada_openai,arc_easy,lambada_standard,arc_challenge,winogrande,piqa,hellaswag,sciq,race
+  done
+done

@@ -1,0 +1,119 @@
+import random
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab.corpora import lookup
+from lab.corpora.preparation import Windows, load_tokens, prepare, read_meta
+from lab.corpora.tokenizers import load_tokenizer
+from model import UserError
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """200 lines."""
+    folder = tmp_path_factory.mktemp("lookup") / "lookup"
+    lookup.prepare_lookup(folder, lines=200)
+    return folder
+
+
+@pytest.mark.parametrize("longest", [6, 10])
+def test_lines(longest):
+    """Catches an answer that is not as many lookups away as the question says, chains of other
+    lengths, lines of another length, and a word that is more than one token."""
+    tokenizer, rng, asked, ends = lookup.tokenizer(longest), random.Random(3), [], []
+    pairs = longest + 7
+    for _ in range(100):
+        text = lookup.line(rng, longest=longest)
+        ids = tokenizer.encode(text)
+        assert len(ids) == lookup.LINE - 1 and min(ids) >= 256
+        assert tokenizer.decode(ids).decode() == text
+        parts = text.split()
+        following = dict(parts[:pairs])
+        assert len(following) == len(set(following.values())) == pairs
+        chains = []
+        for letter in following.keys() - following.values():
+            chains.append(0)
+            while letter in following:
+                letter, chains[-1] = following[letter], chains[-1] + 1
+            assert letter in "STUVXYZ"
+        assert len(chains) == 4 and longest in chains
+        for i in range(pairs, 61, 4):
+            number, letter, answer, again = parts[i : i + 4]
+            for _ in range(int(number)):
+                letter = following[letter]
+            assert letter == answer and answer in "STUVXYZ" and number == again
+            asked.append(int(number))
+            ends.append(answer)
+        assert parts[61:] == ["the", "end"]
+    counts = [asked.count(n) for n in range(1, longest + 1)]
+    assert sum(counts) == len(asked) and min(counts) > 0.7 * max(counts)
+    assert all(100 < ends.count(end) < 250 for end in "STUVXYZ")
+    assert lookup.longest_of(tokenizer) == longest
+
+
+def test_corpus(corpus):
+    """Catches another text or another split than before, which earlier results were measured on,
+    and windows that are not lines."""
+    digests = {"train": "b1d522b7c0ed2bb4", "val": "64547a7e1f21490d"}
+    for split, digest in digests.items():
+        assert sha256((corpus / f"{split}.bin").read_bytes()).hexdigest()[:16] == digest
+    folder, tokenizer = prepare(str(corpus))
+    assert folder == corpus and tokenizer.name == "lookup"
+    tokens = load_tokens(folder, "train", tokenizer.vocab_size)
+    windows = Windows(tokens, lookup.LINE, seed=0)
+    x = windows.rows(0, windows.count)
+    assert (x[:, -2] == tokenizer.end_of_text).all()
+    assert read_meta(folder)["val_bytes"] == 1144
+    # The held-out lines of another seed are none of these.
+    assert not {*lookup.documents(30, 0)} & {*lookup.documents(30, 1)}
+
+
+def test_chosen_lookups(tmp_path, monkeypatch):
+    """Catches questions of other kinds than were asked for, or some of them too rarely, and a
+    corpus that is made again, or trained on although it is another one."""
+    rng = random.Random(0)
+    words = "".join(lookup.line(rng, lookups=(1, 3)) for _ in range(50)).split()
+    asked = [word for word in words if word.isdigit()]
+    assert set(asked) == {"1", "3"} and 500 < asked.count("3") < 700
+    folder, asked_for = tmp_path / "some", dict(lines=100, lookups=(1, 3))
+    lookup.prepare_lookup(folder, **asked_for)
+    assert read_meta(folder)["source"] == "lookup task, 100 lines, seed 0, lookups 1 3"
+    monkeypatch.setattr(lookup, "write_corpus", lambda *_: pytest.fail("it was made again"))
+    lookup.prepare_lookup(folder, **asked_for)
+    for other in (dict(lines=300), dict(seed=1), dict(lookups=()), dict(longest=10)):
+        with pytest.raises(UserError, match=r"holds something else than .*use another --folder"):
+            lookup.prepare_lookup(folder, **asked_for | other)
+    with pytest.raises(UserError, match=r"lookups \[1, 8\]: chains have 1 to 6 \(--longest 10"):
+        lookup.prepare_lookup(folder, lookups=(8, 1))
+
+
+def test_command(tmp_path, monkeypatch, capsys, run):
+    """Catches flags that change nothing, and a next step that is not named."""
+    monkeypatch.chdir(tmp_path)
+    run("lookup", "--folder", "there", "--lines", "150", "--seed", "2")
+    out = capsys.readouterr().out
+    assert "there: 21,450 bytes" in out and "lookup task, 150 lines, seed 2" in out
+    assert out.endswith("next: python -m lab train --data there\n")
+    assert [path.name for path in Path().iterdir()] == ["there"]
+
+
+def test_lookups_asked(corpus):
+    """Catches a mask that is one token off, and a text that is something else."""
+    tokenizer = load_tokenizer(corpus / "tokenizer.json")
+    x = torch.from_numpy(load_tokens(corpus, "val", 600)[: 4 * 64].astype(int)).view(4, 64)
+    asked = lookup.lookups_asked(x.view(2, 128), tokenizer).view(4, 64)
+    for line, row in zip(x.tolist(), asked.tolist(), strict=True):
+        words = [tokenizer.decode([token]).decode().strip() for token in line]
+        for i, n in enumerate(row):
+            following = words[i + 1] if i < 63 else "table"
+            if following in ("end", "<|endoftext|>"):
+                assert n == 0
+            else:
+                first = i == 14  # number, letter: 13, 14
+                assert n == (int(words[i - 1]) if first else -1)
+    for other in (x[:, :60], x.roll(1, dims=1)):
+        with pytest.raises(UserError, match=r"not lines of the lookup task: .* --data data/lookup"):
+            lookup.lookups_asked(other, tokenizer)

@@ -1,0 +1,188 @@
+"""Our own tokenizers, and the tokenizer.json beside a Llama: both kinds that Llamas have, made here
+from a small text."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from foreign import KINDS, TEXT, byte_level, make_tokenizer
+from tokenizers import processors
+
+from lab.corpora.huggingface import save_pretrained
+from lab.corpora.preparation import load_tokens, prepare
+from lab.corpora.tokenizers import load_tokenizer, open_tokenizer
+from lab.engine.request import print_tokens
+from model import UserError
+
+CODE = "def f(x):\n    return x + 1  # naïve café 😀👩‍👩‍👧\n" * 40
+HARD = "the  fox\n\tnaps: é ☃ 日本 \U0001f98a <s> </s> <|endoftext|> \x00!"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_encode_and_decode(tmp_path, kind):
+    """Catches other ids than the library's, a text whose "</s>" becomes the end of the text, bytes
+    that change on the way back, and settings that a file of ours loses."""
+    library, tokenizer = make_tokenizer(tmp_path, kind)
+    assert tokenizer.encode(TEXT) == library.encode(TEXT, add_special_tokens=False).ids
+    start = " " if kind == "llama 2" else ""  # SentencePiece puts a space before each text
+    for text in (TEXT, HARD, "", "é"):
+        assert tokenizer.decode(tokenizer.encode(text)).decode() == (start if text else "") + text
+    parts = [tokenizer.decode([i]) for i in tokenizer.encode("日")]  # as streaming prints them
+    assert b"".join(parts).decode().strip() == "日" and len(parts) >= 3
+    assert tokenizer.encode(HARD.encode()) == tokenizer.encode(HARD)
+    assert tokenizer.end_of_text == library.token_to_id("</s>")
+    assert tokenizer.end_of_text not in tokenizer.encode(HARD)
+    assert tokenizer.begin == ([] if kind == "byte-level" else [library.token_to_id("<s>")])
+    assert tokenizer.vocab_size == library.get_vocab_size()
+    beginning = b"<s>" * len(tokenizer.begin)
+    assert tokenizer.decode([*tokenizer.begin, tokenizer.vocab_size]) == beginning
+    tokenizer.save(tmp_path / "ours.json")
+    again = load_tokenizer(tmp_path / "ours.json")
+    for name in ("tokens", "begin", "end_of_text", "digest"):
+        assert getattr(again, name) == getattr(tokenizer, name)
+
+
+@pytest.mark.parametrize(
+    "template,begin",
+    [("</s> $A", [1]), ("<s> $A </s>", [0]), ("$A </s>", []), ("<s> </s> $A <s>", [0, 1])],
+)
+def test_begin(tmp_path, template, begin):
+    """Catches a beginning that is taken for the end of text, or the end for a beginning."""
+    library = byte_level()
+    special = [(name, library.token_to_id(name)) for name in ("<s>", "</s>")]
+    library.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    library.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").begin == begin
+
+
+def test_added_tokens(tmp_path):
+    """Catches a token that was added as plain text and is read as characters for bytes."""
+    library = byte_level()
+    library.add_tokens(["two words \u00e9"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    ids = tokenizer.encode("the two words \u00e9 fox")
+    assert library.token_to_id("two words \u00e9") in ids
+    assert tokenizer.decode(ids).decode() == "the two words \u00e9 fox"
+
+
+def test_beginning_is_not_shown(tmp_path, capsys):
+    """Catches a "<s>" that is printed in a text which has none."""
+    _, tokenizer = make_tokenizer(tmp_path, "llama 3")
+    ids = tokenizer.begin + tokenizer.encode("the fox")
+    print_tokens([(token, 0) for token in ids], tokenizer, 3)
+    assert capsys.readouterr().out.replace("\u2080", "") == "the fox\n"
+
+
+def test_end_of_text(tmp_path):
+    """Catches an end of text that is read in one of its two forms only, or is no token."""
+    for end in ("</s>", {"content": "</s>", "lstrip": False}):
+        assert make_tokenizer(tmp_path, "byte-level", eos_token=end)[1].end_of_text == 1
+    with pytest.raises(UserError, match="end of text, 'x!y', is not in its vocabulary"):
+        make_tokenizer(tmp_path, "byte-level", eos_token="x!y")
+
+
+def test_settings_of_the_file_are_left_alone(tmp_path):
+    """Catches texts cut at the 512 tokens that somebody's tokenizer.json says."""
+    library = byte_level()
+    library.enable_truncation(4)
+    library.enable_padding(length=9)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path))
+    assert tokenizer.decode(tokenizer.encode(TEXT)).decode() == TEXT
+    assert tokenizer.end_of_text is None
+    (tmp_path / "text").write_text(TEXT)
+    with pytest.raises(UserError, match="no end of text"):
+        prepare(str(tmp_path / "text"), str(tmp_path), cache=tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_corpus(tmp_path, kind):
+    """Catches a corpus without the tokens around each text, and one that is taken for another's."""
+    _, tokenizer = make_tokenizer(tmp_path / "model", kind)
+    (tmp_path / "texts").mkdir()
+    for name in "ab":  # the end of training text would fall inside the second character
+        (tmp_path / "texts" / name).write_text(f"{name} {'日本語' * 99}")
+    texts, cache = str(tmp_path / "texts"), tmp_path / "data"
+    folder, same = prepare(texts, str(tmp_path / "model"), cache=cache)
+    assert same.digest == tokenizer.digest and same.digest in folder.name.split("-")[-2]
+    ids = load_tokens(folder, "val", tokenizer.vocab_size)[:].tolist()
+    one = [*tokenizer.begin, *tokenizer.encode("日本語" * 10), tokenizer.end_of_text]
+    assert ids[: len(one)] == one and len(ids) == 2 * len(one)
+    again, same = prepare(texts, str(tmp_path / "model"), cache=cache)
+    assert again == folder and same.digest == tokenizer.digest
+    assert prepare(texts, "bytes", cache=cache)[0] != folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_export(tmp_path, kind):
+    """Catches a tokenizer that transformers does not load, or loads as another one."""
+    transformers = pytest.importorskip("transformers")
+    _, tokenizer = make_tokenizer(tmp_path / "model", kind)
+    (tmp_path / "llama").mkdir()
+    save_pretrained(tokenizer, tmp_path / "llama")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "llama")
+    assert theirs.eos_token_id == tokenizer.end_of_text
+    assert theirs.bos_token == ("<s>" if tokenizer.begin else None)
+    assert theirs.pad_token_id == tokenizer.end_of_text  # batches need one
+    assert theirs.padding_side == "left"
+    for text in (TEXT, "a</s>b"):
+        assert theirs(text)["input_ids"] == tokenizer.begin + tokenizer.encode(text)
+    assert load_tokenizer(tmp_path / "llama" / "tokenizer.json").tokens == tokenizer.tokens
+
+
+def test_large_vocabulary(tmp_path):
+    """Catches ids above 65,535 that wrap around: Llama 3 has 128,256."""
+    library = byte_level()
+    library.add_tokens([f"token{i}" for i in range(70_000)])
+    (tmp_path / "model").mkdir()
+    library.save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    text = "".join(f"token{i} " for i in range(69_999, 0, -7))
+    (tmp_path / "text").write_text(text)
+    folder, tokenizer = prepare(str(tmp_path / "text"), str(tmp_path / "model"), cache=tmp_path)
+    tokens = load_tokens(folder, "train", tokenizer.vocab_size)
+    assert tokens[:5].dtype == np.uint32 and int(tokens[:].max()) > 2**16
+    assert text.startswith(tokenizer.decode(tokens[:-1]).decode())
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        (None, "is missing: a model has its tokenizer"),
+        ({"model": {"type": "Odd"}}, "tokenizers cannot read"),
+        ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "decoder.*WordPiece"),
+        ({"decoder": None}, "unknown decoder"),
+        ({}, "pip install tokenizers"),
+    ],
+)
+def test_damaged(tmp_path, change, message, monkeypatch):
+    """Catches a stack trace, or a text that is written with other tokens."""
+    make_tokenizer(tmp_path, "byte-level")
+    if message == "pip install tokenizers":
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+    file = tmp_path / "tokenizer.json"
+    if change is None:
+        file.unlink()
+    else:
+        theirs = json.loads(file.read_text())
+        file.write_text(json.dumps(theirs | change))
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(file)
+
+
+def test_hub(tmp_path, monkeypatch):
+    """Catches a name of the Hub that is not looked up, and weights that are fetched for a
+    tokenizer."""
+    make_tokenizer(tmp_path, "byte-level")
+    asked = []
+
+    def fetch(name, allow_patterns):
+        asked.append(name)
+        assert all("json" in pattern for pattern in allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert open_tokenizer("someone/a-model").encode("a") and asked == ["someone/a-model"]

@@ -1,0 +1,74 @@
+"""The simple decoder: what it says, and how both decoders choose a token."""
+
+import pytest
+import torch
+from conftest import small_model
+
+from lab.engine.request import choose_finite, uniform
+from lab.engine.simple import generate
+
+
+def test_generate_is_greedy_argmax_of_the_parallel_form():
+    """Catches a decoder that continues from other logits than the model's, and wrong steps, or a
+    count of them, from which the saving is printed, that misses tokens."""
+    prompt, differ = [3, 1, 4], 0
+    for seed in range(6):
+        model, read = small_model(seed=seed), []
+        (sample,) = generate(model, [prompt], 8, tau=0.3, temperature=0, read=read)
+        with torch.no_grad():
+            out = model(torch.tensor([prompt + sample.tokens]), tau=0.3, R=33)
+        assert sample.tokens == out.logits[0, 2:-1].argmax(-1).tolist()
+        assert sample.steps == read[2:] and read == out.steps[0, :-1].tolist()
+        differ += len(set(sample.steps)) > 1
+    assert differ >= 2
+
+
+def test_seeds_and_independence():
+    """Catches prompts that share random numbers, and a seed that does not repeat."""
+    model, prompts = small_model(), [[1, 2], torch.tensor([5, 6, 7])]
+    a, b = generate(model, prompts, 12, seed=5), generate(model, prompts, 12, seed=5)
+    assert a == b
+    assert generate(model, prompts[1:], 12, seed=6) == a[1:]
+    assert generate(model, prompts, 12, seed=7) != a
+
+
+def test_longer_than_the_window():
+    """Catches a crash at the window's end, and a context other than the documented last half."""
+    model = small_model(block_size=8)
+    (sample,) = generate(model, [[1, 2, 3]], 30, temperature=0)
+    assert len(sample.tokens) == 30
+    context = [1, 2, 3, *sample.tokens]
+    # 9 tokens do not fit: the last 4 of them begin a new context.
+    assert generate(model, [context[5:9]], 4, temperature=0)[0].tokens == context[9:13]
+    (long,) = generate(model, [list(range(20))], 1, temperature=0)
+    assert long == generate(model, [list(range(16, 20))], 1, temperature=0)[0]
+
+
+def test_choices():
+    """Catches top-k or top-p that keeps one too many or few, and an unused temperature."""
+    logits, u = torch.tensor([0.1, 0.4, 0.2, 0.3]).log(), uniform(0, 1000)
+    draw = lambda *args: set(choose_finite(logits.expand(1000, 4), u, *args).tolist())  # noqa: E731
+    assert draw(0, None, None) == {1}
+    assert draw(1, None, None) == {0, 1, 2, 3}
+    assert draw(1, 2, None) == {1, 3}
+    assert draw(1, None, 0.39) == {1}
+    assert draw(1, None, 0.41) == {1, 3}
+    assert draw(1, 3, 0.99) == {1, 2, 3}
+    assert draw(0.02, None, None) == {1}
+    assert choose_finite(torch.tensor([-torch.inf, 1.0, 1.0]), torch.tensor(0.0)) == 1  # never 0
+
+
+@pytest.mark.parametrize("args", [(1.0,), (0.5,), (1.0, 3), (1.0, None, 0.65)])
+def test_frequencies(args):
+    """Catches tokens chosen more or less often than their probability, and rows mixed up."""
+    rows, u = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.7, 0.0, 0.2, 0.1]]), uniform(1, 20_000)
+    for row in rows:
+        p = row ** (1 / args[0])
+        if len(args) == 2:
+            p[row.argsort()[: 4 - args[1]]] = 0
+        if len(args) == 3:
+            p = torch.where(row >= 0.3, p, 0)
+        counts = choose_finite(row.log().expand(20_000, 4), u, *args).bincount(minlength=4)
+        assert ((counts / 20_000 - p / p.sum()).abs() < 0.015).all()
+    two = choose_finite(rows.log(), u[:2], *args).tolist()
+    assert two == [int(choose_finite(row.log(), u[i], *args)) for i, row in enumerate(rows)]

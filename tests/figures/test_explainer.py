@@ -1,0 +1,719 @@
+"""The page that runs two models: their numbers against PyTorch's, and what a reader can do.
+
+The numbers come from V8, in this process, which runs the page's worker as it stands in the page.
+What takes a click is tried in Chromium. Models are tiny and random, with weights that float16 holds
+exactly; and the included ones.
+"""
+
+import json
+import re
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from conftest import small_model
+from py_mini_racer import MiniRacer
+
+from data import Tokenizer
+from lab.corpora import lookup
+from lab.engine.puzzle import chain_from
+from lab.figures import explainer
+from lab.figures.__main__ import main
+from lab.interop import INCLUDED, PUZZLES, load, save
+from model import UserError
+from train import PRESETS
+
+ROOT = Path(explainer.__file__).parents[2]
+TAU = 0.3
+SHAPES = {
+    "plain": dict(router_offset=(0.0, 0.5, -1.0)),
+    # everything that a config may have beside: 2 of 4 heads share keys in both
+    "special": dict(
+        ponder_steps=3,
+        tie_word_embeddings=True,
+        reread=True,
+        router_offset=(1.0, 0.0, 0.0, 0.0),
+        embed_scale=3.0,
+        head_dim=6,
+    ),
+}
+WORDS = explainer.BYTES  # the first word of a puzzle
+TOKENIZER = lookup.tokenizer()
+LEFT, RIGHT, END = "\ue012", "\ue014", "\ue010"  # keys, as Selenium writes them
+# models of the puzzle: the page that has each
+PUZZLERS = {"grid": "plain", "puzzles": "included"}
+
+
+def model_of(name):
+    """A model in float64 whose weights are those of its page."""
+    if name in ("included", "puzzles"):
+        model = load(INCLUDED if name == "included" else PUZZLES)
+    elif name == "grid":
+        shape = {"vocab_size": 532, "block_size": 16, "ponder_steps": 3}
+        model = small_model(seed=4, method="grid", tie_word_embeddings=True, **shape)
+    else:
+        shape = {"vocab_size": 257, "block_size": 16, "ponder_steps": 2} | SHAPES[name]
+        model = small_model(seed=3, **shape)
+        model.lm_head.weight.data *= 4  # logits as large as those of a trained model
+    for parameter in model.parameters():
+        parameter.data = parameter.half().double()
+    return model.double()
+
+
+def write_run(folder, model, tokenizer=None):
+    """A finished run of a model: what the page reads of one."""
+    save(model.float(), folder)
+    (tokenizer or Tokenizer.bytes()).save(folder / "tokenizer.json")
+    config = replace(PRESETS["tiny"][0], tau=TAU, data="/home/<b>/text")
+    (folder / "train.json").write_text(json.dumps({"config": asdict(config)}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A page of each model, by name."""
+    folder, made = tmp_path_factory.mktemp("runs"), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explainer, "PUZZLES", write_run(folder / "p", model_of("grid"), TOKENIZER))
+        for name in SHAPES:
+            run = write_run(folder / name, model_of(name))
+            main(["explainer", "--run", str(run)])
+            made[name] = run / "report/explainer.html"
+    made["included"] = folder / "included.html"
+    explainer.Explainer(str(INCLUDED), TAU, made["included"]).draw()
+    return made
+
+
+# What a browser has and V8 alone has not. Messages arrive at once.
+BROWSER = """
+    const self = {};
+    const atob = base64 =>
+      Array.from(Uint8Array.fromBase64(base64), byte => String.fromCharCode(byte)).join("");
+    class MessageChannel {
+      port1 = {};
+      port2 = {postMessage: () => this.port1.onmessage()};
+    }
+    const plain = (_, value) => ArrayBuffer.isView(value) ? Array.from(value) : value;
+    let answer;
+    async function ask(name, values) {
+      const said = [], result = await requests[name](values, event => said.push(event));
+      answer = JSON.stringify({result, said}, plain);
+    }
+"""
+
+
+class Worker:
+    """A worker of a page: it answers requests as worker.js says."""
+
+    def __init__(self, page, part="text", weights="weights"):
+        text = page.read_text("utf-8")
+        find = lambda id: re.search(rf'id="{id}">(.*?)</script>', text, re.DOTALL)[1]  # noqa: E731
+        self.engine = MiniRacer()
+        self.engine.eval(BROWSER + find("worker"))
+        self.payload = json.loads(find("payload"))[part]
+        self.ask("start", **self.payload, weights=find(weights))
+
+    def hear(self, name, **values):
+        """What a request is answered, and what is said before."""
+        self.engine.eval(f"answer = null; ask({json.dumps(name)}, {json.dumps(values)}); null")
+        answer = json.loads(self.engine.eval("answer"))
+        return answer.get("result"), answer["said"]
+
+    def ask(self, name, **values):
+        return self.hear(name, **values)[0]
+
+    def read(self, text, tau=TAU, alpha=0):
+        """Read a text -> the steps of its bytes, the summary, and that of tau = 0."""
+        always, said = self.hear("read", ids=list(text.encode()), tau=tau, alpha=alpha)
+        steps = [step for event in said for step in event.get("steps", [])]
+        return steps, said[-1]["summary"], always
+
+
+@pytest.fixture
+def worker(pages):
+    def worker_of(name="plain"):
+        if name in PUZZLERS:
+            return Worker(pages[PUZZLERS[name]], "puzzle", "puzzle-weights")
+        return Worker(pages[name])
+
+    return worker_of
+
+
+class Page:
+    """An open page: what tests do with it."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def run(self, script, *args):
+        """The value of a script, or of the promise that it returns."""
+        return self.driver.execute_script(script, *args)
+
+    def ask(self, name, **values):
+        return self.run("return ponder.request(arguments[0], arguments[1])", name, values)
+
+    def until(self, condition, *args):
+        """Wait until an expression is true."""
+        from selenium.webdriver.support.wait import WebDriverWait
+
+        WebDriverWait(self.driver, 20, 0.02).until(lambda _: self.run(f"return {condition}", *args))
+
+    def ready(self):
+        self.until("document.body.dataset.state + document.body.dataset.puzzle === 'readyready'")
+
+    def put(self, id, value):
+        """Type into a field, or move a slider, and wait for what follows from it."""
+        field = f"document.getElementById('{id}')"
+        self.run(f"{field}.value = arguments[0]", value)
+        self.run(f"{field}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+        self.ready()
+
+    def text(self, id):
+        return self.run("return document.getElementById(arguments[0]).innerText", id)
+
+    def find(self, css):
+        return self.driver.find_element("css selector", css)
+
+    def click(self, id):
+        self.run("document.getElementById(arguments[0]).click()", id)
+
+    @property
+    def state(self):
+        return self.run("return ponder.state")
+
+
+@pytest.fixture
+def show(chromium, pages):
+    """Open the page of a model. At the end nothing complained."""
+
+    def show_page(name="plain", address=""):
+        chromium.get_log("browser")
+        chromium.get("about:blank")  # another address of one page would not load it again
+        chromium.get(pages[name].as_uri() + address)
+        page = Page(chromium)
+        page.ready()
+        return page
+
+    yield show_page
+    asked = "return performance.getEntriesByType('resource').map(entry => entry.name)"
+    assert all(name.startswith("blob:") for name in chromium.execute_script(asked))
+    assert chromium.get_log("browser") == []
+
+
+def growing(model, ids, tau, alpha):
+    """ponder_token on a text that may still grow: yields logits (V) and steps of each token.
+
+    As sample.py: stream: a context that outgrows the window starts anew from its last half.
+    """
+    context, done = [], 0
+    for token in ids:
+        context.append(token)
+        if len(context) > model.config.block_size:
+            context, done = context[-model.config.block_size // 2 :], 0
+        if done == 0:
+            cache = model.new_cache()
+        while done < len(context):
+            logits, steps = model.ponder_token(context[done], done, cache, tau, alpha)
+            done += 1
+        yield logits, steps
+
+
+def largest_gap(rows, logits):
+    return (torch.tensor(rows) - logits).abs().max().item()
+
+
+# -- The numbers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "included", *PUZZLERS])
+@torch.no_grad()
+def test_same_numbers_as_pytorch(name, worker):
+    """Catches any difference of the page's model from model.py: weights in another order, RoPE in
+    another form, a bias on the wrong slot, heads that look at another's keys, a threshold that is
+    missed, a word for another, a step on the grid that sees deeper ones; slot by slot and in
+    parallel (logits of size 1 within 1e-3; K-hat equal)."""
+    page, model, first = worker(name), model_of(name), WORDS if name in PUZZLERS else 0
+    ids = torch.randint(257, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = list(explainer.TEXT.encode())[:40] if name == "included" else ids
+    if name in PUZZLERS:
+        text = lookup.line(Random(1))
+        ids = [token - WORDS for token in TOKENIZER.encode(text)[:40]]
+        assert [page.payload["words"][i] for i in ids] == text.split()[:40]
+    start, different = torch.tensor([ids[:14]]) + first, set()
+    shift = -0.5 if name in PUZZLERS else 0.5
+    for tau, alpha in ((0.0, 0.0), (0.1, 0.0), (TAU, shift), (1.0, 0.0)):
+        words = [token + first for token in ids]
+        logits, steps = zip(*growing(model, words, tau, alpha), strict=True)
+        found = page.ask("decode", ids=ids, tau=tau, alpha=alpha)
+        assert found["steps"] == list(steps), (tau, alpha)
+        assert largest_gap(found["logits"], torch.stack(logits)[:, first:]) < 1e-3
+        out = model(start, tau=tau, alpha=alpha)
+        found = page.ask("iterate", ids=ids[:14], tau=tau, alpha=alpha)
+        assert found["steps"] == out.steps[0].tolist()
+        assert largest_gap(found["logits"], out.logits[0, :, first:]) < 1e-3
+        assert tau or torch.stack(logits).std() > 0.5
+        different |= {steps}
+    assert len(different) == 4 and len(set(steps)) == 1  # tau = 1: no token takes a step
+
+
+def test_passes_are_those_of_model_py(worker):
+    """Catches an iteration that stops earlier or later than PonderLM.jacobi."""
+    page, model, passes, ids = worker(), model_of("plain"), [], list(b"All the world")
+    original = model.jacobi_pass
+    model.jacobi_pass = lambda *args: passes.append(1) or original(*args)
+    model.jacobi(torch.tensor([ids]), tau=TAU)
+    assert page.ask("iterate", ids=ids, tau=TAU, alpha=0)["passes"] == len(passes) > 3
+    steps, _, _ = page.read("All the world")
+    ended, said = page.hear("jacobi")
+    assert ended is True and len(said) == len(passes) and said[-1]["steps"] == steps
+    assert max(map(max, said[-1]["error"])) < 1e-4 < max(map(max, said[2]["error"]))
+
+
+def test_edits(worker):
+    """Catches a cache that keeps what an edit took away, or loses what it left: at the end, in the
+    middle, before and behind the place where the text outgrows the window (16)."""
+    page = worker()
+    for text in ("To be", "To be, or not to be, that", "To be, or not to bee, that", "To be, or",
+                 "To be or not to be", "x" * 60, "x" * 59 + "y", ""):  # fmt: skip
+        ids = list(text.encode())
+        expected = page.ask("decode", ids=ids, tau=TAU, alpha=0)["steps"]
+        assert page.read(text)[0] == expected, text
+
+
+def test_summary(worker):
+    """Catches steps or a loss of other bytes, and a tau = 0 that is not always K."""
+    page, ids = worker(), list(b"What is the city")
+    steps, shown, always = page.read("What is the city")
+    logits = torch.tensor(page.ask("decode", ids=ids, tau=TAU, alpha=0)["logits"])
+    losses = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]))
+    assert shown["loss"] == pytest.approx(losses.item(), abs=1e-4)
+    assert 0 < shown["steps"] == sum(steps) < always["steps"] == 2 * len(ids)
+
+
+def test_an_opened_byte(worker):
+    """Catches a byte whose s, w, predictions or attention are those of another byte or slot."""
+    page, model, ids = worker(), model_of("plain"), list(b"What is it")
+    page.read("What is it", tau=0)
+    found = page.ask("open", t=4)
+    with torch.no_grad():
+        h, s, log_w = model.jacobi(torch.tensor([ids]), tau=0.0)
+        expected = model.lm_head(h)[0, 4].softmax(-1).topk(5)
+    assert found["s"] == pytest.approx(s[0, 4].tolist(), abs=1e-4)
+    assert found["w"] == pytest.approx(log_w[0, 4].exp().tolist(), abs=1e-4)
+    for k in range(3):
+        best, p = zip(*found["alone"][k], strict=True)
+        assert list(best) == expected.indices[k].tolist()
+        assert p == pytest.approx(expected.values[k].tolist(), abs=1e-4)
+    # slot k sees the slots of bytes 0..3, and its own up to k
+    assert [len(layers[0][0]) for layers in found["seen"]] == [13, 14, 15]
+    heads = [head for layers in found["seen"] for heads in layers for head in heads]
+    assert len(heads) == 3 * 2 * 4 and all(sum(p) == pytest.approx(1, abs=1e-6) for p in heads)
+    slots = [(i, k) for i in range(5) for k in range(3)]
+    assert [(key["t"], key["k"]) for key in found["keys"]] == slots
+    w = log_w[0, :5].exp().flatten().tolist()
+    assert [key["w"] for key in found["keys"]] == pytest.approx(w, abs=1e-4)
+
+
+def test_keys_of_a_later_segment(worker):
+    """Catches keys of a text that has outgrown the window (16) under the names of other slots:
+    read anew, a byte may take other steps. Slot 0 alone has a mask score of 1."""
+    page = worker()
+    assert len(set(page.read("It is a tale told by an idiot, full of sound")[0])) > 1
+    for t in (20, 33, 43):
+        keys = page.ask("open", t=t)["keys"]
+        assert [key["t"] for key in keys if key["k"] == 0] == list(range(keys[0]["t"], t + 1))
+        assert all((key["w"] == 1) == (key["k"] == 0) for key in keys)
+
+
+@torch.no_grad()
+def test_continuation(worker):
+    """Catches a continuation that its seed does not repeat, one that is not the model's (at
+    temperature 0), or that stays in the text."""
+    page, model, ids = worker(), model_of("plain"), list(b"What is")
+
+    def written(seed, temperature):
+        page.read("What is")
+        flags = {"ids": ids, "seed": seed, "temperature": temperature, "count": 30}
+        ended, said = page.hear("more", **flags)
+        assert ended == ("done" if len(said) == 30 else "end")
+        return [token["id"] for token in said]
+
+    assert written(1, 1) == written(1, 1) != written(2, 1)
+    context = ids.copy()
+    for n, (logits, _) in enumerate(growing(model, context, TAU, 0.0), 1):
+        if n == len(context) < 37:
+            context.append(int(logits.argmax()))
+    greedy = context[7 : context.index(256) if 256 in context else None]
+    assert len(greedy) > 3 and written(1, 0) == greedy
+    assert page.ask("open", t=6)["probability"] is None  # nothing follows it yet
+
+
+# -- The puzzle ------------------------------------------------------------------------------------
+
+
+def chains_of(pairs):
+    """The chains of a table, as words, the longest first."""
+    begins = {a for a, _ in pairs} - {b for _, b in pairs}
+    chains = [chain_from(letter, pairs) for letter in sorted(begins)]
+    return sorted(chains, key=len, reverse=True)
+
+
+@torch.no_grad()
+def answer_of(model, pairs, letter, tau=0.1):
+    """What a model of the task says after "n letter" -> n, steps, the word, its probability."""
+    (n,) = (len(chain) - 1 - chain.index(letter) for chain in chains_of(pairs) if letter in chain)
+    ids = TOKENIZER.encode("".join(f" {word}" for word in [*pairs, n, letter]))
+    *_, (logits, steps) = growing(model, ids, tau, 0.0)
+    p, word = logits[WORDS:].softmax(-1).max(-1)
+    return n, steps, TOKENIZER.decode([word.item() + WORDS]).decode().strip(), p.item()
+
+
+def test_tables_are_those_of_the_task(worker):
+    """Catches a table that the model was not trained on, and a seed that does not repeat one."""
+    page, tables = worker("grid"), []
+    for seed in range(40):
+        pairs = json.loads(page.engine.eval(f"JSON.stringify(make_table({seed}))"))
+        chains = chains_of(pairs)
+        assert len(chains[0]) == 7 and sum(map(len, chains[1:])) == 10
+        assert {"".join(pair) for chain in chains for pair in pairwise(chain)} == {*pairs}
+        question = [*pairs, *["6", *chains[0][::6], "6"] * 12, "the", "end"]
+        ids = [*TOKENIZER.encode("".join(f" {word}" for word in question)), TOKENIZER.end_of_text]
+        assert lookup.lookups_asked(torch.tensor([ids]), TOKENIZER)[0, 14] == 6
+        read = json.loads(page.engine.eval(f"JSON.stringify(read_table('{' '.join(pairs)}'))"))
+        assert read["pairs"] == pairs and sorted(read["chains"]) == sorted(chains)
+        tables.append((*pairs, len(chains[-1])))
+    assert len({*tables}) == 40 and {lengths for *_, lengths in tables} == {2, 3}
+
+
+TABLE = "gi ed jf le hT ck bh aV iS dc mb ka fZ"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (("gi", "gii"), "“gii” is no pair: write a letter a to m"),
+        (("gi", "gW"), "“gW” is no pair: .* an end, one of S,T,U,V,X,Y,Z."),
+        (("gi ", ""), "^No pair begins with g: add one for each"),
+        (("gi", "gi gU"), "gi and gU both begin with g: take one of them away"),
+        (("iS", "iV"), "aV and iV both lead to V: lead one elsewhere"),
+        (("iS", "ig"), "^g, i: they lead round in a circle. Lead one of them to an end"),
+        (("iS", "ii"), "gi and ii both lead to i"),
+        (("fZ", "fl"), "^jfledckaV takes 8 lookups, but 6 is the most"),
+    ],
+)
+def test_wrong_tables(change, message, worker):
+    """Catches a table that is no puzzle and is asked about, or refused for another reason."""
+    text = json.dumps(TABLE.replace(*change))
+    code = f"(() => {{ try {{ return !read_table({text}) }} catch (e) {{ return e.message }} }})()"
+    assert re.search(message, worker("grid").engine.eval(code))
+
+
+@pytest.mark.parametrize("name", PUZZLERS)
+def test_a_solved_puzzle(name, worker):
+    """Catches an answer that is not the model's, and a look at slots that the grid hides."""
+    page, model, pairs = worker(name), model_of(name), TABLE.split()
+    for letter in "lkfg":
+        n, steps, word, p = answer_of(model, pairs, letter)
+        ids = [page.payload["words"].index(word) for word in [*pairs, str(n), letter]]
+        found = page.ask("solve", ids=ids, tau=0.1)
+        assert found["steps"] == steps and page.payload["words"][found["integrated"][0][0]] == word
+        assert found["integrated"][0][1] == pytest.approx(p, abs=1e-3)
+        assert name != "grid" or any(key["t"] < 13 and key["k"] for key in found["keys"])
+        for k, layers in enumerate(found["seen"]):
+            for head in (head for heads in layers for head in heads):
+                pairs_seen = zip(head, found["keys"], strict=False)
+                assert all((p > 0) == (key["k"] <= k) for p, key in pairs_seen)
+
+
+class Puzzle(Page):
+    """The puzzle of an open page, by the included model."""
+
+    def __init__(self, page):
+        super().__init__(page.driver)
+        self.model = model_of("puzzles")
+
+    def expect(self, pairs, letter, tau=0.1):
+        """Wait until this is what the page asks and says, as the model would."""
+        n, steps, word, p = answer_of(self.model, pairs.split(), letter, tau)
+        there = "document.body.dataset.puzzle === 'ready' && ponder.puzzle.ask === arguments[0]"
+        self.until(there + " && ponder.puzzle.at > ponder.puzzle.thought.steps", letter)
+        self.until(f"document.getElementById('said').innerText.includes(' says {word} ({p:.2f})')")
+        seen = self.run("""const {table, ask, tau, thought} = ponder.puzzle;
+            return [table.pairs.join(' '), ask, tau, thought.n, thought.steps, thought.answer]""")
+        assert seen == [pairs, letter, tau, n, steps, word]
+        address = f"#puzzle={pairs.replace(' ', '.')}&ask={letter}&tau={tau:g}"
+        began = (pairs, letter, tau) == (TABLE, "l", 0.1)
+        assert self.run("return location.hash") in (("", address) if began else (address,))
+        assert self.text("read").split() == [*pairs.split(), str(n), letter, word]
+        done = self.run("return [...document.querySelectorAll('#thoughts td:nth-child(2)')]"
+            ".map(cell => cell.innerText)")  # fmt: skip
+        assert done[steps + 1 :] == ["not run"] * (5 - steps) and "not run" not in done[: steps + 1]
+        end = next(chain[-1] for chain in chains_of(pairs.split()) if letter in chain)
+        assert ("That is right." in self.text("said")) == (word == end)
+        return steps
+
+    def counts(self, n):
+        """Wait for a count of n questions -> (lookups, steps, right) of each, as shown."""
+        self.until(f"document.getElementById('tally').innerText.startsWith('{n} asked')")
+        asked = self.run("return ponder.puzzle.asked.map(({n, steps, right}) => [n, steps, right])")
+        *rows, _ = [row.split("\t")[1:] for row in self.text("staircase").split("\n")]
+        for steps, row in zip(range(5, -1, -1), rows, strict=True):
+            for n, cell in enumerate(row, 1):
+                here = [right for *place, right in asked if place == [n, steps]]
+                right = sum(here)
+                whole = str(right) if all(here) else f"{right}/{len(here)}"
+                assert cell == (whole if here else "·"), (n, steps)
+        right, steps = sum(one[2] for one in asked), sum(one[1] for one in asked) / len(asked)
+        assert f"{right} right, {steps:.1f} steps" in self.text("tally")
+        return asked
+
+
+@pytest.fixture
+def puzzle(show):
+    return lambda address="": Puzzle(show("included", address))
+
+
+def test_asking(puzzle):
+    """Catches a page that waits for its reader; a click, key or number that asks something else,
+    and a step whose arrow or pair is not the one with the most attention."""
+    page = puzzle()
+    steps = page.expect(TABLE, "l")
+    looks = page.run("return ponder.puzzle.thought.looks")
+    best = [TABLE.split()[look.index(max(look))] for look in looks]
+    rows = page.text("thoughts").split("\n")[1:]
+    assert len(best) == steps + 1
+    assert [row.split()[1] for row in rows[: steps + 1]] == best
+    widths = page.run("return [...document.querySelectorAll('.arrow')]"
+        ".map(arrow => +arrow.style.getPropertyValue('--a'))")  # fmt: skip
+    assert TABLE.split()[widths.index(max(widths))] == best[-1]
+    page.find("[data-letter=b]").click()
+    page.expect(TABLE, "b")
+    page.find("[data-letter=b]").send_keys(RIGHT)
+    page.expect(TABLE, "h")
+    assert page.run("return document.activeElement.dataset.letter") == "h"
+    page.run("document.querySelector('#numbers [value=\"3\"]').click()")
+    page.expect(TABLE, "c")
+    page.run("document.querySelector('#numbers [value=\"3\"]').click()")
+    page.expect(TABLE, "m")
+    page.click("walk-again")
+    page.until("document.getElementById('said').innerText.startsWith('The model has read')")
+    page.click("walk-step")
+    assert page.text("said").startswith("Step 0 looks")
+
+
+def test_tau_of_the_puzzle(puzzle):
+    """Catches a threshold that stops nothing or everything, and a count of other thresholds."""
+    page = puzzle()
+    page.expect(TABLE, "l")
+    page.put("puzzle-tau", 120)
+    assert page.expect(TABLE, "l", 1) == 0
+    page.click("many")
+    assert {right for *_, right in page.counts(31)} == {True, False}
+    page.put("puzzle-tau", 59)
+    assert page.expect(TABLE, "l", 0) == 5
+    assert page.text("tally").startswith("1 asked at τ = 0: ")
+
+
+def test_other_tables(puzzle):
+    """Catches a new table that is the old one; a count that leaves questions out; a text that is
+    taken although it is wrong, or not taken when it is mended; a table of another form without its
+    note."""
+    page = puzzle()
+    page.expect(TABLE, "l")
+    page.click("new")
+    page.until("ponder.puzzle.table.pairs.join(' ') !== arguments[0]", TABLE)
+    page.ready()
+    pairs, letter = page.run("return [ponder.puzzle.table.pairs.join(' '), ponder.puzzle.ask]")
+    page.expect(pairs, letter)
+    page.click("many")
+    assert sorted(n for n, *_ in page.counts(32)) == sorted([6, 6, *[1, 2, 3, 4, 5, 6] * 5])
+    page.put("own", TABLE.replace("gi", "gb"))
+    assert "bh" not in page.text("own-note") and "lead to b" in page.text("own-note")
+    assert page.run("return ponder.puzzle.table.pairs.join(' ')") == pairs
+    for other in (
+        "ab bc cS de ef fT gh hi iU jk kl lm mV",
+        "ab bc cd de ef fS gh hT ij jU kV lX mY",
+    ):
+        page.put("own", other)
+        page.expect(other, chains_of(other.split())[0][0])
+        assert "was not trained on such tables" in page.text("own-note")
+    page.put("own", TABLE)
+    page.expect(TABLE, "l")
+    assert page.text("own-note") == ""
+
+
+def test_address(puzzle):
+    """Catches an address that shows something else than what it says, or stops the page."""
+    page = puzzle("#puzzle=ab.bc&ask=b")
+    assert page.run("return ponder.puzzle.ask + ponder.puzzle.table.pairs.join(' ')") == "l" + TABLE
+    assert page.text("own-note").startswith("No pair begins with c, d, e")
+    table = "ab bc cd de ef fS gh hi iU jk kl lV mX"
+    page = puzzle(f"#puzzle={table.replace(' ', '.')}&ask=k&tau=0.5")
+    page.expect(table, "k", 0.5)
+    page.run("location.hash = 'puzzle=a%&ask=%E0%A4%A&tau=x'")
+    page.until("document.getElementById('own-note').innerText.includes('“a” is no pair')")
+    for wrong in ("ask=W", "ask=", "tau=-1", "tau=2", "tau=", "&&=%", "ask=ab"):
+        page.run("location.hash = arguments[0]", wrong)
+        page.run("return new Promise(done => setTimeout(done, 50))")
+    shown = page.run("const {table, ask, tau} = ponder.puzzle; return [table.pairs.join(' '), ask, tau]")
+    assert shown == [table, "k", 0.5]
+    page.driver.find_element("link text", "one lookup, thinking on for nothing").click()
+    page.expect(TABLE, "a", 0)
+
+
+# -- What a reader can do --------------------------------------------------------------------------
+
+
+def test_sliders(show):
+    """Catches a slider that changes nothing or too much: always-K must stay, tau = 0 must equal it,
+    and alpha must move the steps up and down; and shades, table and legend that do not follow."""
+    page = show()
+    page.put("input", "What is the city")
+    before = page.state
+    n, K = 16, 2
+    assert before["tau"] == TAU and before["always"]["steps"] == n * K
+    assert 0 < before["shown"]["steps"] == sum(before["steps"]) < n * K
+    spans = "[...document.querySelectorAll('#text span')]"
+    assert page.run(f"return {spans}.map(span => +span.style.getPropertyValue('--p'))") == [
+        30 * steps for steps in before["steps"]
+    ]
+    assert page.text("cost-shown").split("\t")[2] == str(n + before["shown"]["steps"])
+    page.put("tau", 0)
+    zero = page.state
+    assert zero["tau"] == 0 and zero["shown"] == zero["always"] == before["always"]
+    assert "0 0 bytes 1 0 bytes 2 16 bytes" in page.text("legend")
+    page.click("reset")
+    page.ready()
+    assert page.state["shown"] == before["shown"]
+    page.put("alpha", 3)
+    more = page.state["shown"]["steps"]
+    page.put("alpha", -3)
+    assert page.state["shown"]["steps"] < before["shown"]["steps"] < more
+
+
+def test_walking_through_the_bytes(show):
+    """Catches a click or key that opens another byte, and attention of another slot, or of heads
+    whose mean it is not."""
+    page = show()
+    page.put("tau", 0)
+    page.put("input", "What is it")
+    page.run("document.querySelectorAll('#text span')[4].click()")
+    page.until("document.getElementById('opened').innerText.startsWith('Byte 4: ␣')")
+    page.find("#text").send_keys(LEFT)
+    page.until("document.getElementById('opened').innerText.startsWith('Byte 3: t')")
+    page.find("#text").send_keys(END)
+    page.until("document.getElementById('opened').innerText.includes('Nothing follows')")
+    page.put("slot", 0)
+    assert page.run("return document.querySelectorAll('#keys .attended').length") == 9 * 3 + 1
+    titles = page.run("return [...document.querySelectorAll('#keys .attended')].map(c => c.title)")
+    shown = [float(re.search("attention ([^,]*)", title)[1]) for title in titles]
+    assert sum(shown) == pytest.approx(1, abs=0.02)
+
+
+def test_requests_that_overtake(show):
+    """Catches a continuation that begins before the text has been read, of a text that has gone
+    since."""
+    page = show()
+    page.put("input", "What is the city")
+    expected = page.state
+    change = """
+        const input = document.getElementById("input"), write = document.getElementById("write");
+        const type = text => { input.value = text; input.dispatchEvent(new Event("input")); };
+        type("Another text, which takes a while to read".repeat(3));
+        write.click();
+        type("What is the city");
+    """
+    page.run(change)
+    page.ready()
+    assert page.text("write") == "Continue the text" and page.text("continuation") == ""
+    for name in ("steps", "shown", "always"):
+        assert page.state[name] == expected[name], name
+
+
+def test_examples(show):
+    """Catches an example that does nothing."""
+    page = show()
+    examples = "[...document.querySelectorAll('[data-example]')]"
+    assert page.run(f"return {examples}.length") >= 15
+    page.run(f"{examples}[0].click()")
+    page.ready()
+    assert bytes(page.state["ids"]) == b"All that glitters is not gold."
+    missing = page.run(f"""return {examples}.map(({{dataset}}) => JSON.parse(dataset.example))
+        .flatMap(({{put = {{}}, click}}) => [...Object.keys(put).map(id => '#' + id), click ?? []])
+        .flat().filter(css => !document.querySelector(css))""")
+    assert missing == []
+    page.run(f"{examples}.find(({{innerText}}) => innerText === 'wild').click()")
+    page.until("document.getElementById('continuation').children.length > 1")
+
+
+def test_links_on_github(show):
+    """Catches links to code that a page on GitHub cannot follow, or that leave a clone."""
+    page = show()
+    link = "return on_github(arguments[0], '/repo/explainer.html', 'docs/lookup.md')"
+    assert page.run(link, "me.github.io") == "//github.com/me/repo/blob/main/docs/lookup.md"
+    assert page.run(link, "example.org") is None
+    assert page.run("return document.querySelector('a.code').protocol") == "file:"
+
+
+def test_both_iterations(show):
+    """Catches grids that do not end at the same states, and a count of passes that is not that of
+    the slots."""
+    page = show()
+    page.put("input", "What is it")
+    slots = page.state["shown"]["steps"] + 10
+    assert page.run("return +document.getElementById('pass').max") == slots
+    settled = "document.querySelectorAll('#{} .settled').length"
+    page.click("passes-step")
+    page.until("document.getElementById('parallel-state').innerText.startsWith('pass 1;')")
+    assert page.run("return " + settled.format("sequential")) == 1
+    page.put("pass", slots)
+    page.until(settled.format("parallel") + f" === {slots}")
+    assert page.run("return " + settled.format("sequential")) == slots
+    last = page.text("parallel-state")
+    passes = page.ask("iterate", ids=list(b"What is it"), tau=TAU, alpha=0)["passes"]
+    assert f"pass {passes}: there after {passes};" in last and "K̂ wrong at 0 bytes" in last
+
+
+def test_strange_texts(show):
+    """Catches markup that is run, a character that is lost or torn, and an empty text that stops
+    the page."""
+    page = show()
+    page.put("input", "<b>bold</b></script>&amp;\n\x00 é € 😀 \u202eabc")
+    seen = page.run("return document.getElementById('text').textContent")
+    assert page.run("return document.querySelectorAll('#text *:not(span)').length") == 0
+    assert seen.startswith("<b>bold</b></script>&amp;↵\n␀ ·é ··€ ···😀 ")
+    page.put("input", "")
+    assert page.state["at"] == -1 and page.text("opened") == ""
+    page.click("write")  # from the beginning of a document
+    page.until("document.getElementById('continuation').children.length > 3")
+
+
+# -- The file --------------------------------------------------------------------------------------
+
+
+def test_page_is_self_contained(pages):
+    """Catches a page that names another place, shows a path of its maker, or links to a function
+    that is not there."""
+    text = pages["plain"].read_text(encoding="utf-8")
+    assert "http" not in text and "/home/" not in text and text.count("</script>") == 5
+    links = re.findall(r'class="code" href="([^"]*)">([^:]*): (\w*)</a>', text)
+    assert len(links) > 10
+    for href, file, name in links:
+        assert (pages["plain"].parent / href).resolve() == ROOT / file
+        assert re.search(rf"(def|class) {name}\b", (ROOT / file).read_text("utf-8")), (file, name)
+
+
+def test_refusals(tmp_path):
+    """Catches a page of a model that it cannot run: another method, other tokens."""
+    page = tmp_path / "page.html"
+    assert 'url=explainer.html"' in (ROOT / "docs/index.html").read_text("utf-8")
+    for what, shape, only in (
+        ("method vanilla", dict(vocab_size=257, ponder_steps=0), "ponderlm3"),
+        ("vocabulary 300", dict(vocab_size=300), "257"),
+    ):
+        run = write_run(tmp_path / what, small_model(**shape))
+        with pytest.raises(UserError, match=f"has the {what}; the page runs {only} alone"):
+            explainer.Explainer(str(run), out=page).draw()

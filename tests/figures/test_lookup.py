@@ -1,0 +1,110 @@
+"""Where the difficulty is known: right answers and their steps."""
+
+import random
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+from conftest import flags, records, small_model
+
+from lab.corpora import lookup
+from lab.figures.comparing import read_runs
+from lab.figures.lookup import Lookup, answers, lookup_rows
+from lab.figures.subject import open_subject
+from lab.interop import load
+from lab.interop.warm_start import start_from
+from model import UserError
+
+
+@pytest.fixture
+def lines():
+    """40 lines and the token after each -> ids (40, 65), tokenizer."""
+    tokenizer, x = lookup.tokenizer(), []
+    for i in range(40):
+        x.append([*tokenizer.encode(lookup.line(random.Random(i))), tokenizer.end_of_text])
+    x = torch.tensor(x)
+    return torch.cat([x, x[:, :1]], dim=1), tokenizer
+
+
+@pytest.mark.parametrize("method", ["ponderlm3", "looped"])
+@torch.no_grad()
+def test_answers(subject, lines, method):
+    """Catches answers taken from the wrong place, and steps of other tokens."""
+    rows, tokenizer = lines
+    x = rows[:, :-1]
+    model = small_model(method=method, vocab_size=tokenizer.vocab_size, block_size=64, seed=3)
+    one = subject(model)
+    one.tokenizer, one.windows = tokenizer, rows
+    asked, right, steps = answers(one)
+    out = model(x, tau=0.3)
+    expected = []
+    for b in range(40):
+        for t, n in enumerate(lookup.lookups_asked(x[b : b + 1], tokenizer)[0].tolist()):
+            if n >= 0:
+                guess = out.logits[b, t].argmax() == rows[b, t + 1]
+                expected.append((n, guess.item(), out.steps[b, t].item()))
+    assert list(zip(asked.tolist(), right.tolist(), steps.tolist(), strict=True)) == expected
+
+
+def test_lookup(trained, tmp_path, capsys):
+    """Catches accuracy and steps of other questions, K or seeds, and a text that is another one."""
+    runs = [trained / f"lookup-{name}" for name in (0, 1, "plain")]
+    data = str(trained.parent / "data/lookup")
+    Lookup(flags(runs), out=tmp_path, data=data).draw()
+    rows = records(pd.read_csv(tmp_path / "lookup.csv"))
+    assert [(r["K"], r["lookups"], r["seeds"]) for r in rows] == [
+        (K, n, 2 if K else 1) for K in (0, 2) for n in range(7)
+    ]
+    ours = "PonderLM-3"
+    assert {r["method"] for r in rows} == {"vanilla", ours}
+    found = [answers(open_subject(run, 1024, data=data)) for run in runs[:2]]
+    for row in rows[7:]:
+        for part, key in ((1, "accuracy"), (2, "steps")):
+            means = [f[part][f[0] == row["lookups"]].double() for f in found]
+            if len(means[0]):
+                assert row[key] == pytest.approx(sum(m.mean().item() for m in means) / 2)
+            else:
+                assert row[key] is None
+    assert all(row["steps"] == 0 for row in rows[:7] if row["steps"] is not None)
+    printed = capsys.readouterr().out
+    Lookup(out=tmp_path, redraw=True).draw()
+    assert capsys.readouterr().out in printed and (tmp_path / "lookup.png").exists()
+    stopped = lookup_rows(read_runs(runs[:1]), tau=1.0, device="cpu", data=data)
+    assert not stopped.steps.any()
+    with pytest.raises(UserError, match="windows of 16 tokens are not lines"):
+        Lookup(flags([trained / "other"]), out=tmp_path, data=str(trained.parent / "other.txt")).draw()
+
+
+def test_one_text_for_all(trained, tmp_path):
+    """Catches another text than the one that was asked for, and ids of another tokenizer."""
+    folder = tmp_path / "other"
+    lookup.prepare_lookup(folder, lines=200, seed=5, lookups=(2,))
+    rows = lookup_rows(read_runs([trained / "lookup-0"]), None, "cpu", data=str(folder))
+    assert rows.accuracy.notna().tolist() == [True, False, True, False, False, False, False]
+    asked, right, _ = answers(open_subject(trained / "lookup-0", data=str(folder), other=True))
+    assert rows.accuracy[2] == pytest.approx(right[asked == 2].double().mean().item())
+    with pytest.raises(UserError, match="ids of another tokenizer"):
+        lookup_rows(read_runs([trained / "ponder"]), None, "cpu", data=str(folder))
+
+
+@torch.no_grad()
+def test_more_steps_than_learned(trained):
+    """Catches new steps that have another share of s than the last one's, and rows of one number of
+    steps that are said to be of another."""
+    runs = read_runs([trained / "lookup-0"])
+    how = dict(device="cpu", data=str(trained.parent / "data/lookup"))
+    rows = lookup_rows(runs, 0.0, **how, most=(2, 4))
+    assert rows.most.tolist() == 7 * [2] + 7 * [4] and set(rows.K) == {2}
+    assert rows[:7].drop(columns="most").equals(lookup_rows(runs, 0.0, **how).drop(columns="most"))
+    taken = rows.steps[rows.accuracy.notna()]
+    assert taken.tolist() == [n for n in rows.most[rows.accuracy.notna()]]
+    # s is hardly trained: five shares of a fifth, of which w_3 = 0.4 and w_4 = 0.2
+    even = lookup_rows(runs, 0.3, **how, most=(4,))
+    assert even.steps[even.accuracy.notna()].tolist() == pytest.approx([3] * (len(taken) // 2))
+    with pytest.raises(UserError, match=r"--most 1: .*lookup-0 takes 2 steps already"):
+        lookup_rows(runs, 0.0, **how, most=(1,))
+    model = start_from(trained / "lookup-0", replace(runs[0].shape, ponder_steps=4, router_offset=(0,) * 5))
+    known = load(trained / "lookup-0")
+    s, before = (m.route(torch.ones(1, 1, 5, m.config.hidden_size))[0][0, 0] for m in (model, known))
+    assert s[2:] == pytest.approx(s[2].expand(3)) and s[:2] / s[2] == pytest.approx(before[:2] / before[2])

@@ -1,0 +1,390 @@
+"""python -m lab train: any method by the root's loop; a trained model goes on, or learns to ponder."""
+
+import json
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import same_weights
+from foreign import make_llama, make_tokenizer
+
+import train as root
+from attention import eager, sdpa
+from data import Windows
+from lab.engine.batching import Engine
+from lab.engine.simple import generate
+from lab.interop import is_model, load, read_config, save
+from lab.interop.warm_start import follows, start_from
+from lab.methods import all_methods, build, configure
+from lab.train import LabConfig, open_text, parse, read_run, train
+from model import UserError
+from train import evaluate, pick_tokenizer
+
+
+def of_lab(config, **changes):
+    return replace(LabConfig(**asdict(config)), **changes)
+
+
+def as_others(config, shape, name, **changes):
+    """Train a model without pondering, and save it as transformers would. -> the directory"""
+    shape = configure(shape, "vanilla", **changes)
+    run, _ = train(of_lab(config, name="plain"), shape)
+    save(load(run), place := Path(config.out).parent / name)
+    shutil.copy(run / "tokenizer.json", place)
+    return place
+
+
+@pytest.fixture
+def llama(config, shape):
+    """A small Llama that is trained, in a directory as transformers writes it."""
+    tied = dict(embed_scale=1.0, tie_word_embeddings=True)
+    return as_others(replace(config, steps=60), shape, "llama", **tied)
+
+
+def going_on(config, place, *flags):
+    """Settings of a training of 20 steps from the model in `place`, as the command line makes them."""
+    flags = ["--data", config.data, "--steps", "20", "--eval-every", "10", "--eval-windows", "8", *flags]
+    flags += ["--device", "cpu", "--precision", "float32"]
+    return parse(["--preset", "tiny", "--init-from", str(place), *flags])
+
+
+def corpus_of(config, shape):
+    return open_text(config, config.data, pick_tokenizer(config), shape.vocab_size)
+
+
+def fixed_point_loss(model, config):
+    val = corpus_of(config, model.config).val
+    return evaluate(model, Windows(val, 16, 0), 16)["loss"]
+
+
+@pytest.fixture
+def stops(monkeypatch):
+    """Let a training stop behind its first checkpoint."""
+    save_checkpoint = root.save_checkpoint
+
+    def save_and_stop(*checkpoint):
+        save_checkpoint(*checkpoint)
+        raise KeyboardInterrupt
+
+    def run(*settings):
+        with monkeypatch.context() as patch:
+            patch.setattr(root, "save_checkpoint", save_and_stop)
+            run, results = train(*settings)
+        assert results is None
+        return run
+
+    return run
+
+
+# -- Settings --------------------------------------------------------------------------------------
+
+
+def test_no_second_loop(config, shape):
+    """Catches a training that is another one than that of train.py with the same settings."""
+    ours, _ = train(of_lab(config, name="ours", steps=4), shape)
+    theirs, _ = root.train(replace(config, name="theirs", steps=4), shape, build)
+    assert same_weights(load(ours), load(theirs))
+
+
+def test_resume(config, shape, stops, capsys):
+    """Catches a resumed training that differs by a bit, forgets its method, or refuses another backend."""
+    shape = configure(shape, "ponderlm1", accumulate=False)
+    config = of_lab(config, steps=20)
+    whole, _ = train(replace(config, name="whole"), shape)
+    stops(replace(config, name="parts"), shape)
+    parts, _ = train(*parse(["--resume", "--name", "parts", "--backend", "eager"]))
+    assert "resumed at step 10" in capsys.readouterr().out
+    assert same_weights(load(whole), load(parts))
+    found, settings, _ = read_run(parts)
+    assert (found.backend, settings) == ("eager", shape) and load(parts).config == shape
+    with pytest.raises(UserError, match="undo accumulate: False -> True"):
+        train(*parse(["--resume", "--name", "parts", "--accumulate"]))
+
+
+def test_runs_of_the_root(config, capsys):
+    """Catches a run of train.py that cannot be read here, or goes on with settings that it lacks."""
+    _, shape = root.parse(["--preset", "tiny"])
+    run, _ = root.train(replace(config, name="plain", steps=2), replace(shape, num_hidden_layers=1))
+    found, settings, corpus = read_run(run)
+    assert type(found) is root.TrainConfig and settings.method == "ponderlm3"
+    assert corpus["tokenizer"] and load(run).config == settings
+    with pytest.raises(UserError, match=r"was begun by train\.py: go on with python train\.py --resume"):
+        parse(["--resume"])
+
+
+def test_help(capsys):
+    """Catches flags that are not listed, and defaults of another preset or method than the chosen ones."""
+    with pytest.raises(SystemExit):
+        parse(["--preset", "70m", "--method", "ouro", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for flag in ("--init-from", "--backend", "--compile", "--method", "--exit-entropy", "--backbone-options"):
+        assert flag in text
+    assert "(default: 28610)" in text and "(default: ouro)" in text
+
+
+def test_backbone_options():
+    """Catches numbers of the command line that stay strings."""
+    flags = ["--backbone", "gpt_neox", "--head-dim", "None", "--backbone-options", "rotary_pct", "0.25"]
+    _, shape = parse(["--preset", "tiny", *flags])
+    assert build(shape).config.backbone_options == {"rotary_pct": 0.25}
+    for wrong in ("2", "many"):
+        with pytest.raises(UserError, match=wrong):
+            parse(["--preset", "tiny", *flags[:-1], wrong])
+
+
+def test_kernels(config, shape, monkeypatch):
+    """Catches a backend or a compiler that is not taken, one that is not there and is not named, and an
+    evaluation that is compiled."""
+    ran, seen = [], []
+
+    def compile(forward, dynamic):
+        return lambda *inputs: ran.append(torch.is_grad_enabled()) or forward(*inputs)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    train_by_root = root.train
+
+    def look(config, shape, make_model, *rest):
+        seen.append(make_model(shape))
+        return train_by_root(config, shape, make_model, *rest)
+
+    monkeypatch.setattr(root, "train", look)
+    config = of_lab(config, steps=1, compile=True)
+    for backend in (eager, sdpa):
+        train(replace(config, name=backend.__name__, backend=backend.__name__), shape)
+        assert seen[-1].backend is backend
+    assert ran and all(ran)
+    with pytest.raises(UserError, match="attention backend 'flash' needs a CUDA device"):
+        train(replace(config, name="flash", backend="flash"), shape)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match=r"takes a C\+\+ compiler: install "):
+        train(replace(config, name="none"), shape)
+
+
+@pytest.mark.slow
+def test_compiled(config, shape):
+    """Catches compiled blocks that are other blocks: log w, keys that heads share, passes of all lengths."""
+    config, shape = of_lab(config, steps=4, eval_windows=1), replace(shape, num_key_value_heads=1)
+    plain, _ = train(replace(config, name="plain"), shape)
+    compiled, _ = train(replace(config, name="compiled", compile=True), shape)
+    for a, b in zip(load(plain).parameters(), load(compiled).parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+# -- From a trained model --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method, tolerance", [("grid", 1e-6), ("ponderlm3", 1e-2)])
+def test_step_0_is_the_llama(config, llama, method, tolerance):
+    """Catches a start that is not the Llama's: the loss, relative, wherever the router starts. By
+    Jacobi the first slot of a token sees four keys of each earlier token, and one of its own. And a
+    spelling that the command line takes and the defaults do not see."""
+    config, shape = going_on(config, llama, "--method", method)
+    assert parse(["--preset", "tiny", "--init_from", str(llama)])[1].hidden_size == 32
+    assert shape.reread and shape.block_size == 16 and config.learning_rate == 2e-3
+    plain = fixed_point_loss(load(llama), config)
+    assert plain < 0.5  # it has learned its text, so that there is something to spoil
+    for offset in (None, (0.0,) * 4):
+        model = start_from(llama, replace(shape, router_offset=offset)).eval()
+        assert fixed_point_loss(model, config) == pytest.approx(plain, rel=tolerance)
+    model.feedback.weight.data.fill_(1)
+    assert fixed_point_loss(model, config) > 1.1 * plain
+
+
+def test_from_a_gpt_neox(config, shape):
+    """Catches a Pythia that cannot learn to ponder, by its shape or by its names: trained as one,
+    read back, continued as PonderLM-3, decoded."""
+    neox = dict(head_dim=None, backbone="gpt_neox", backbone_options={"rotary_pct": 0.25})
+    pythia = as_others(config, shape, "pythia", **neox)
+    taught, results = train(*going_on(config, pythia, "--name", "taught"))
+    model = load(taught)
+    assert (model.config.method, model.config.backbone) == ("ponderlm3", "gpt_neox")
+    assert model.config.backbone_options["rotary_pct"] == 0.25 and results["fixed"]["loss"] < 2.5
+    prompt = [list(b"the quick")]
+    assert Engine(model, 1).generate(prompt, 8, seed=0) == generate(model, prompt, 8, seed=0)
+
+
+@pytest.mark.parametrize("rate", [1e-9, 1.0])
+def test_rate_of_g(config, llama, rate):
+    """Catches a g that learns as slowly, or as fast, as old weights, decays, or is not saved."""
+    flags = ["--steps", "1", "--learning-rate", str(rate), "--warmup", "0", "--name", "g"]
+    config, shape = going_on(config, llama, *flags)
+    run, _ = train(config, shape)
+    model, before = load(run), start_from(llama, shape)
+    assert float(model.feedback.weight.detach().abs().max()) == pytest.approx(3e-3, rel=0.01)
+    with torch.no_grad():
+        moved = max(
+            float((a - b).abs().max())
+            for a, b in zip(model.model.parameters(), before.model.parameters(), strict=True)
+        )
+    assert moved < 1e-8 if rate < 1 else moved > 0.5
+
+
+def test_training_and_resume(config, llama, stops, capsys):
+    """Catches a resume that is another training, or that needs the first model again."""
+    config, shape = going_on(config, llama)
+    whole, results = train(replace(config, name="whole"), shape)
+    assert results["fixed"]["loss"] < 2  # of 3.0, the unigram entropy
+    parts = stops(replace(config, name="parts"), shape)
+    half = load(parts)
+    shutil.rmtree(llama)
+    train(*parse(["--resume", "--name", "parts"]))
+    assert "resumed at step 10" in capsys.readouterr().out
+    assert same_weights(load(whole), load(parts)) and not same_weights(half, load(parts))
+
+
+def test_killed_before_the_first_checkpoint(config, llama, monkeypatch):
+    """Catches a run that goes on from random weights in place of the first model's, and a stack trace
+    where that is gone."""
+    config, shape = going_on(config, llama)
+    whole, _ = train(replace(config, name="whole"), shape)
+    with monkeypatch.context() as patch:
+        patch.setattr(root, "learning_rate", lambda step, _: 1 / 0 if step == 3 else 1)
+        with pytest.raises(ZeroDivisionError):
+            train(replace(config, name="parts"), shape)
+    resumed = parse(["--resume", "--name", "parts"])
+    shutil.move(llama, "elsewhere")
+    with pytest.raises(UserError, match="llama does not exist"):
+        train(*resumed)
+    shutil.move("elsewhere", llama)
+    parts, _ = train(*resumed)
+    assert same_weights(load(whole), load(parts))
+
+
+@pytest.mark.parametrize("method", [kind.method for kind in all_methods()])
+def test_every_method(config, llama, method):
+    """Catches a weight that is left random, or a method that cannot begin from a Llama."""
+    config, shape = going_on(config, llama, "--method", method)
+    assert shape.method == method and shape.reread == follows(method, "reread")
+    model, plain = start_from(llama, shape), load(llama).state_dict()
+    assert all(torch.equal(model.state_dict()[name], plain[name]) for name in plain)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    if method == "vanilla":
+        assert fixed_point_loss(model, config) == fixed_point_loss(load(llama), config)
+
+
+def test_pondering_model_goes_on(config, llama, tmp_path):
+    """Catches a pondering model that loses its router, its K or its settings."""
+    first, _ = train(*going_on(config, llama, "--ponder-steps", "2", "--name", "first"))
+    _, shape = going_on(config, first)
+    assert shape == read_config(first) and shape.reread and shape.ponder_steps == 2
+    save(build(replace(shape, reread=False)), tmp_path / "scratch")
+    assert not going_on(config, tmp_path / "scratch")[1].reread
+    assert same_weights(load(first), start_from(first, shape))
+    with pytest.raises(UserError, match="is a ponderlm3 and can only go on as that"):
+        start_from(first, going_on(config, first, "--method", "looped")[1])
+    with pytest.raises(UserError, match=r"ponder_steps = 1: .*first takes 2, which"):
+        start_from(first, replace(shape, ponder_steps=1))
+
+
+def test_more_steps(config, llama):
+    """Catches another offset for the steps that a model has, a row that is not the last one's copy."""
+    first, _ = train(*going_on(config, llama, "--ponder-steps", "2", "--name", "first"))
+    config, shape = going_on(config, first, "--ponder-steps", "4")
+    before, model = load(first), start_from(first, shape)
+    assert shape.offset == (*before.config.offset, *2 * before.config.offset[-1:])
+    for name, x in before.state_dict().items():
+        assert torch.equal(model.state_dict()[name][: len(x)], x), name
+    rows = model.router.proj.weight
+    assert rows[2:].eq(rows[2]).all() and rows[2].ne(0).any()
+    assert load(train(config, shape)[0]).config == shape
+
+
+WEIGHTS_OF_A_STEP = {"ablation-router", "mor-token", "mor-expert"}
+OTHERS = [kind.method for kind in all_methods() if kind.method not in ("ponderlm3", "vanilla")]
+
+
+@pytest.mark.parametrize("method", OTHERS)
+def test_more_steps_of_other_methods(config, llama, method):
+    """Catches a gate that does not take part in the training of more steps, or is another one; and
+    a run for a model that cannot take more."""
+    model = start_from(llama, going_on(config, llama, "--method", method)[1])
+    K, first = model.config.ponder_steps, llama.parent / "first"
+    for x in model.parameters():
+        torch.nn.init.normal_(x.data, std=0.02)
+    save(model, first, exact=True)
+    shutil.copy(llama / "tokenizer.json", first)
+    config, shape = going_on(config, first, "--ponder-steps", str(K + 1), "--name", "grown")
+    config = replace(config, steps=2)
+    if method in WEIGHTS_OF_A_STEP:
+        with pytest.raises(UserError, match=f"{method} has .*leave --ponder-steps at {K}"):
+            train(config, shape)
+        assert not (llama.parent / "out/grown").exists()
+        return
+    before, begun = model.state_dict(), start_from(first, shape).state_dict()
+    assert all(torch.equal(begun[k][: len(x)], x) for k, x in before.items())
+    trained = load(train(config, shape)[0]).state_dict()
+    assert all(not torch.equal(trained[k], x) for k, x in begun.items()), method
+
+
+@pytest.mark.parametrize(
+    "flags,message",
+    [
+        (["--hidden-size", "64"], "hidden_size = 64: .* has 32"),
+        (["--rope-theta", "5"], "rope_theta = 5.0: .* has 10000.0"),
+        (["--embed-scale", "2"], "embed_scale = 2.0: .* has 1.0"),
+        (["--block-size", "32"], "block_size = 32: .* windows of 16"),
+        (["--method", "looped", "--reread"], "reread = True: looped does not follow it"),
+        (["--tokenizer", "nowhere"], "nowhere does not exist"),
+    ],
+)
+def test_refused(config, llama, flags, message):
+    """Catches a setting that the weights do not follow."""
+    with pytest.raises(UserError, match=message):
+        train(*going_on(config, llama, *flags))
+    assert not any(is_model(run) for run in (llama.parent / "out").iterdir() if run.name != "plain")
+
+
+# -- The tokenizer of a trained model --------------------------------------------------------------
+
+
+def test_hugging_face_model(config, tmp_path, capsys):
+    """Catches a Llama with a tokenizer of its own whose texts are cut into other tokens, or that
+    cannot go on once its directory is gone."""
+    library, tokenizer = make_tokenizer(tmp_path / "llama", "llama 3")
+    make_llama(tmp_path / "llama", vocab_size=library.get_vocab_size() + 20)  # a padded table
+    config, shape = going_on(config, "llama", "--block-size", "8", "--steps", "2", "--name", "mine")
+    run, _ = train(config, shape)
+    saved = json.loads((run / "tokenizer.json").read_text())
+    assert saved["name"] == "huggingface" and saved["end"] == "</s>"
+    corpus = corpus_of(config, shape)
+    assert corpus.tokenizer.digest == tokenizer.digest
+    assert corpus.train[0:1].tolist() == tokenizer.begin
+    shutil.rmtree(tmp_path / "llama")
+    train(*parse(["--resume", "--name", "mine", "--steps", "4"]))
+    assert "resumed at step 2" in capsys.readouterr().out
+    assert load(run).config == shape
+
+
+def test_without_a_tokenizer(config, tmp_path):
+    """Catches a Llama without tokenizer.json that is trained on tokens it never saw, and a corpus
+    of another tokenizer."""
+    make_llama(tmp_path / "llama", vocab_size=300)
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        train(*going_on(config, "llama"))
+    assert corpus_of(*going_on(config, "llama", "--tokenizer", "bytes")).tokenizer.name == "bytes"
+    make_tokenizer(tmp_path / "llama", "byte-level")
+    corpus_of(*going_on(config, "llama"))
+    (folder,) = (path for path in Path("data").iterdir() if "bytes" not in path.name)
+    make_tokenizer(tmp_path / "llama", "llama 2")
+    config, shape = going_on(config, "llama")
+    with pytest.raises(UserError, match="ids of another tokenizer"):
+        corpus_of(replace(config, data=str(folder)), shape)
+    few = replace(shape, vocab_size=100)
+    with pytest.raises(UserError, match="only 100 tokens; leave out --tokenizer"):
+        corpus_of(replace(config, tokenizer="bytes"), few)
+
+
+def test_folder_of_ids(config, tmp_path, capsys):
+    """Catches ready ids that need an end of text, or are taken for the model's without a word."""
+    library, _ = make_tokenizer(tmp_path / "llama", "byte-level", model_max_length=5)
+    make_llama(tmp_path / "llama", vocab_size=library.get_vocab_size())
+    (tmp_path / "ids").mkdir()
+    for name in ("train.bin", "val.bin"):
+        (np.arange(5000, dtype=np.uint16) % 250).tofile(tmp_path / "ids" / name)
+    corpus = corpus_of(*going_on(replace(config, data="ids"), "llama"))
+    assert corpus.tokenizer.end_of_text is None
+    taken = "ids has no tokenizer.json; its ids are taken for those of llama"
+    assert taken in capsys.readouterr().out

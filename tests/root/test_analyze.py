@@ -1,0 +1,375 @@
+"""analyze.py: the numbers of each figure, against loops that say them plainly; and its command."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import analyze
+from analyze import (
+    buckets,
+    converge,
+    decoded,
+    exponential_fit,
+    find_words,
+    losses_by_depth,
+    main,
+    pareto,
+    read_csv,
+    shift,
+    show_token,
+    tau_curve,
+    thirds,
+    tokens,
+    write_csv,
+)
+from data import Tokenizer, open_corpus
+from model import Config, PonderLM, UserError, save
+
+FIGURES = "converge", "buckets", "shift", "tokens", "tau"
+K, T = 3, 8
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Random weights in float64, with a router whose tokens differ in their steps."""
+    return small_model()
+
+
+def small_model(seed=2, **settings):
+    torch.manual_seed(seed)
+    shape = dict(vocab_size=31, num_hidden_layers=2, block_size=T, ponder_steps=K) | settings
+    offset = (0.0,) * (shape["ponder_steps"] + 1)
+    model = PonderLM(Config(hidden_size=32, intermediate_size=48, router_offset=offset, **shape))
+    torch.nn.init.normal_(model.router.proj.weight, std=0.9)
+    return model.double().eval()
+
+
+def rows_of(W, V=31):
+    return torch.randint(V, (W, T + 1), generator=torch.Generator().manual_seed(0))
+
+
+def average(values):
+    values = list(values)
+    return sum(values) / len(values)
+
+
+@torch.no_grad()
+def test_losses_by_depth(model, monkeypatch):
+    """Catches tokens in another order, a shifted target, a truncation one step off, and weights that are
+    not made to sum to 1; and steps that are not those of tau."""
+    monkeypatch.setattr(analyze, "BATCH", 2)
+    windows = rows_of(5)
+    ce, steps = losses_by_depth(model, windows, 0.3)
+    at = 0
+    for row in windows:
+        h, s, log_w = model.jacobi(row[None, :-1], R=24)
+        for t in range(T):
+            mixed, weight = 0, 0
+            for i in range(K + 1):
+                mixed, weight = mixed + s[0, t, i] * h[0, t, i], weight + s[0, t, i]
+                p = model.lm_head(mixed / weight).softmax(-1)[row[t + 1]]
+                assert ce[at, i].item() == pytest.approx(-p.log().item(), abs=1e-3)
+            assert steps[at] == max(k for k in range(K + 1) if log_w[0, t, k].exp() >= 0.3)
+            at += 1
+    assert at == len(ce) == len(steps) and len({*steps.tolist()}) > 2
+
+
+@pytest.mark.parametrize("tau, alpha", [(0.3, 0.0), (0.0, 0.0), (0.1, -2.0)])
+def test_decoded_is_what_decoding_does(model, tau, alpha):
+    """Catches soft masks where hard ones are said, a forgotten alpha, and other steps."""
+    windows = rows_of(2)
+    loss, steps = decoded(model, windows, tau, alpha)
+    at = 0
+    for row in windows:
+        cache = model.new_cache()
+        for t in range(T):
+            logits, k = model.ponder_token(int(row[t]), t, cache, tau, alpha)
+            assert loss[at].item() == pytest.approx(F.cross_entropy(logits, row[t + 1]).item(), abs=1e-3)
+            assert steps[at] == k
+            at += 1
+
+
+@torch.no_grad()
+def test_converge(model):
+    """Catches a count of refinements that is one off, errors of other slots, a fixed point that is none,
+    and a model that is left in float64."""
+    single, windows = small_model().float(), rows_of(2)
+    rows = converge(single, windows, most=K * T)
+    assert single.lm_head.weight.dtype == torch.float32
+    model, idx = single.double(), windows[:, :-1]
+    fixed, fixed_s, _ = model.jacobi(idx, R=K * T)
+    for n, row in enumerate(rows):
+        assert row["refinements"] == n
+        if n:
+            h, s, _ = model.jacobi(idx, R=n - 1)
+            for key, now, then in (("latents", h[:, :, :K], fixed[:, :, :K]), ("s", s, fixed_s)):
+                pairs = [(now[b, t], then[b, t]) for b in range(2) for t in range(T)]
+                errors = [((x - y) ** 2).mean().sqrt().item() for x, y in pairs]
+                assert row[key] == pytest.approx(average(errors), rel=1e-3, abs=1e-12)
+    assert rows[0]["latents"] > rows[1]["latents"] > 1e-3 and rows[-1]["latents"] < 1e-12
+
+
+def test_exponential_fit():
+    """Catches a fit that does not find the planted decay, R^2 of something else, and rounding or zeros
+    that enter it."""
+    rounding = [max(0.3 * 0.02**n, 1e-16) for n in range(12)]
+    assert exponential_fit(range(12), rounding) == pytest.approx((0.02, 0.3, 1))
+    L, _, r2 = exponential_fit([0, 1, 2, 3], errors := [1.0, 0.5, 0.1, 0])
+    slope = math.log(0.1) / 2
+    total = sum((math.log(e) - math.log(0.05) / 3) ** 2 for e in errors[:3])
+    assert pytest.approx(math.exp(slope)) == L and r2 == pytest.approx(2 * slope**2 / total)
+    assert all(map(math.isnan, exponential_fit([0, 1], [0, 0])))
+
+
+def test_thirds():
+    """Catches buckets in the wrong order, or of unequal size."""
+    assert thirds(torch.tensor([5, 1, 9, 2, 7, 3])).tolist() == [1, 0, 2, 0, 2, 1]
+    assert thirds(torch.tensor([3, 1])).tolist() == [1, 0]
+    assert thirds(torch.rand(100)).bincount().tolist() == [34, 33, 33]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_buckets_and_shift(model, own):
+    """Catches gains with the wrong sign or of the wrong step or bucket; a change to another alpha than 0,
+    and an alpha that is not passed on; and a reference that sorts nothing."""
+    windows = rows_of(4)
+    ce, steps = losses_by_depth(model, windows, 0.3)
+    other = torch.rand(len(ce), generator=torch.Generator().manual_seed(1))
+    difficulty = ce[:, 0] if own else other
+    order = sorted(range(len(ce)), key=lambda i: difficulty[i].item())
+    parts = [[i for rank, i in enumerate(order) if rank * 3 // len(order) == b] for b in range(3)]
+    found = buckets(model, windows, 0.3, other)
+    moved = shift(model, windows, 0.3, other, alphas=(-3, 3))
+    by = "h^(0) alone" if own else "another model"
+    assert [row["difficulty_by"] for row in found] == 3 * ["h^(0) alone"] + 3 * ["another model"]
+    before, _ = decoded(model, windows, 0.3)
+    for b, mine in enumerate(parts):
+        (row,) = [r for r in found if (r["difficulty_by"], r["bucket"]) == (by, analyze.BUCKETS[b])]
+        assert row["tokens"] == len(mine)
+        assert row["difficulty"] == pytest.approx(average(difficulty[i].item() for i in mine))
+        assert row["steps"] == pytest.approx(average(steps[i].item() for i in mine))
+        for k in range(1, K + 1):
+            gains = [(ce[i, k - 1] - ce[i, k]).item() for i in mine]
+            assert row[f"gain_{k}"] == pytest.approx(average(gains))
+        for alpha in (-3, 0, 3):
+            keys = ("difficulty_by", "alpha", "bucket")
+            (row,) = [r for r in moved if tuple(r[key] for key in keys) == (by, alpha, analyze.BUCKETS[b])]
+            loss, taken = decoded(model, windows, 0.3, alpha)
+            assert row["change"] == pytest.approx(average((loss - before)[i].item() for i in mine))
+            assert row["steps"] == pytest.approx(average(taken[i].item() for i in mine))
+    assert len(moved) == 2 * 3 * 3 and len(buckets(model, windows)) == 3
+
+
+def test_tau_curve(model):
+    """Catches a change to something else than all K steps, and rows that are not in order."""
+    windows = rows_of(2)
+    rows = tau_curve(model, windows, (1, 0.3, 0))
+    assert [row["tau"] for row in rows] == [0, 0.3, 1]
+    full, (loss, steps) = decoded(model, windows, 0.0)[0], decoded(model, windows, 0.3)
+    assert (rows[0]["steps"], rows[0]["change"]) == (K, 0)
+    assert rows[1]["steps"] == pytest.approx(average(steps.tolist()))
+    assert rows[1]["loss"] == pytest.approx(average(loss.tolist()))
+    assert rows[1]["perplexity"] == pytest.approx(math.exp(average(loss.tolist())))
+    assert rows[1]["change"] == pytest.approx(average((loss - full).tolist()))
+    assert rows[2]["steps"] < rows[1]["steps"] < K
+
+
+def test_words():
+    """Catches words cut by a window's ends or joined with other characters, and spaces."""
+    single = [bytes([b]) for b in b"he cat, it's a do"]
+    assert [*find_words(single)] == [("cat", 3, 5), ("it", 8, 9), ("s", 11, 11), ("a", 13, 13)]
+    pieces = [b" the", b" bi", b"cy", b"cle", b" of", b"f1", b" in", b"-", b"to", b" it"]
+    assert [*find_words(pieces)] == [("the", 0, 0), ("bicycle", 1, 3), ("in", 6, 6), ("to", 8, 8)]
+
+
+def test_tokens(model, monkeypatch):
+    """Catches counts, means and shares of the wrong tokens, ends taken for insides, words across windows,
+    and a word that does not occur with a mean."""
+    text = b" the a the ofx "
+    steps = torch.tensor([3, 0, 1, 2, 3, 1, 3, 0, 0, 3, 3, 1, 2, 0, 3])
+    monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps))
+    windows = torch.tensor([[*text, 0]])
+    rows = tokens(model, windows, Tokenizer.bytes(), words=("the", "a", "of"), least=2)
+    found = {(row["kind"], row["text"]): row for row in rows}
+    names = [("token", c) for c in " eht"] + [("word", w) for w in ("the", "a", "of")]
+    assert [*found] == [*names, ("compound", "inside a word"), ("compound", "at its end")]
+    the, t = found["word", "the"], found["token", "t"]
+    assert (the["tokens"], the["steps"], the["share_2"], the["share_3"]) == (2, 2.5, 0.5, 0.5)
+    assert (t["tokens"], t["steps"], t["share_0"]) == (2, 0, 1)
+    assert found["word", "of"]["tokens"] == 0 and math.isnan(found["word", "of"]["steps"])
+    shares = lambda text: [found["compound", text][f"share_{k}"] for k in range(4)]  # noqa: E731
+    # inside: t h, t h, o f; at the end: e, e, x
+    assert shares("inside a word") == pytest.approx([3 / 6, 2 / 6, 1 / 6, 0])
+    assert shares("at its end") == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
+    halves = torch.tensor([[*b" the", 0], [*b" ofx", 0]])
+    monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[:8]))
+    assert tokens(model, halves, Tokenizer.bytes(), words=("the",), least=1)[-3]["tokens"] == 0
+    assert show_token(b"\n\xe2 a") == "\\n\\xe2 a"
+
+
+# -- Several runs ----------------------------------------------------------------------------------
+
+
+def finish(folder, method="ponderlm3", K=3, seed=0, steps=1.0, loss=1.0, text="a", **settings):
+    """What a finished run leaves, as far as it is compared."""
+    folder.mkdir()
+    config = {"seed": seed, "eval_windows": 8, "learning_rate": 0.1, "name": folder.name} | settings
+    shape = {"method": method, "ponder_steps": K, "block_size": 16}
+    content = {"config": config, "model": shape, "corpus": {"val_sha256": text, "tokenizer": "t"}}
+    (folder / "train.json").write_text(json.dumps(content))
+    (folder / "results.json").write_text(json.dumps({"hard": {"steps": steps, "loss": loss}}))
+    return folder
+
+
+def test_pareto(tmp_path):
+    """Catches runs that share a row and should not, a spread of something else, and a frontier with a
+    point that another one beats, or without one that none does."""
+    runs = [
+        finish(tmp_path / "a", steps=1.0, loss=1.0),
+        finish(tmp_path / "b", steps=2.0, loss=1.2, seed=1),
+        finish(tmp_path / "c", steps=1.5, loss=1.2, learning_rate=0.2),
+        finish(tmp_path / "d", "two", K=2, steps=2.0, loss=0.9),
+        finish(tmp_path / "e", "two", K=0, steps=0.0, loss=2.0, learning_rate=0.3),
+        tmp_path / "unfinished",
+    ]
+    rows = {(row["method"], row["K"]): row for row in pareto(runs, {"two": "Two"})}
+    names = "PonderLM-3, learning_rate 0.1", "PonderLM-3, learning_rate 0.2"
+    assert [*rows] == [(names[0], 3), (names[1], 3), ("Two", 0), ("Two", 2)]
+    first = rows[names[0], 3]
+    assert (first["seeds"], first["steps"], first["loss"]) == (2, 1.5, pytest.approx(1.1))
+    assert first["steps_std"] == pytest.approx(math.sqrt(0.5))
+    assert first["perplexity"] == pytest.approx((math.exp(1) + math.exp(1.2)) / 2)
+    assert math.isnan(rows["Two", 2]["steps_std"])
+    assert [row["frontier"] for row in rows.values()] == [1, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (dict(text="b"), "scored on different windows"),
+        (dict(seed=0), "the settings and the seed of another run"),
+        (dict(seed=1, eval_windows=9), "scored on different windows"),
+    ],
+)
+def test_pareto_refuses(other, message, tmp_path):
+    """Catches a comparison of what cannot be compared."""
+    runs = [finish(tmp_path / "a"), finish(tmp_path / "b", **other)]
+    with pytest.raises(UserError, match=message):
+        pareto(runs)
+    with pytest.raises(UserError, match="no finished run among --runs"):
+        pareto([tmp_path])
+    (runs[0] / "results.json").write_text("{}")
+    with pytest.raises(UserError, match="not of a run of this version"):
+        pareto(runs)
+
+
+# -- The command -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run of bytes in an empty directory, and the text that it was scored on."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    make_run("run")
+    return Path("run")
+
+
+def make_run(name, **settings):
+    from dataclasses import asdict
+
+    from train import TrainConfig
+
+    model = small_model(vocab_size=257, **settings).float()
+    save(model, name)
+    corpus = open_corpus("text.txt", "bytes", 257)
+    corpus.tokenizer.save(Path(name, "tokenizer.json"))
+    shape = {"method": model.method, **asdict(model.config)}
+    config = asdict(TrainConfig(data="text.txt", name=name))
+    content = {"config": config, "model": shape, "corpus": corpus.known_by}
+    Path(name, "train.json").write_text(json.dumps(content))
+
+
+def test_draw_and_redraw(run, capsys):
+    """Catches a figure that cannot be drawn, or not again, the same to the byte, when the model is gone;
+    a reference and a number of windows that change nothing."""
+    make_run("plain", seed=3, ponder_steps=0)
+    for figure in FIGURES:
+        reference = "plain" if figure in ("buckets", "shift") else None
+        main(figure, run=run, data="text.txt", windows=8, reference=reference, device="cpu")
+        assert "run/report/" in capsys.readouterr().out
+    first = {file.name: file.read_bytes() for file in Path("run/report").iterdir()}
+    assert {*first} == {f"{figure}.{kind}" for figure in FIGURES for kind in ("csv", "png")}
+    assert {row["difficulty_by"] for row in read_csv(Path("run/report/shift.csv"))} == {
+        "h^(0) alone",
+        "another model",
+    }
+    assert sum(row["tokens"] for row in read_csv(Path("run/report/buckets.csv"))) == 2 * 8 * T
+    Path("run/model.safetensors").unlink()
+    for figure in FIGURES:
+        Path("run/report", f"{figure}.png").unlink()
+        main(figure, out=Path("run/report"), redraw=True)
+    assert {file.name: file.read_bytes() for file in Path("run/report").iterdir()} == first
+
+
+def test_one_window(run):
+    """Catches a crash where a word, a token or a place has nothing to count."""
+    for figure in FIGURES:
+        main(figure, run=run, data="text.txt", windows=1, tau=0.45, device="cpu")
+    assert 0.45 in [row["tau"] for row in read_csv(run / "report/tau.csv")]
+
+
+def test_pareto_command(tmp_path, monkeypatch, capsys):
+    """Catches a figure of several runs that goes elsewhere, and a point of the frontier without its ring."""
+    monkeypatch.chdir(tmp_path)
+    runs = [finish(tmp_path / "a"), finish(tmp_path / "b", K=1, loss=2.0)]
+    main("pareto", runs=tuple(map(str, runs)))
+    assert "PonderLM-3" in capsys.readouterr().out and Path("out/analyze/pareto.png").stat().st_size > 5000
+    (axes,) = analyze.draw_pareto(read_csv(Path("out/analyze/pareto.csv"))).axes
+    (rings,) = axes.collections[-1:]
+    assert rings.get_offsets().tolist() == [[1, pytest.approx(math.e)]]
+
+
+def test_alpha_0_is_marked():
+    """Catches a ring that is said to be at alpha = 0 and is elsewhere, or nowhere."""
+    rows = [
+        dict(difficulty_by="x", alpha=a, bucket=b, tokens=1, steps=a + i, change=a / 2 - i)
+        for a in (-1, 0, 1)
+        for i, b in enumerate(analyze.BUCKETS)
+    ]
+    (axes,) = analyze.draw_shift(rows).axes
+    marked = [x.get_offsets().tolist() for x in axes.collections]
+    assert [x for x in marked if x] == [[[0, 0]], [[1, -1]], [[2, -2]]]
+
+
+def test_texts_stay_texts(tmp_path):
+    """Catches a token 'nan' or '1' that comes back as a number, and one with a comma or a quote."""
+    rows = [{"kind": "token", "text": text, "steps": 0.1} for text in ("nan", "1", ',"', "\\n")]
+    write_csv(tmp_path / "x.csv", rows)
+    assert read_csv(tmp_path / "x.csv") == rows
+
+
+def test_refused(run):
+    """Catches a file that is opened because a stranger's run names it, a figure of another text than the
+    one that the run was scored on, and values out of bounds."""
+    Path("other.txt").write_text("something else entirely. " * 400)
+    make_run("plain", ponder_steps=0)
+    make_run("short", block_size=4)
+    given = dict(run=run, data="text.txt", device="cpu")
+    for changed, message in (
+        (dict(data=None), "run was trained on 'text.txt': give this text again, by --data"),
+        (dict(data="other.txt"), "other.txt is not the text, or not in the tokens, that run was scored on"),
+        (dict(windows=0), "windows = 0"),
+        (dict(tau=2.0), r"tau = 2\.0"),
+        (dict(run=Path("plain")), "a model without pondering steps"),
+        (dict(run=Path("none")), "none has no model.safetensors"),
+        (dict(reference="short"), "--reference short has another tokenizer, or a shorter window"),
+        (dict(redraw=True), r"tau.csv is not there: draw the figure once without --redraw"),
+    ):
+        with pytest.raises(UserError, match=message):
+            main("tau", **given | changed)

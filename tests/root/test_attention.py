@@ -1,0 +1,128 @@
+"""Soft-mask attention: the reference against its definition, the other forms against it."""
+
+import sys
+import types
+
+import pytest
+import torch
+from conftest import assert_is_attention, attention_inputs, outputs_and_gradients
+
+from attention import MASKED, attend_to_cache, augment, eager, fa2, sdpa, soft_mask_attention
+
+
+def literal(q, k, v, log_w):
+    """Section 3.2.2 query by query, head by head."""
+    out = torch.zeros_like(q)
+    for b in range(q.size(0)):
+        for h in range(q.size(1)):
+            g = h * k.size(1) // q.size(1)
+            for i in range(q.size(2)):
+                scores = [q[b, h, i] @ k[b, g, j] / q.size(-1) ** 0.5 + log_w[b, j] for j in range(i + 1)]
+                p = torch.stack(scores).softmax(0)
+                out[b, h, i] = sum(p[j] * v[b, g, j] for j in range(i + 1))
+    return out
+
+
+def test_eager_is_the_definition():
+    """Catches a wrong scale, bias, causal mask or head grouping in the reference itself."""
+    leaves = attention_inputs(H=4, G=2, N=5, d=4, log_w=(-5, 0))
+    out = soft_mask_attention(*leaves, backend=eager)
+    torch.testing.assert_close(out, literal(*leaves), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("form", [sdpa])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-11), (torch.float32, 5e-5)])
+@pytest.mark.parametrize("G", [4, 2, 1])
+@pytest.mark.parametrize("N,d", [(1, 8), (17, 7), (33, 8), (40, 56), (19, 64)])
+def test_forms_equal_eager(form, dtype, tolerance, G, N, d):
+    """Catches errors of the augmentation (scale, channel, padding), a head group, or a wrong term
+    of the gradient that `dense` writes out, in outputs and all gradients."""
+    assert_is_attention(form, attention_inputs(4, G, N, d, dtype), tolerance)
+
+
+@pytest.mark.parametrize("backend", [eager, sdpa])
+@pytest.mark.parametrize("value", [0.0, -80.0, MASKED])
+def test_extreme_masks(backend, value):
+    """Catches NaN and overflow: w = 1 is plain attention, a masked key is one that is not there."""
+    q, k, v, _ = attention_inputs(N=12, dtype=torch.float32)
+    bias = torch.zeros(2, 12)
+    bias[:, 5] = value
+    leaves = [q, k, v, bias.requires_grad_()]
+    results = outputs_and_gradients(lambda *x: soft_mask_attention(*x, backend=backend), leaves)
+    assert all(torch.isfinite(x).all() for x in results)
+    exact = soft_mask_attention(*leaves, backend=eager)
+    torch.testing.assert_close(results[0], exact, atol=2e-6, rtol=0)
+    if value == 0:
+        expected = soft_mask_attention(q, k, v, None, backend)
+    else:
+        rest = [i for i in range(12) if i != 5]
+        expected = results[0].clone()
+        expected[:, :, rest] = soft_mask_attention(q[:, :, rest], k[:, :, rest], v[:, :, rest])
+    torch.testing.assert_close(results[0], expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("d", [8, 24, 56, 128])
+def test_masked_in_half_precision(d, dtype):
+    """Catches a hidden key that overflows (-1e4 sqrt(128) is -1e5, beyond float16), or is seen."""
+    q, k, v, _ = (x.to(dtype) for x in attention_inputs(N=12, d=d, dtype=torch.float32))
+    bias = torch.zeros(2, 12)
+    bias[:, 5] = MASKED
+    assert augment(q, k, v, bias)[1].isfinite().all()
+    seen = soft_mask_attention(q, k, v, bias)
+    rest = [i for i in range(12) if i != 5]
+    without = soft_mask_attention(q[:, :, rest], k[:, :, rest], v[:, :, rest])
+    torch.testing.assert_close(seen[:, :, rest], without, atol=2e-2, rtol=0)
+    v[:, :, 5] = 1e4  # a weight of 1e-6 would be seen
+    assert (soft_mask_attention(q, k, v, bias)[:, :, rest] - seen[:, :, rest]).abs().max() == 0
+
+
+@pytest.mark.parametrize("Q", [1, 3])
+def test_cache_equals_parallel(Q):
+    """Catches a bias that does not travel with its cached key, mixed-up head groups, and new slots
+    that see later ones."""
+    q, k, v, log_w = attention_inputs(H=6, G=2, N=9, d=6)
+    expected = eager(q, k, v, log_w)
+    qa, ka, va = augment(q, k, v, log_w)
+    for i in range(Q, 10):
+        out = attend_to_cache(qa[:, :, i - Q : i], ka[:, :, :i], va[:, :, :i], d=6)
+        torch.testing.assert_close(out, expected[:, :, i - Q : i], atol=1e-12, rtol=0)
+
+
+def test_gradient_of_the_mask_numerically():
+    """Catches an analytic gradient that agrees between backends and is wrong in both."""
+    assert torch.autograd.gradcheck(sdpa, attention_inputs(H=2, G=1, N=5, d=4, log_w=(-3, 0)))
+
+
+@pytest.mark.parametrize("G", [4, 2])
+@pytest.mark.parametrize("d", [7, 56, 64])
+def test_fa2_layout(monkeypatch, G, d):
+    """Catches a wrong layout, scale or grouping in the call of flash-attn, where it is missing.
+
+    The stand-in has flash_attn_func's documented signature: (B, N, H, d), GQA by fewer key heads.
+    """
+
+    def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+        assert causal and dropout_p == 0
+        assert q.shape[-1] % 8 == 0 and q.shape[:2] == k.shape[:2]  # (B, N, ...)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        scores = q @ k.mT * softmax_scale
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2)
+
+    stand_in = types.SimpleNamespace(flash_attn_func=flash_attn_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+    assert_is_attention(fa2, attention_inputs(4, G, 13, d), 1e-11)
+
+
+def test_shapes_that_do_not_fit():
+    """Catches a broadcast where a shape is wrong."""
+    q, k, v, log_w = attention_inputs()
+    for wrong, message in (
+        ((k[:, :3], v[:, :3], log_w), "H a multiple of G"),
+        ((k, v, log_w[:, 1:]), "log_w has shape"),
+        ((k[:, :, 1:], v, log_w), "are needed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            soft_mask_attention(q, *wrong)

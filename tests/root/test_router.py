@@ -1,0 +1,169 @@
+import math
+
+import pytest
+import torch
+from conftest import small_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention import MASKED
+from router import Router, bottom_mass_penalty, expected_steps, mask_score, stop_step
+
+numbers = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-90, 90, width=32)
+numbers |= st.sampled_from([0.0, 88.5, -88.5, 2.0**-100])
+extreme_logits = st.lists(numbers, min_size=1, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(extreme_logits)
+def test_mask_score_properties(logits):
+    """Catches NaN, w above 1, w_0 below 1 and a w that rises with k, at any logits in float32."""
+    log_s = torch.tensor(logits, dtype=torch.float32).log_softmax(-1)
+    log_w = mask_score(log_s)
+    assert torch.isfinite(log_w).all()
+    assert log_w[0] == 0 and (log_w <= 0).all() and (log_w >= MASKED).all()
+    assert (log_w.diff() <= 0).all()
+
+
+@settings(max_examples=300, deadline=None)
+@given(extreme_logits)
+def test_mask_score_is_the_tail_sum(logits):
+    """Catches lost tails: log w against the sum of the exact probabilities, in float32."""
+    exact = [x - max(logits) for x in logits]
+    log_z = math.log(math.fsum(math.exp(x) for x in exact))
+    log_w = mask_score(torch.tensor(logits, dtype=torch.float32).log_softmax(-1))
+    for k in range(1, len(exact)):
+        tail_top = max(exact[k:])
+        tail = math.log(math.fsum(math.exp(x - tail_top) for x in exact[k:])) + tail_top - log_z
+        assert log_w[k].item() == pytest.approx(max(min(tail, 0), MASKED), rel=2e-6, abs=1e-5)
+
+
+def test_mask_score_gradient():
+    """Catches a wrong gradient of the tail sums, numerically."""
+    logits = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: mask_score(x.log_softmax(-1))[:, 1:], logits)
+
+
+@settings(max_examples=300, deadline=None)
+@given(extreme_logits, st.one_of(st.sampled_from([0.0, 1e-4, 0.3, 1.0]), st.floats(0, 1)))
+def test_stop_step_is_the_last_step_above_tau(logits, tau):
+    """Catches an off-by-one in K-hat: max{k : w_k >= tau}, and stopping at the first w_k < tau."""
+    log_w = mask_score(torch.tensor(logits, dtype=torch.float32).log_softmax(-1))
+    visible = [tau == 0 or bool(log_w[k] >= math.log(tau)) for k in range(len(logits))]
+    stop = int(stop_step(log_w, tau))
+    assert stop == max(k for k, v in enumerate(visible) if v)
+    assert stop == [*visible, False].index(False) - 1
+
+
+def test_stop_step_examples_and_refusals():
+    """Catches a wrong comparison at tau itself, and a tau that is no probability."""
+    log_w = torch.tensor([[1.0, 0.5, 1e-4, 1e-5], [1.0, 1e-6, 0.0, 0.0]]).log().clamp(min=MASKED)
+    assert stop_step(log_w, 0.5).tolist() == [1, 0]
+    assert stop_step(log_w, 0.99e-4).tolist() == [2, 0]
+    assert stop_step(log_w, 0).tolist() == [3, 3]
+    for tau in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="tau"):
+            stop_step(log_w, tau)
+
+
+def test_alpha_shifts_and_a_scalar_would_not():
+    """Catches an alpha that cancels in the softmax (reading note 3)."""
+    torch.manual_seed(0)
+    router, h0 = Router(16, 3, [0.0] * 4), torch.randn(5, 16)
+    torch.nn.init.normal_(router.proj.weight)
+    k = torch.arange(4)
+    means = [(router(h0, alpha)[0] * k).sum(-1).mean().item() for alpha in (-4, -1, 0, 1, 4)]
+    assert means == sorted(means) and means[-1] - means[0] > 1
+    s, _ = router(h0, 0.7)
+    logits = h0 @ router.proj.weight.T + 0.7 * k
+    torch.testing.assert_close(s, logits.softmax(-1))
+
+
+def test_router_start_and_always():
+    """Catches an offset that is not added to the logits, and a one-hot at the wrong end."""
+    h0 = torch.randn(2, 3, 16)
+    router = Router(16, 3, (0.0, 2.0, 4.0, 6.0))
+    torch.nn.init.zeros_(router.proj.weight)
+    s, log_w = router(h0)
+    torch.testing.assert_close(s[0, 0], torch.tensor([0.0, 2.0, 4.0, 6.0]).softmax(-1))
+    s, log_w = small_model(method="ponderlm2").route(h0[..., None, :])
+    assert s[0, 0].tolist() == [0, 0, 0, 1] and not log_w.any()
+
+
+def test_router_keeps_float32_under_autocast():
+    """Catches log w rounded to bfloat16's eight bits, which moves it by 0.03 near tau."""
+    router, h0 = Router(16, 3, [0.0] * 4), torch.randn(5, 16)
+    torch.nn.init.normal_(router.proj.weight, std=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, log_w = router(h0)
+    assert log_w.dtype == torch.float32
+    torch.testing.assert_close(log_w, router(h0)[1], atol=0, rtol=0)
+
+
+def flat(x):
+    return x.flatten(0, -2)
+
+
+def literal_penalty(w, ce, form):
+    """Section 3.4.2 with loops, without lambda; w and ce are nested lists [token][k]."""
+    T, depths, rho, total = len(ce), len(ce[0]), [], 0.0
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
+    for i in range(depths):
+        if form == "token":
+            rho.append(sum(1 - sigmoid(10 * (ce[t][i] - 0.5)) for t in range(T)) / T)
+        else:
+            rho.append(1 - sigmoid(10 * (sum(ce[t][i] for t in range(T)) / T - 0.5)))
+    for k in range(1, depths):
+        delta = max(rho[k] - rho[k - 1], 0)
+        smallest = sorted(w[t][k] for t in range(T))[: math.floor(delta * T)]
+        if smallest:
+            total += sum(smallest) / len(smallest)
+    return total
+
+
+@pytest.mark.parametrize("form", ["token", "printed"])
+@pytest.mark.parametrize("level", [0.2, 0.6, 1.2])
+def test_penalty_against_loops(form, level):
+    """Catches any slip in rho, its positive part, the count or the choice of the smallest."""
+    g = torch.Generator().manual_seed(0)
+    log_w = mask_score(torch.randn(7, 9, 4, generator=g, dtype=torch.float64).log_softmax(-1))
+    ce = level * 2 * torch.rand(7, 9, 4, generator=g, dtype=torch.float64)
+    ce = ce - 0.15 * level * torch.arange(4)  # deeper is better on average
+    actual, _ = bottom_mass_penalty(flat(log_w), flat(ce), form)
+    expected = literal_penalty(log_w.exp().reshape(-1, 4).tolist(), ce.reshape(-1, 4).tolist(), form)
+    assert actual.item() == pytest.approx(expected, abs=1e-12)
+    if level == 0.6:
+        assert expected > 0
+
+
+def test_penalty_gradient_reaches_only_the_chosen():
+    """Catches a gradient through rho, or into elements outside the bottom fraction."""
+    log_w = torch.tensor([[0.0, -1.0], [0.0, -2.0], [0.0, -0.5], [0.0, -3.0]], requires_grad=True)
+    ce = torch.tensor([[9, -9.0], [9, -9], [9, 9], [9, 9]], requires_grad=True)
+    penalty, rho = bottom_mass_penalty(log_w, ce, "token")
+    penalty.backward()
+    assert rho.tolist() == pytest.approx([0, 0.5], abs=1e-2) and ce.grad is None
+    assert log_w.grad[:, 0].tolist() == [0] * 4
+    assert (log_w.grad[:, 1] != 0).tolist() == [False, True, False, True]
+
+
+def test_expected_steps():
+    """Catches a price of steps that is not the mean of sum_k k s_k, or without its gradient."""
+    logits = torch.randn(5, 3, 4, dtype=torch.float64, requires_grad=True)
+    log_s = logits.log_softmax(-1)
+    expected = (log_s.exp() * torch.arange(4)).sum(-1).mean()
+    actual = expected_steps(mask_score(log_s))
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
+    grads = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (actual, expected)]
+    torch.testing.assert_close(*grads, atol=1e-12, rtol=0)
+
+
+def test_printed_penalty_is_inactive():
+    """Reading note 2: at a mean cross-entropy of 2.6 nats the printed penalty is exactly zero."""
+    g = torch.Generator().manual_seed(0)
+    log_w = mask_score(torch.randn(64, 64, 4, generator=g).log_softmax(-1))
+    ce = 2.6 + 0.8 * torch.randn(64, 64, 1, generator=g) + 0.2 * torch.arange(3, -1, -1)
+    ce += 2.6 - ce[..., -1].mean()
+    printed, rho = bottom_mass_penalty(flat(log_w), flat(ce), "printed")
+    assert printed.item() == 0 and rho.max() < 1e-8
+    assert bottom_mass_penalty(flat(log_w), flat(ce), "token")[0].item() > 0

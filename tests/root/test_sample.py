@@ -1,0 +1,204 @@
+"""sample.py: what it says, how it chooses, and its command."""
+
+import io
+import os
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import sample
+from data import Tokenizer
+from model import Config, PonderLM, UserError, command_line, save
+from sample import choose, generate, main, mark, stream
+
+
+def small_model(seed=0, **settings):
+    """Random weights, with a router whose tokens differ in their steps."""
+    torch.manual_seed(seed)
+    settings = dict(vocab_size=31, block_size=32, router_offset=(0.0,) * 4) | settings
+    model = PonderLM(Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, **settings))
+    torch.nn.init.normal_(model.router.proj.weight, std=0.9)
+    return model.double().eval()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A directory of a model of bytes with a window of 16, whose texts end now and then."""
+    model = small_model(seed=2, vocab_size=257, block_size=16).float()
+    with torch.no_grad():
+        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
+    save(model, tmp_path / "run")
+    Tokenizer.bytes().save(tmp_path / "run/tokenizer.json")
+    return str(tmp_path / "run")
+
+
+def test_generate_is_greedy_argmax_of_the_parallel_form():
+    """Catches a decoder that goes on from other logits than the model's, and steps of other tokens; and a
+    list of what was read, from which the saving is printed, that misses tokens."""
+    prompt, differ = [3, 1, 4], 0
+    for seed in range(6):
+        model, read = small_model(seed), []
+        tokens, steps = generate(model, torch.tensor(prompt), 8, tau=0.3, temperature=0, read=read)
+        with torch.no_grad():
+            out = model(torch.tensor([prompt + tokens]), tau=0.3, R=33)
+        assert tokens == out.logits[0, 2:-1].argmax(-1).tolist()
+        assert steps == read[2:] and read == out.steps[0, :-1].tolist()
+        differ += len(set(steps)) > 1
+    assert differ >= 2
+
+
+def test_alpha_and_tau_arrive():
+    """Catches a shift or a threshold that is not passed on."""
+    model = small_model()
+    steps = lambda **choice: sum(generate(model, [1, 2], 8, temperature=0, **choice)[1])  # noqa: E731
+    assert steps(tau=0.0) == 24 > steps(tau=0.3) > steps(tau=0.3, alpha=-3.0)
+
+
+def test_seeds():
+    """Catches a seed that does not repeat, or that is not used."""
+    model = small_model()
+    a, b, c = (generate(model, [1, 2], 12, seed=seed)[0] for seed in (5, 5, 6))
+    assert a == b != c
+    assert generate(model, [1, 2], 12)[0] != generate(model, [1, 2], 12)[0]
+
+
+def test_longer_than_the_window():
+    """Catches a crash at the window's end, and a context other than the documented last half."""
+    model, greedy = small_model(block_size=8), dict(temperature=0)
+    tokens, _ = generate(model, [1, 2, 3], 30, **greedy)
+    assert len(tokens) == 30
+    context = [1, 2, 3, *tokens]
+    # 9 tokens do not fit: the last 4 of them begin a new context.
+    assert generate(model, context[5:9], 4, **greedy)[0] == context[9:13]
+    read = []
+    long = generate(model, [*range(20)], 1, read=read, **greedy)
+    assert long == generate(model, [16, 17, 18, 19], 1, **greedy) and len(read) == 4
+
+
+def test_end():
+    """Catches a text that goes on behind its end."""
+    model = small_model()
+    free = generate(model, [1], 9, temperature=0)[0]
+    at = free.index(free[4])
+    assert generate(model, [1], 9, temperature=0, end=free[4])[0] == free[: at + 1]
+
+
+def test_choices():
+    """Catches tokens chosen more or less often than their probability, an unused temperature, and a top-k
+    that keeps one too many or few."""
+    p, generator = torch.tensor([0.1, 0.4, 0.2, 0.3]), torch.Generator().manual_seed(0)
+
+    def shares(temperature, top_k=None):
+        drawn = [choose(p.log(), temperature, top_k, generator) for _ in range(4000)]
+        return torch.tensor(drawn).bincount(minlength=4) / 4000
+
+    assert choose(p.log(), 0, None, generator) == choose(p.log(), 1e-30, None, generator) == 1
+    assert ((shares(1.0) - p).abs() < 0.03).all()
+    assert ((shares(0.5) - p**2 / (p**2).sum()).abs() < 0.03).all()
+    assert ((shares(1.0, 2) - torch.tensor([0, 4, 0, 3]) / 7).abs() < 0.03).all()
+    assert shares(1.0, 99).min() > 0 and shares(1.0, 1)[1] == 1
+
+
+@pytest.mark.parametrize(
+    "prompt, choice, message",
+    [
+        ([], {}, "ids below 31, one at least"),
+        ([31], {}, "ids below 31"),
+        ([-1], {}, "ids below 31"),
+        ([1], dict(tau=1.5), r"tau = 1\.5: give a number from 0 to 1"),
+        ([1], dict(tau=-1e-9), "tau = "),
+        ([1], dict(temperature=-1.0), "temperature = "),
+        ([1], dict(temperature=float("nan")), "temperature = nan"),
+        ([1], dict(top_k=0), "top_k = 0"),
+        ([1], dict(seed=-1), "seed = -1"),
+        ([1], dict(alpha=float("inf")), "logits are not finite"),
+    ],
+)
+def test_refused(prompt, choice, message):
+    """Catches values that are taken and do nothing, or end in a stack trace."""
+    with pytest.raises(UserError, match=message):
+        next(stream(small_model(), prompt, 1, **choice))
+
+
+def test_marks():
+    """Catches steps that cannot be told apart, and a line's end that comes before its mark or is coloured
+    to the edge of the terminal."""
+    assert mark("a", 3, 3, color=False) == "a₃" and mark("a", 12, 12, color=False) == "a₁₂"
+    assert mark("\n", 2, 3, color=False) == "₂\n" and mark(";\n  ", 1, 3, color=False) == ";₁\n  "
+    assert len({mark("a", k, 3, color=True) for k in range(4)}) == 4
+    assert mark("\n", 2, 3, color=True).split("\n")[0].endswith("\x1b[0m")
+
+
+def test_show_steps(run, monkeypatch, capsys):
+    """Catches a token that is marked with another one's steps, a character of two tokens that is torn,
+    and an end that is shown; and a saving that is not of these steps."""
+    pairs = [(102, 1), (0xC3, 0), (0xA9, 3), (120, 2), (256, 2)]
+    monkeypatch.setattr(sample, "stream", lambda *_, read, **__: read.append(1) or iter(pairs))
+    main(run=run, prompt="a", show_steps=True, device="cpu")
+    out = capsys.readouterr().out
+    assert "\naf₁é₃x₂\n" in out
+    assert "\n1.00 of 3 pondering steps per token, prompt included, 50% of the slots saved; " in out
+
+
+def test_samples_and_prompts(run, monkeypatch, capsys):
+    """Catches samples that are the same or not repeatable, an empty prompt that is refused, a long one
+    that is cut in silence, and standard input that is not read."""
+
+    def printed(**options):
+        main(run=run, max_new_tokens=9, device="cpu", **options)
+        return capsys.readouterr().out.rpartition("\n\n")[0]
+
+    three = printed(prompt="ab", num_samples=3, seed=4)
+    assert three == printed(prompt="ab", num_samples=3, seed=4)
+    second = three.split("--- sample 2 of 3\n")[1].split("\n\n--- sample 3")[0]
+    assert second in printed(prompt="ab", seed=5) and second not in printed(prompt="ab", seed=4)
+    assert "note" not in printed() and "of 17 tokens the last 8 are read" in printed(prompt=17 * "a")
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO("né\n".encode())))
+    assert "\nné" in printed(prompt="-")
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(prompt=os.fsdecode(b"a\xff")), "the prompt is not UTF-8 text"),
+        (dict(tau=-1.0), r"tau = -1\.0: give a number from 0 to 1"),
+        (dict(num_samples=0), "max_new_tokens and num_samples have to be 1 or more"),
+        (dict(run="none"), "none has no model"),
+        (dict(device="tpu"), "device 'tpu' is not here"),
+    ],
+)
+def test_refused_commands(options, message, run, capsys):
+    """Catches an error that is a stack trace, or that comes after the prompt was printed."""
+    with pytest.raises(SystemExit, match=f"^error: .*{message}"):
+        command_line(lambda: main(**{"run": run, "prompt": "a", "device": "cpu"} | options))
+    assert "\na" not in capsys.readouterr().out
+
+
+def test_which_model(run, tmp_path, monkeypatch, capsys):
+    """Catches a model that is taken without a word, and none that is a stack trace."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sample, "INCLUDED", tmp_path / "run")
+    main(prompt="a", max_new_tokens=1, device="cpu")
+    assert "no run in out/ yet: this is the model that comes with the code" in capsys.readouterr().out
+    (tmp_path / "out").mkdir()
+    os.rename(run, tmp_path / "out/mine")
+    main(prompt="a", max_new_tokens=1, device="cpu")
+    assert "model: out/mine\n" in capsys.readouterr().out
+    os.rename(tmp_path / "out/mine", run)
+    monkeypatch.setattr(sample, "INCLUDED", tmp_path / "none")
+    with pytest.raises(UserError, match="no trained model in out/"):
+        main(prompt="a", device="cpu")
+
+
+def test_what_the_docstring_shows(capsys):
+    """Catches a docstring that shows what the command no longer prints."""
+    options = dict(prompt="ROMEO:", seed=1, max_new_tokens=60, show_steps=True, device="cpu")
+    main(run=str(Path(sample.__file__).parent / "models/shakespeare"), **options)
+    text, _, summary = capsys.readouterr().out.split("\n\n", 1)[1].rpartition("\n\n")
+    shown = textwrap.dedent(sample.__doc__.split("was chosen:\n\n")[1])
+    assert text == shown.split("\n\n")[0]
+    assert summary.split(";")[0] == shown.split("\n\n")[1].split(";")[0]
