@@ -5,7 +5,7 @@
     python -m lab corpus stream NAME --tokens N     a large corpus, through Hugging Face datasets
     python -m lab corpus lookup                     the lookup task, into data/lookup
 
-`python train.py --data ..` prepares what the first two prepare by itself.
+`python -m lab train --data ..` prepares what the first two prepare by itself.
 """
 
 import sys
@@ -14,9 +14,10 @@ from typing import Literal
 
 import tyro
 
+from data import unigram_entropy
 from lab.common import command_line
 from lab.corpora.lookup import prepare_lookup
-from lab.corpora.preparation import CACHE, describe, load_tokens, prepare, unigram_entropy
+from lab.corpora.preparation import CACHE, describe, load_tokens, prepare
 from lab.corpora.streaming import stream
 
 

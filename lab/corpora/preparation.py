@@ -21,10 +21,10 @@ from typing_extensions import TypedDict
 
 import data as root
 from data import (
+    ID_TYPES,
     NO_TEXT,
     PACKAGES,
     Corpus,
-    Windows,
     divide,
     id_type,
     open_ids,
@@ -32,13 +32,10 @@ from data import (
     pieces_of,
     pydocs,
     tokenizer_of,
-    unigram_entropy,
 )
 from lab.common import progress, read_json, writing
 from lab.corpora.tokenizers import Tokenizer, begin_of, load_tokenizer, open_tokenizer
 from model import UserError, write_json
-
-__all__ = ["Windows", "is_prepared", "load_tokens", "open_corpus", "prepare", "read_texts", "unigram_entropy"]
 
 CACHE = Path("data")
 SHAKESPEARE = (
@@ -199,7 +196,7 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
     elif tokenizer not in ("bytes", "gpt2"):
         tokenizer = open_tokenizer(tokenizer)
         kind = tokenizer.name + ("" if tokenizer.name == "bytes" else f"-{tokenizer.digest}")
-    digest = hashlib.sha256(f"{source} {kind}".encode()).hexdigest()[:8]
+    digest = hashlib.sha256(f"{source} {kind}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
     folder = Path(cache) / f"{path.stem}-{kind}-{digest}"
     if folder.exists():
         return folder, load_tokenizer(folder / "tokenizer.json")
@@ -244,7 +241,7 @@ class Meta(TypedDict):
     bytes: int  # of the text
     sha256: str  # of the text; of a streamed corpus that of its shards
     val_bytes: NotRequired[int]
-    dtype: NotRequired[Literal["uint16", "uint32"]]  # no other: bytes would become what they say
+    dtype: NotRequired[Literal[ID_TYPES]]  # no other: bytes would become what they say
     tokens: NotRequired[int]  # of training
     shards: NotRequired[int]
     complete: NotRequired[bool]
@@ -252,17 +249,18 @@ class Meta(TypedDict):
 
 
 def read_meta(folder):
-    """A corpus's meta.json; {} without one, or with somebody else's."""
+    """A corpus's meta.json; of somebody else's, which has no source, the dtype alone; {} without one."""
     file, way_out = folder / "meta.json", f"; move {folder} away and prepare it again"
-    if not file.exists() or "source" not in read_json(file, way_out=way_out):
-        return {}
+    content = read_json(file, way_out=way_out) if file.exists() else {}
+    if "source" not in content:
+        return {key: content[key] for key in content if key == "dtype"}
     return read_json(file, Meta, way_out)
 
 
 def describe(folder):
     """One line on where a corpus came from. Losses compare only on the same text."""
     meta = read_meta(folder)
-    if not meta:
+    if "source" not in meta:
         return str(folder)
     return f"{folder}: {meta['bytes']:,} bytes, sha256 {meta['sha256'][:16]}, {meta['source']}"
 

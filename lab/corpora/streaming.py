@@ -2,7 +2,7 @@
 
     pip install datasets
     python -m lab corpus stream fineweb-edu --tokens 1e9
-    python train.py --preset 70m --data data/fineweb-edu-gpt2
+    python -m lab train --preset 70m --data data/fineweb-edu-gpt2
 
 val.bin, train-00000.bin, ..   token ids; the first documents are the validation
 tokenizer.json
@@ -47,7 +47,7 @@ class Options:
     tokenizer: str = "gpt2"  # bytes, gpt2, or the folder of a model or a prepared corpus
     config: str | None = None  # configuration of the dataset, where it has several
     split: str = "train"  # split of the dataset
-    field: str = "text"  # the column with the text
+    field: str = "text"  # the column with the text; meta.text: within meta
     val_tokens: Tokens = 1e6  # number of validation tokens, from the first documents
     shard_tokens: Tokens = 1e8  # tokens a file, and the most that an interruption loses
     folder: Path | None = None  # where to; by default data/NAME-TOKENIZER
@@ -186,7 +186,7 @@ def stream(options: Annotated[Options, tyro.conf.arg(name="")]):
         if options.tokenizer == "bpe":
             raise UserError(
                 "a stream takes a BPE that is there: prepare a part of the text with one (python "
-                "-m corpus FILE --tokenizer bpe), and name its folder with --tokenizer"
+                "-m lab corpus FILE --tokenizer bpe), and name its folder with --tokenizer"
             )
         tokenizer = open_tokenizer(options.tokenizer)
         folder.mkdir(parents=True, exist_ok=True)

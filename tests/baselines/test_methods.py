@@ -349,7 +349,7 @@ def test_command_line():
     "method,settings,message",
     [
         ("vanilla", dict(ponder_steps=3), "vanilla takes 0"),
-        ("ponderlm3", dict(ponder_steps=0), "vanilla takes 0"),
+        ("grid", dict(ponder_steps=0), "vanilla takes 0"),
         ("looped", dict(reread=True), "reread = True: looped does not follow it"),
         ("ponderlm3", dict(accumulate=False), "accumulate"),
         ("mor", {}, "'mor' is not one of ponderlm3"),

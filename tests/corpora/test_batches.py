@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lab.corpora.preparation import Shards, load_tokens, read_meta
+from data import Tokenizer
+from lab.corpora.preparation import Shards, describe, load_tokens, open_corpus, read_meta
 from model import UserError
 
 GOOD = {"source": "x", "bytes": 1, "sha256": ""}
@@ -28,6 +29,23 @@ def test_bad_meta(tmp_path, content, message):
         load_tokens(tmp_path, "train", 257)
     (tmp_path / "meta.json").write_text('{"vocab_size": 65}')  # somebody else's
     assert read_meta(tmp_path) == {}
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "uint64"])
+def test_type_of_ids_that_others_wrote(tmp_path, dtype):
+    """Catches a folder whose meta.json has the dtype alone, as the error without one says, and which is
+    refused again."""
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    for split in ("train", "val"):
+        np.arange(200, dtype=dtype).tofile(tmp_path / f"{split}.bin")
+    with pytest.raises(UserError, match=f'"dtype": "{dtype}"'):
+        open_corpus(str(tmp_path))
+    (tmp_path / "meta.json").write_text(json.dumps({"dtype": dtype}))
+    assert open_corpus(str(tmp_path)).train[:].tolist() == [*range(200)]
+    assert describe(tmp_path) == str(tmp_path)
+    (tmp_path / "meta.json").write_text('{"dtype": "O"}')
+    with pytest.raises(UserError, match="dtype = 'O' is none of"):
+        open_corpus(str(tmp_path))
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from data import Windows
 from lab.corpora import lookup
-from lab.corpora.preparation import Windows, load_tokens, prepare, read_meta
+from lab.corpora.preparation import load_tokens, prepare, read_meta
 from lab.corpora.tokenizers import load_tokenizer
 from model import UserError
 

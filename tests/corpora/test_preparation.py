@@ -1,3 +1,4 @@
+import os
 import re
 import resource
 import urllib.error
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import tiktoken
 
+import data
 from lab.corpora import preparation
 from lab.corpora.preparation import prepare, read_texts
 from model import UserError
@@ -59,6 +61,14 @@ def test_json_lines(tmp_path, cache):
         file.write_bytes(b'{"text": "a"}\n' + bad.encode("latin-1"))
         with pytest.raises(UserError, match=r"a\.jsonl, line 2: .*'text'"):
             read_texts(file)
+
+
+def test_names_that_are_not_utf8(tmp_path, cache):
+    """Catches a stack trace for a file whose name is in an older encoding."""
+    file = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    file.write_text("as it is " * 20)
+    folder, _ = prepare(str(file), cache=cache)
+    assert prepare(str(file), cache=cache)[0] == folder == data.prepare(str(file), "bytes", 0, cache)
 
 
 @pytest.mark.parametrize(

@@ -155,13 +155,14 @@ def test_odd_rows_and_a_broken_connection():
     """Catches a row without text, or with half a surrogate pair, that ends the stream for good, and
     a lost connection without a word of how to go on."""
     rows = [{"text": None}, {"text": "é"}, {"text": "\ud800"}]
+    assert list(streaming.texts_of([{"meta": row} for row in rows[:2]], "meta.text")) == [b"", "é".encode()]
     assert list(streaming.texts_of(rows, "text")) == [b"", "é".encode(), b"?"]
 
     def broken():
         yield {"text": "abc"}
         raise ConnectionError("no route to host")
 
-    for field in ("id", "body"):  # no text, and no such column
+    for field in ("id", "body", "id.text"):  # no text, no such column, and nothing within one
         with pytest.raises(UserError, match=rf"no text in '{field}'; --field is one of \['text'"):
             list(streaming.texts_of([{"text": "a", "id": 5}], field))
     with pytest.raises(UserError, match="no route to host; the same command goes on"):

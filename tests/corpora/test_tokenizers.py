@@ -79,8 +79,21 @@ def test_end_of_text(tmp_path):
     """Catches an end of text that is read in one of its two forms only, or is no token."""
     for end in ("</s>", {"content": "</s>", "lstrip": False}):
         assert make_tokenizer(tmp_path, "byte-level", eos_token=end)[1].end_of_text == 1
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "</s>"}}')
+    assert make_tokenizer(tmp_path, "byte-level", eos_token=None)[1].end_of_text == 1
     with pytest.raises(UserError, match="end of text, 'x!y', is not in its vocabulary"):
         make_tokenizer(tmp_path, "byte-level", eos_token="x!y")
+
+
+def test_name_is_no_path(tmp_path):
+    """Catches a corpus that is written where the name in somebody's tokenizer.json says."""
+    file, text = tmp_path / "model" / "tokenizer.json", tmp_path / "text.txt"
+    make_tokenizer(file.parent, "byte-level")[1].save(file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"name": "x/../../../out"}))
+    text.write_text(TEXT)
+    folder, tokenizer = prepare(str(text), str(file.parent), cache=tmp_path / "data")
+    assert folder.parent == tmp_path / "data" and folder.name.startswith("text-huggingface-")
+    assert tokenizer.name == "huggingface"
 
 
 def test_settings_of_the_file_are_left_alone(tmp_path):
