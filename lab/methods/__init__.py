@@ -42,7 +42,7 @@ class PonderConfig(Config):
         super().__post_init__()
         numbers = {k: float(x) if isinstance(x, str) else x for k, x in self.backbone_options.items()}
         self.backbone_options = numbers  # a command line has strings
-        plain = self.ponder_steps == 0  # what train.py trains in vanilla's place is a PonderLM-3 without steps
+        plain = self.ponder_steps == 0  # also a PonderLM-3 without steps, as train.py trains
         if plain != (self.method == "vanilla") and not (plain and self.method == "ponderlm3"):
             raise ValueError(
                 f"ponder_steps = {self.ponder_steps}, method {self.method}: vanilla takes 0, others more"
