@@ -79,7 +79,7 @@ class TrainConfig:
     name: str | None = None  # of the run, in --out; None: preset and time
     out: str = "out"  # where runs are kept
     resume: bool = False  # go on with the run --name, or the newest, with its settings
-    data: str = "pydocs"  # or pysource, shakespeare, a file, a folder of texts or of .bin files
+    data: str = "pydocs"  # or a file, a folder of texts, or one of .bin files
     tokenizer: str = "auto"  # bytes, bpe, gpt2; auto: a .bin folder's own, else by the preset
 
     steps: int = 1000  # optimizer steps
@@ -196,7 +196,6 @@ def objective(model, x, y, R, progress):
     else:
         ce = model.partial_losses(out.h, out.s, y)  # (B, T, K): integrated up to step 0 .. K-1
         ce = torch.cat([ce, out.ce.detach()[..., None]], dim=-1)  # (B, T, K+1)
-        ce = ce  # a loss of nan is for the loop to find, not for the counts of the penalty
         penalty, _ = bottom_mass_penalty(out.log_w[counts], ce[counts], config.penalty)
     return out.loss + config.penalty_weight * penalty, penalty, out
 
