@@ -2,7 +2,7 @@
 
     Attn(Q, K, V) = softmax(Q K^T / sqrt(d) + M + log w) V                      (section 3.2.2)
 
-M is the causal mask. w, one number per key in (0, 1], says how visible that key is to every query that
+M is the causal mask. w, one number per key in [0, 1], says how visible that key is to every query that
 may see it: with w = 1 nothing changes, as w -> 0 the key fades out. log w is differentiable, so that the
 model can learn which keys nobody needs.
 
@@ -44,8 +44,8 @@ def augment(q, k, v, log_w):
     """Move log w into the dot product (appendix A): q' . k' = q . k + sqrt(d) log w.
 
     Reading note 4: the printed (Q K^T + q_extra k_extra) / sqrt(d + 1) rescales Q K^T as well. With
-    q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact. Zeros fill up to a multiple of 8, which
-    the kernels want. (B, *, N, d) -> (B, *, N, d'); without log w nothing changes.
+    q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of log w. Zeros fill up
+    to a multiple of 8, which the kernels want. (B, *, N, d) -> (B, *, N, d'); without log w nothing changes.
     """
     if log_w is None:
         return q, k, v

@@ -14,6 +14,9 @@ steps       K-hat_t            (B, T)          pondering steps that are executed
 R           R                  scalar          refinement passes of the Jacobi iteration
 tau         tau                scalar          where decoding stops; None: soft masks, nothing is skipped
 
+s weighs the outputs, log w the keys, tau hides both beyond K-hat, and the Jacobi iteration repeats a pass
+until it has the states that decoding computes one after another.
+
 The method comes first (PonderLM), then its backbone (Llama, with the names of Hugging Face's
 transformers), then how a model is kept in a directory.
 """
@@ -340,7 +343,7 @@ class Output:
 
     head: nn.Linear
     h_hat: torch.Tensor  # (B, T, D) the integrated states, which the head reads
-    steps: torch.Tensor  # (B, T) executed pondering steps, K-hat
+    steps: torch.Tensor  # (B, T) K-hat at the tau of this call; K without one
     h: torch.Tensor  # (B, T, S, D) states
     s: torch.Tensor  # (B, T, S) step distribution
     log_w: torch.Tensor  # (B, T, S) log of the mask score

@@ -109,7 +109,7 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
     Returns:
         The penalty, a scalar, and rho (K+1,).
     """
-    ce, n = ce.detach().nan_to_num(), len(ce)  # a diverged loss resolves nothing
+    ce, n = ce.detach().nan_to_num(nan=math.inf), len(ce)  # a diverged loss resolves nothing
     rho = 1 - torch.sigmoid(10 * ((ce.mean(0) if form == "printed" else ce) - 0.5))
     rho = rho if form == "printed" else rho.mean(0)  # (K+1,)
     counts = (rho.diff().clamp(min=0) * n).floor().int().tolist()

@@ -167,3 +167,14 @@ def test_printed_penalty_is_inactive():
     printed, rho = bottom_mass_penalty(flat(log_w), flat(ce), "printed")
     assert printed.item() == 0 and rho.max() < 1e-8
     assert bottom_mass_penalty(flat(log_w), flat(ce), "token")[0].item() > 0
+
+
+@pytest.mark.parametrize("form", ["token", "printed"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_diverged_losses_resolve_nothing(form, bad):
+    """Catches a loss that is not finite taken for one of 0, so that the penalty presses on all steps."""
+    log_w = mask_score(torch.randn(100, 4, generator=torch.Generator().manual_seed(0)).log_softmax(-1))
+    ce = torch.full((100, 4), 3.0)
+    ce[:, -1] = bad
+    penalty, rho = bottom_mass_penalty(log_w, ce, form)
+    assert penalty.item() == 0 and rho[-1].item() == 0
