@@ -623,7 +623,7 @@ def average_gradients(model):
             g.copy_(mean.view_as(g))
 
 
-def main():
+def main(parse=parse, train=train):
     _, results = train(*parse())
     if results is None:  # stopped; once more, and it ends without a word
         signal.signal(signal.SIGINT, signal.SIG_DFL)

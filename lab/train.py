@@ -11,15 +11,12 @@ Every flag and its default: python -m lab train --method NAME --help. What else 
 
 import argparse
 import shutil
-import signal
-import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
-import torch.distributed as dist
 import tyro
 
 import train as root
@@ -167,15 +164,5 @@ def check_compiler():
         raise UserError(f"--compile takes a C++ compiler: install {compiler}, or leave it out")
 
 
-def main():
-    _, results = train(*parse())
-    if results is None:  # stopped; once more, and it ends without a word
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if results is None:  # what a script has behind it has to wait
-        sys.exit(130)
-
-
 if __name__ == "__main__":
-    command_line(main)
+    command_line(partial(root.main, parse, train))

@@ -24,7 +24,7 @@ if DEVICE != "cuda":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of processes that tests start, too
 TEST_DEVICE = torch.device("cpu" if DEVICE == "cpu" else "cuda")
 EQUIVALENCE = {f"root/test_{name}.py" for name in ("attention", "golden", "model", "router")}
-EQUIVALENCE |= {"kernels/test_attention.py", "baselines/test_grid.py"}
+EQUIVALENCE |= {"kernels/test_attention.py", "methods/test_grid.py"}
 EQUIVALENCE |= {"engine/test_batching.py", "engine/test_prefill.py"}
 # Tests in these files that make modules of their own, that are about files, other devices or the
 # compiler, or that count what runs: on a GPU more does, so that nobody has to wait.

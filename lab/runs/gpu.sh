@@ -14,7 +14,7 @@ cd "$(dirname "$0")/../.."
 
 python=${PYTHON:-python} out=${OUT:-out/gpu} data=${DATA:-pysource} text=pydocs
 device=(--device cuda) test_device=cuda
-tests=(tests/root tests/kernels tests/engine tests/baselines -n 4)
+tests=(tests/root tests/kernels tests/engine tests/methods -n 4)
 presets="small 70m 410m"
 toy_training=() toy_evaluation=() toy_attention=() toy_step=() toy_decoding=()
 if [ -n "${TRY:-}" ]; then

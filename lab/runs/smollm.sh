@@ -34,8 +34,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from interop import load
-from training.config import validation_windows
+from lab.evaluation.texts import validation_windows
+from lab.interop import load
 
 runs = [Path(run) for run in sys.argv[1:]]
 _, _, windows = validation_windows(runs[0])

@@ -105,12 +105,11 @@ def test_converge(model):
     fixed, fixed_s, _ = model.jacobi(idx, R=K * T)
     for n, row in enumerate(rows):
         assert row["refinements"] == n
-        if n:
-            h, s, _ = model.jacobi(idx, R=n - 1)
-            for key, now, then in (("latents", h[:, :, :K], fixed[:, :, :K]), ("s", s, fixed_s)):
-                pairs = [(now[b, t], then[b, t]) for b in range(2) for t in range(T)]
-                errors = [((x - y) ** 2).mean().sqrt().item() for x, y in pairs]
-                assert row[key] == pytest.approx(average(errors), rel=1e-3, abs=1e-12)
+        h, s, _ = model.jacobi(idx, R=n)
+        for key, now, then in (("latents", h[:, :, :K], fixed[:, :, :K]), ("s", s, fixed_s)):
+            pairs = [(now[b, t], then[b, t]) for b in range(2) for t in range(T)]
+            errors = [((x - y) ** 2).mean().sqrt().item() for x, y in pairs]
+            assert row[key] == pytest.approx(average(errors), rel=1e-3, abs=1e-12)
     assert rows[0]["latents"] > rows[1]["latents"] > 1e-3 and rows[-1]["latents"] < 1e-12
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import assert_is_attention, attention_inputs, outputs_and_gradients
 
-from attention import MASKED, attend_to_cache, augment, eager, fa2, sdpa, soft_mask_attention
+from attention import MASKED, attend_to_cache, augment, auto, eager, fa2, sdpa, soft_mask_attention
 
 
 def literal(q, k, v, log_w):
@@ -30,13 +30,13 @@ def test_eager_is_the_definition():
     torch.testing.assert_close(out, literal(*leaves), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("form", [sdpa])
+@pytest.mark.parametrize("form", [sdpa, auto])
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-11), (torch.float32, 5e-5)])
 @pytest.mark.parametrize("G", [4, 2, 1])
 @pytest.mark.parametrize("N,d", [(1, 8), (17, 7), (33, 8), (40, 56), (19, 64)])
 def test_forms_equal_eager(form, dtype, tolerance, G, N, d):
-    """Catches errors of the augmentation (scale, channel, padding), a head group, or a wrong term
-    of the gradient that `dense` writes out, in outputs and all gradients."""
+    """Catches errors of the augmentation (scale, channel, padding), or a head group, in outputs and all
+    gradients."""
     assert_is_attention(form, attention_inputs(4, G, N, d, dtype), tolerance)
 
 

@@ -2,9 +2,7 @@
 
 import json
 import re
-import resource
 import time
-from contextlib import contextmanager
 from hashlib import sha1, sha256
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
+from conftest import full_disk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,17 +37,6 @@ def no_gpt2(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def bpe():
     return Tokenizer.train([CODE, TEXT], 300)
-
-
-@contextmanager
-def full_disk(size):
-    """What stands for it: within it no file grows beyond `size` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # -- Tokenizers ------------------------------------------------------------------------------------

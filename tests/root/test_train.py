@@ -5,19 +5,18 @@ import math
 import os
 import pickle
 import re
-import resource
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import full_disk
 
 import train
 from data import Windows, open_corpus
@@ -78,17 +77,6 @@ def assert_same(a, b):
     for tensors in (checkpoint(b)["model"], load(a).state_dict(), load(b).state_dict()):
         assert tensors.keys() == whole.keys()
         assert all(torch.equal(whole[name], x.to(whole[name])) for name, x in tensors.items())
-
-
-@contextmanager
-def full_disk(size):
-    """What stands for it: within it no file grows beyond `size` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # -- It learns -------------------------------------------------------------------------------------
