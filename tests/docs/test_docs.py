@@ -39,7 +39,7 @@ SHORT = {  # appended to a command, so that it takes seconds
     "lab sample": "--max-new-tokens 3",
     "lab analyze heatmap": "--data my_texts",
     "lab analyze report": "--windows 2 --data my_texts",
-    "lab evaluate": "--windows 100",
+    "lab evaluate": "--windows 3",
     "lab bench attention": "--lengths 256 --widths 56 --repeats 1",
     "lab bench train": "--preset tiny --windows 1 --repeats 1",
     "lab bench decode": "--batch-sizes 1 --prompts 4 --new-tokens 2 --repeats 1",
@@ -97,6 +97,8 @@ def shortened(line):
         and words[:3] not in (["lab", "bench", kind] for kind in ("attention", "train"))
     ):
         short += f" {own} my_texts"  # the runs here are of these texts
+    if "--against" in arguments:
+        short = short.replace("--windows 3", "--windows 100")  # fewer have no interval
     if "medium" in arguments and trains:
         short += " --block-size 32 --num-hidden-layers 2"
     # Compiling takes minutes: test_compiled_blocks, which is slow, does it.

@@ -635,7 +635,7 @@ def test_ctrl_c_twice_in_the_final_evaluation(second):
 
 
 @pytest.mark.parametrize("function", ["torch.save", "train.save", "train.write_json", "model.save_file"])
-@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_kill_while_it_saves(function, call):
     """Catches a kill before, between or in the midst of the files of a save that leaves a run which cannot
     go on, or goes on otherwise, or whose model is half a file."""
