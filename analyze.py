@@ -8,7 +8,7 @@
     python analyze.py pareto --runs out/a out/b      perplexity against executed steps (section 4.1)
 
 Of the newest run in out/, or --run. The numbers go to <run>/report/<figure>.csv, the drawing to .png
-beside it (pareto: out/analyze/). --redraw draws the saved numbers, without the model.
+beside it (pareto: out/analyze/).
 
 code         paper         shape        meaning
 windows                    (W, T+1)     token ids; n = W T tokens are read and as many predicted
@@ -456,16 +456,6 @@ def write_csv(file, rows):
     write_whole(file, write)
 
 
-def read_csv(file):
-    def value(key, text):
-        return text if key in ("difficulty_by", "bucket", "kind", "text", "method") else float(text)
-
-    if not file.is_file():
-        raise UserError(f"{file} is not there: draw the figure once without --redraw")
-    with open(file, newline="", encoding="utf-8") as stream:
-        return [{key: value(key, text) for key, text in row.items()} for row in csv.DictReader(stream)]
-
-
 def print_table(rows):
     """The rows in columns; of many tokens the ten with the fewest and the ten with the most steps."""
     many = sorted((row for row in rows if row.get("kind") == "token"), key=lambda row: row["steps"])
@@ -479,8 +469,7 @@ def print_table(rows):
 def main(
     figure: tyro.conf.Positional[Literal["converge", "buckets", "shift", "tokens", "tau", "pareto"]],
     run: Path | None = None, runs: tuple[str, ...] = (), data: str | None = None, windows: int = 256,
-    tau: float = 1e-4, reference: str | None = None, out: Path | None = None, redraw: bool = False,
-    device: str = "auto",
+    tau: float = 1e-4, reference: str | None = None, out: Path | None = None, device: str = "auto",
 ):  # fmt: skip
     """Draw one figure.
 
@@ -493,18 +482,14 @@ def main(
         tau: where pondering stops
         reference: for buckets and shift, another trained model, whose losses are a second difficulty
         out: where the results go; by default <run>/report, of pareto out/analyze
-        redraw: draw the saved numbers, without the model
         device: auto, cpu, cuda or mps
     """
     if windows < 1 or not 0 <= tau <= 1:
         raise UserError(f"windows = {windows}, tau = {tau}: give 1 window or more, and a tau from 0 to 1")
-    if figure != "pareto" and not (redraw and out):
+    if figure == "pareto":
+        rows, out = pareto(runs), out or Path("out/analyze")
+    else:
         run = run or newest_run()
-    out = out or (Path("out/analyze") if figure == "pareto" else run / "report")
-    file, image = out / f"{figure}.csv", out / f"{figure}.png"
-    if figure == "pareto" and not redraw:
-        write_csv(file, pareto(runs))
-    elif not redraw:
         model, tokenizer = load(run).to(pick_device(device)), load_tokenizer(run / "tokenizer.json")
         if not model.config.ponder_steps:
             raise UserError(f"{run} is a model without pondering steps: there is nothing to draw")
@@ -517,8 +502,9 @@ def main(
             "tokens": lambda: tokens(model, text, tokenizer, tau),
             "tau": lambda: tau_curve(model, text, {*TAUS, tau}),
         }
-        write_csv(file, measure[figure]())
-    rows = read_csv(file)
+        rows, out = measure[figure](), out or run / "report"
+    file, image = out / f"{figure}.csv", out / f"{figure}.png"
+    write_csv(file, rows)
     print_table(rows)
     drawn = globals()[f"draw_{figure}"](rows)
     write_whole(image, lambda part: drawn.savefig(part, format="png"))

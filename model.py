@@ -321,12 +321,18 @@ class PonderLM(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def param_groups(self):
-        """Parameters for the optimizer: matrices decay, vectors do not. `rate`: times the peak rate."""
-        learned = [p for p in self.parameters() if p.requires_grad]
+    def param_groups(self, router_rate=1.0):
+        """Parameters for the optimizer; `rate` is what the learning rate of each is multiplied by.
+
+        Matrices decay, vectors do not. W of the router starts at zero and is read through a softmax: at the
+        rate of the others it hardly moves, so that every token takes about as many steps as the offset says.
+        """
+        learned = [(name.startswith("router."), p) for name, p in self.named_parameters() if p.requires_grad]
+        rest, router = ([p for routes, p in learned if routes == kind] for kind in (False, True))
         return [
-            {"params": [p for p in learned if p.dim() >= 2], "rate": 1.0},
-            {"params": [p for p in learned if p.dim() < 2], "rate": 1.0, "weight_decay": 0.0},
+            {"params": [p for p in rest if p.dim() >= 2], "rate": 1.0},
+            {"params": [p for p in rest if p.dim() < 2], "rate": 1.0, "weight_decay": 0.0},
+            {"params": router, "rate": router_rate, "weight_decay": 0.0},
         ]
 
 

@@ -9,7 +9,7 @@
 Every flag and its default: python train.py --help. Ctrl-C saves. A run is a directory:
 
     config.json, model.safetensors, tokenizer.json    a model, as sample.py and analyze.py read it
-    trainer.pt      the checkpoint: weights, optimizer, step, random state; replaced whole or not at all
+    trainer.pt      the checkpoint: weights, optimizer, step; replaced whole or not at all
     train.json      every setting and what its corpus is known by
     log.jsonl       a line of numbers each --log-every steps
     results.json    the final evaluation
@@ -86,6 +86,7 @@ class TrainConfig:
     batch_size: int = 8  # windows a step
     micro_batch_size: int | None = None  # windows at a time, to save memory; None: all
     learning_rate: float = 4e-3  # peak; cosine to a tenth of it
+    router_rate: float = 1.0  # learning rate of the router, times that of the rest
     warmup: float = 0.05  # share of the steps in which the learning rate rises
     weight_decay: float = 0.1  # on matrices only
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
@@ -106,7 +107,8 @@ class TrainConfig:
         if self.name is not None and (Path(self.name).name != self.name or self.name in ("", "..")):
             raise ValueError(f"name = {self.name!r}: give a plain name; --out says where the run goes")
         ranges = dict.fromkeys(("warmup", "weight_decay", "tau"), (0, 1))
-        ranges |= {"learning_rate": (0, 1e30), "clip": (0, 1e30), "seed": (0, 2**63 - 1)}
+        ranges |= dict.fromkeys(("learning_rate", "router_rate", "clip"), (0, 1e30))
+        ranges |= {"seed": (0, 2**63 - 1)}
         for name, value in vars(self).items():
             low, high = ranges.get(name, (1, 2**31))
             if type(value) in (int, float) and not low <= value <= high:
@@ -253,8 +255,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
     model = make_model(replace(model_config, vocab_size=text.vocab_size)).to(device).train()
     model.recompute = config.recompute
     optimizer = torch.optim.AdamW(
-        model.param_groups(), config.learning_rate, config.betas, weight_decay=config.weight_decay,
-        fused=device.type in ("cpu", "cuda"),
+        model.param_groups(config.router_rate), config.learning_rate, config.betas,
+        weight_decay=config.weight_decay, fused=device.type in ("cpu", "cuda"),
     )  # fmt: skip
     precision = pick_precision(config.precision, device)
     config = replace(config, name=run.name, micro_batch_size=micro, precision=precision)
@@ -464,10 +466,8 @@ def save_checkpoint(run, model, optimizer, step, seconds):
     """
     norm = torch.stack([p.detach().norm() for p in model.parameters()]).norm()
     check_finite(run, step, weights=norm.item())
-    checkpoint = {"step": step, "seconds": seconds, "random": torch.get_rng_state()}
+    checkpoint = {"step": step, "seconds": seconds}  # and no random state: batches and R are of the step
     checkpoint |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    if torch.cuda.is_available():
-        checkpoint["random_cuda"] = torch.cuda.get_rng_state()
     write_whole(run / "trainer.pt", lambda file: torch.save(checkpoint, file))
     save(model, run)
 
@@ -495,9 +495,6 @@ def load_checkpoint(run, model, optimizer):
             state[i]["step"] = torch.tensor(float(of_p["step"]))
         # Its groups are this training's: a resumed one may have another learning rate.
         optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-        torch.set_rng_state(kept["random"])
-        if torch.cuda.is_available() and "random_cuda" in kept:
-            torch.cuda.set_rng_state(kept["random_cuda"])
         return step, seconds
     except Exception as error:  # a foreign file fails in any way
         reason = (str(error) or repr(error)).splitlines()[0]

@@ -16,7 +16,7 @@ import jinja2
 import torch
 
 import analyze
-from analyze import read_csv, show_token, write_csv
+from analyze import show_token, write_csv
 from lab.common import Count, Given, strict_dataclass
 from lab.corpora.tokenizers import load_tokenizer
 from lab.evaluation.texts import Share
@@ -184,8 +184,8 @@ class Report(Heatmap):
         for name, measured in paper_figures(self.subject, losses).items():
             print(f"--- {name}", flush=True)
             file = self.out / f"{name}.csv"
-            write_csv(file, measured())
-            tables[name] = read_csv(file)
+            tables[name] = measured()
+            write_csv(file, tables[name])
             drawn = getattr(analyze, f"draw_{name}")(tables[name])
             write_whole(file.with_suffix(".png"), lambda part, drawn=drawn: drawn.savefig(part, format="png"))
         super().draw()

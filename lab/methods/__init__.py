@@ -83,13 +83,13 @@ class PonderLM3(PonderLM):
     def feed_back(self, h, e):
         return h if self.feedback is None else self.feedback(h, e)
 
-    def param_groups(self):
-        matrices, vectors = super().param_groups()
+    def param_groups(self, router_rate=1.0):
+        groups = super().param_groups(router_rate)
         if self.feedback is None:
-            return [matrices, vectors]
+            return groups
         g = self.feedback.weight
-        vectors["params"] = [p for p in vectors["params"] if p is not g]
-        return [matrices, vectors, {"params": [g], "rate": self.feedback_rate, "weight_decay": 0.0}]
+        groups[1]["params"] = [p for p in groups[1]["params"] if p is not g]
+        return [*groups, {"params": [g], "rate": self.feedback_rate, "weight_decay": 0.0}]
 
     def objective(self, x, y, R, progress=1.0):
         """The loss of a micro-batch, as train.objective: here it is the paper's."""
