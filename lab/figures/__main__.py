@@ -12,6 +12,7 @@ Of several runs, written to out/analyze/:
     python -m lab analyze frontier --runs out/frontier/*      differences to PonderLM-2 at equal steps
     python -m lab analyze budget --runs out/slots/*           loss at equal cost of training
     python -m lab analyze lookup --runs out/lookup/*          accuracy where the difficulty is known
+    python -m lab analyze where --runs out/mine               which kinds of tokens are thought about
 
 A figure of several comes with its numbers (<figure>.csv) and their table (.md), and --redraw draws it again
 from the saved numbers.
@@ -29,8 +30,9 @@ from lab.figures.explainer import Explainer
 from lab.figures.frontier import Frontier
 from lab.figures.lookup import Lookup
 from lab.figures.pages import Heatmap, Report
+from lab.figures.where import Where
 
-FIGURES = Heatmap, Report, Explainer, Pareto, Frontier, Budget, Lookup
+FIGURES = Heatmap, Report, Explainer, Pareto, Frontier, Budget, Lookup, Where
 
 
 def reader(figure):

@@ -77,9 +77,10 @@ def new_figure(x, y, panels=1):
 
 
 def save_figure(figure, file):
-    """Write a figure, with the legend of its first panel below."""
+    """Write a figure, with the legend of its first panel, if it has one, below."""
     look = {"loc": "outside lower center", "fontsize": 8, "handlelength": 5}
-    handles = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*handles, ncols=2 * len(figure.axes), **look)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, ncols=2 * len(figure.axes), **look)
     write_whole(file, lambda part: figure.savefig(part, dpi=300, format="png"))
     print(f"written: {file.with_suffix('')}.csv, .md, .png")

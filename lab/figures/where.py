@@ -1,0 +1,128 @@
+"""Where does a model think? Executed steps and losses by the kind of token that was read.
+
+    group                kinds: of the token behind which the steps are taken, which predict the next one
+    character            what its last byte is
+    place in its word    a word is letters, digits, underscores and bytes beyond ASCII
+    frequency            thirds of the text: its most frequent tokens make up the first
+    steps taken          0 .. K
+    step distribution    its own, or that of another token of the same windows (a permutation): what is lost
+                         where the steps stay as many but fall to others
+
+Losses are in nats a token, of the next token, hard-stopped at tau.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from lab.common import Count, Given, strict_dataclass
+from lab.evaluation.texts import Share
+from lab.figures.comparing import Comparison, over_seeds
+from lab.figures.subject import decoded, open_subject
+from lab.figures.tables import COLORS, new_figure, save_figure
+from model import UserError
+
+GROUPS = "character", "place in its word", "frequency", "steps taken", "step distribution"
+
+
+def character(byte):
+    """The kind of a byte."""
+    c = chr(byte)
+    if byte >= 128:
+        return "beyond ASCII"
+    if c.isspace():
+        return "line end" if c == "\n" else "space"
+    if c.isdigit():
+        return "digit"
+    if c.isalpha():
+        return "vowel" if c.lower() in "aeiou" else "consonant"
+    return "punctuation"
+
+
+def in_word(byte):
+    return chr(byte).isalnum() or byte in b"_" or byte >= 128
+
+
+def kinds_of(windows, tokenizer):
+    """The kinds of each token of windows (W, T+1) but the last, in the first three groups: (n,) each."""
+    ids = windows[:, :-1].flatten().tolist()
+    pieces = {i: tokenizer.decode([i]) or b"\n" for i in {*ids, *windows[:, -1].tolist()}}
+    places = []
+    for row in windows.tolist():
+        word = [(in_word(pieces[i][0]), in_word(pieces[i][-1])) for i in row]
+        before = False  # a window's first token counts as the first of its word
+        for (_, inside), (goes_on, _) in pairwise(word):
+            first = "first byte" if not before else "inside" if goes_on else "last byte"
+            places.append(first if inside else "between words")
+            before = inside
+    counts = np.bincount(ids)
+    order = np.argsort(-counts, kind="stable")
+    share = np.empty(len(counts))
+    share[order] = (np.cumsum(counts[order]) - counts[order] / 2) / len(ids)  # of its middle occurrence
+    thirds = np.array(["frequent", "between", "rare"])[(3 * share).astype(int).clip(max=2)]
+    return [character(pieces[i][-1]) for i in ids], places, [thirds[i] for i in ids]
+
+
+class Permuted(nn.Module):
+    """A router that gives each token the step distribution of another one."""
+
+    def __init__(self, router):
+        super().__init__()
+        self.router = router
+
+    def forward(self, h0, alpha=0.0):
+        (B, T), device = h0.shape[:2], h0.device
+        place = torch.randperm(B * T, generator=torch.Generator().manual_seed(0)).to(device)
+        return tuple(x.flatten(0, 1)[place].view_as(x) for x in self.router(h0, alpha))
+
+
+def where_rows(subject):
+    """{group, kind, tokens (the share of all), steps, loss}, a row for each kind."""
+    loss, steps = (x.double().numpy() for x in decoded(subject))
+    K = subject.model.config.ponder_steps
+    kinds = [*kinds_of(subject.windows.cpu(), subject.tokenizer), [f"{k:.0f}" for k in steps]]
+    rows = []
+    for group, kind in zip(GROUPS, kinds, strict=False):
+        each = pd.DataFrame({"kind": kind, "steps": steps, "loss": loss}).groupby("kind")
+        found = each.mean().assign(tokens=each.size() / len(loss)).reset_index()
+        if group == "steps taken":  # a mean of no tokens is none
+            found = found.set_index("kind").reindex(map(str, range(K + 1))).reset_index()
+        rows.append(found.assign(group=group))
+    router, subject.model.router = subject.model.router, Permuted(subject.model.router)
+    other_loss, other_steps = (x.double().numpy() for x in decoded(subject))
+    subject.model.router = router
+    control = {"kind": ["its own", "another token's"], "steps": [steps.mean(), other_steps.mean()]}
+    control |= {"loss": [loss.mean(), other_loss.mean()], "tokens": 1.0, "group": GROUPS[-1]}
+    return pd.concat([*rows, pd.DataFrame(control)])
+
+
+@strict_dataclass
+class Where(Comparison):
+    """Which kinds of tokens are thought about: table and figure."""
+
+    windows: Count = 512  # of the validation text
+    tau: Share | None = None  # where pondering stops; by default where each run scored it
+    data: Given | None = None  # the text that they were scored on, if that is no named corpus
+
+    def draw(self):
+        def numbers(run, device):
+            if not run.method.has_router:
+                raise UserError(f"{run.path} is of method {run.shape.method}: it has no router")
+            return where_rows(open_subject(run.path, self.windows, self.tau, device, self.data))
+
+        def rows(runs, device):
+            return over_seeds(runs, lambda run: numbers(run, device), by=["group", "kind"])
+
+        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "group": "group", "kind": "kind"}
+        columns |= {"share of tokens": "tokens:.3f", "steps": "steps:.2f", "loss": "loss:.3f"}
+        frame = self.frame("where", columns, rows)
+        first = next(iter(frame.groupby(["method", "K"], sort=False)))[1]
+        figure, panels = new_figure("executed steps after the token, mean", "", panels=3)
+        for axes, group in zip(panels, GROUPS, strict=False):
+            mine = first[first.group == group].sort_values("steps")
+            axes.barh(mine.kind, mine.steps, xerr=mine.steps_std.fillna(0), color=COLORS[1])
+            axes.set_title(group)
+        save_figure(figure, self.out / "where.png")
