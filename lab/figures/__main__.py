@@ -13,6 +13,7 @@ Of several runs, written to out/analyze/:
     python -m lab analyze budget --runs out/slots/*           loss at equal cost of training
     python -m lab analyze lookup --runs out/lookup/*          accuracy where the difficulty is known
     python -m lab analyze where --runs out/mine               which kinds of tokens are thought about
+    python -m lab analyze choose --runs out/router/*          settings, by text that is not reported
 
 A figure of several comes with its numbers (<figure>.csv) and their table (.md), and --redraw draws it again
 from the saved numbers.
@@ -25,6 +26,7 @@ import tyro
 
 from lab.common import command_line
 from lab.figures.budget import Budget
+from lab.figures.choose import Choose
 from lab.figures.comparing import Pareto
 from lab.figures.explainer import Explainer
 from lab.figures.frontier import Frontier
@@ -32,7 +34,7 @@ from lab.figures.lookup import Lookup
 from lab.figures.pages import Heatmap, Report
 from lab.figures.where import Where
 
-FIGURES = Heatmap, Report, Explainer, Pareto, Frontier, Budget, Lookup, Where
+FIGURES = Heatmap, Report, Explainer, Pareto, Frontier, Budget, Lookup, Where, Choose
 
 
 def reader(figure):
