@@ -30,5 +30,5 @@ def test_choose(trained, tmp_path):
         (name,) = [name for name in rows.index if ("tau" in name) == (config.tau != 1e-4)]
         assert rows.choose[name] == pytest.approx(out.loss.item(), rel=1e-5)
         assert rows.choose_steps[name] == pytest.approx(out.steps.float().mean().item(), rel=1e-5)
-    with pytest.raises(UserError, match="8 of .* windows are reported"):
+    with pytest.raises(UserError, match=r"8 of .* windows are reported"):
         Choose(flags(runs), windows=10**6, data=text).draw()

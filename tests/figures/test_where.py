@@ -42,7 +42,8 @@ def test_rows(subject):
         for key, whole in (("steps", steps), ("loss", loss)):
             assert sum(row[key] * row["tokens"] for row in mine) == pytest.approx(whole.mean().item())
     x = one.windows[:, :-1].flatten().tolist()
-    assert len(kinds := {character(byte) for byte in x}) > 1
+    kinds = {character(byte) for byte in x}
+    assert len(kinds) > 1
     for kind in kinds:
         mine = torch.tensor([character(byte) == kind for byte in x])
         assert rows_of["character", kind]["steps"] == pytest.approx(steps[mine].mean().item())
