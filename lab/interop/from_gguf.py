@@ -16,6 +16,8 @@ SAID = {"block_count", "context_length", "embedding_length", "feed_forward_lengt
 SAID |= {"rope.freq_base", "rope.dimension_count", "attention.key_length", "attention.value_length"}
 SAID |= {f"attention.{name}" for name in ("head_count", "head_count_kv", "layer_norm_rms_epsilon")}
 NEEDED = {"block_count", "attention.head_count_kv"}  # without which transformers errs
+# How it cuts a text into words, for a kind of tokenizer: what transformers does right, but for smollm below.
+CUTS = {"gpt2": {"gpt-2", "smollm"}, "llama": {"default", None}}
 HELD = {"token_embd", "output_norm"}
 OF_LAYER = {"attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"}
 OF_LAYER |= {"ffn_norm", "ffn_gate", "ffn_up", "ffn_down"}
@@ -61,6 +63,16 @@ def check_plain(file, said, names):
     ours = {name.removeprefix("llama.") for name in said if name.startswith("llama.")}
     if odd := ours - SAID | NEEDED - ours:
         raise UserError(f"{file}: unknown or missing fields of a Llama: {sorted(odd)}")
+    model, cut = said.get("tokenizer.ggml.model"), said.get("tokenizer.ggml.pre")
+    if cut not in CUTS.get(model, ()):
+        raise UserError(
+            f"{file}: its tokenizer ({model!r}, tokenizer.ggml.pre = {cut!r}) cuts words in a way that is not "
+            "known here, so that a text would have other ids: convert the original model's directory instead"
+        )
+    width = said.get("llama.attention.key_length")
+    width = width or said.get("llama.embedding_length", 0) // max(said.get("llama.attention.head_count", 1), 1)
+    if (turned := said.get("llama.rope.dimension_count", width)) != width:
+        raise UserError(f"{file}: rope.dimension_count = {turned}, but a head is {width} wide: no plain Llama")
     layers = range(said["llama.block_count"])
     expected = HELD | {f"blk.{i}.{name}" for i in layers for name in OF_LAYER}
     odd = (names - {"output.weight"}) ^ {f"{name}.weight" for name in expected}

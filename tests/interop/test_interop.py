@@ -245,6 +245,12 @@ def test_gguf(tmp_path, kwargs, capsys):
         (dict(odd="rope_freqs.weight"), "tensors of a Llama: .'rope_freqs.weight'"),  # Llama 3.1's
         (dict(odd="blk.0.attn_q.bias"), "tensors of a Llama: .'blk.0.attn_q.bias'"),
         (dict(llama__block_count=3), "tensors of a Llama: .'blk.2.attn_k.weight', "),
+        *(
+            (dict(tokenizer__ggml__pre=cut), f"tokenizer.ggml.pre = {cut!r}. cuts words in a way")
+            for cut in ("deepseek-llm", "llama-bpe", "default", None)
+        ),
+        (dict(tokenizer__ggml__model="bert"), "its tokenizer .'bert', "),
+        (dict(llama__rope__dimension_count=4), "rope.dimension_count = 4, but a head is 8 wide"),
     ],
     ids=str,
 )
