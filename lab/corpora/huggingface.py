@@ -9,7 +9,7 @@ import re
 from itertools import takewhile
 from pathlib import Path
 
-from data import Tokenizer
+from data import Tokenizer, pieces_of
 from model import UserError, read_json, write_json
 
 
@@ -18,8 +18,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     name, padded = "huggingface", True
 
-    def __init__(self, definition, end=None):
-        """`definition`: what tokenizer.json holds; `end`: the text of the end-of-text token."""
+    def __init__(self, definition, end=None, ends=(), chat_template=None):
+        """`definition`: what tokenizer.json holds; `end`: the text of the end-of-text token; `ends`: ids of
+        all tokens after which the model stops; `chat_template`: kept for transformers."""
         try:
             import tokenizers
 
@@ -30,7 +31,7 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(f"tokenizers cannot read its tokenizer.json: {error}") from None
         self.library.no_truncation()
         self.library.no_padding()
-        self.definition, self.end = definition, end
+        self.definition, self.end, self.chat_template = definition, end, chat_template
         self.end_of_text = None if end is None else self.library.token_to_id(end)
         if end is not None and self.end_of_text is None:
             raise UserError(f"its end of text, {end!r}, is not in its vocabulary")
@@ -40,17 +41,33 @@ class HuggingFaceTokenizer(Tokenizer):
         self.library.encode_special_tokens = True  # nothing in a text is taken for one
         self.tokens = token_bytes(self.library, definition.get("decoder"))
         self.vocab_size = max(self.tokens, default=0) + 1
+        self.ends = [i for i in ends if i in self.tokens and i != self.end_of_text]
 
     def encode(self, text):
         text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         text = text.encode("utf-8", "replace").decode()  # lone surrogates
         return self.library.encode(text, add_special_tokens=False).ids
 
+    def encode_prompt(self, text):
+        """As encode, but the model's control tokens, like <|im_start|>, are one id each."""
+        self.library.encode_special_tokens = False
+        ids = self.encode(text)
+        self.library.encode_special_tokens = True
+        return ids
+
+    def pieces(self, text):
+        """A long text in pieces, unless a cut adds a token, as SentencePiece begins each with a space."""
+        cut = self.encode("a\n") + self.encode("a") == self.encode("a\na")
+        return pieces_of(text) if cut else [text]
+
     def decode(self, ids):
         return b"".join(self.tokens.get(int(i), b"") for i in ids)
 
     def fields(self):
-        return {"name": self.name, "end": self.end, "tokenizer": self.definition}
+        return {"name": self.name, "end": self.end, "tokenizer": self.definition}  # what ids depend on
+
+    def save(self, file):
+        write_json(file, self.fields() | {"ends": self.ends, "chat_template": self.chat_template})
 
 
 END_OF_TEXT = "<|endoftext|>"  # of our own
@@ -59,11 +76,21 @@ END_OF_TEXT = "<|endoftext|>"  # of our own
 def read_fields(file, fields):
     """What a tokenizer.json holds, Hugging Face's or what `save` wrote -> HuggingFaceTokenizer."""
     if "tokenizer" in fields:
-        return HuggingFaceTokenizer(fields["tokenizer"], fields["end"])
-    places = (file.with_name(name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
-    ends = [read_json(place).get("eos_token") for place in places if place.is_file()]
-    end = next((end for end in ends if end), None)
-    return HuggingFaceTokenizer(fields, end["content"] if isinstance(end, dict) else end)
+        more = fields.get("ends", ()), fields.get("chat_template")
+        return HuggingFaceTokenizer(fields["tokenizer"], fields["end"], *more)
+
+    def beside(*names):
+        return [read_json(place) for place in map(file.with_name, names) if place.is_file()]
+
+    settings = beside("tokenizer_config.json", "special_tokens_map.json")
+    end = next((end for end in (said.get("eos_token") for said in settings) if end), None)
+    stops = (said.get("eos_token_id") for said in beside("generation_config.json", "config.json"))
+    stops = next((stop for stop in stops if stop is not None), [])
+    template = next((said["chat_template"] for said in settings if said.get("chat_template")), None)
+    if (place := file.with_name("chat_template.jinja")).is_file():
+        template = place.read_text("utf-8")
+    ends = stops if isinstance(stops, list) else [stops]
+    return HuggingFaceTokenizer(fields, end["content"] if isinstance(end, dict) else end, ends, template)
 
 
 def byte_characters():
@@ -100,7 +127,8 @@ def save_pretrained(tokenizer, directory):
 
     tokenizer: one of text, that is a HuggingFaceTokenizer or a Tokenizer.
     """
-    if isinstance(tokenizer, HuggingFaceTokenizer):
+    theirs = isinstance(tokenizer, HuggingFaceTokenizer)
+    if theirs:
         definition, end, begin = tokenizer.definition, tokenizer.end, tokenizer.begin
         begin = tokenizer.library.id_to_token(begin[0]) if begin else None
     else:
@@ -111,8 +139,10 @@ def save_pretrained(tokenizer, directory):
         "bos_token": begin,
         "pad_token": end,
         "padding_side": "left",  # a text goes on at the right
-        "split_special_tokens": True,  # nothing in a text is taken for one
+        "split_special_tokens": not theirs,  # ours has no control tokens, so nothing is taken for one
     }
+    if theirs and tokenizer.chat_template:
+        settings["chat_template"] = tokenizer.chat_template
     write_json(Path(directory, "tokenizer.json"), definition)
     write_json(Path(directory, "tokenizer_config.json"), settings)
 

@@ -1,7 +1,8 @@
 """The tokenizers of data.py, and those of Hugging Face's models, which huggingface.py reads.
 
-A tokenizer of theirs has two things more: `begin`, ids before each text, and `padded`, whether it may have
-tokens, like <pad>, that are in no text and in no model.
+A tokenizer of theirs has more: `begin`, ids before each text; `ends`, ids after which the model stops, beside
+the end of a text; `encode_prompt`, in which control tokens are one id each; a chat template; and `padded`,
+whether it may have tokens, like <pad>, that are in no text and in no model.
 """
 
 from importlib import import_module
@@ -14,13 +15,19 @@ from model import UserError, read_json
 
 # What a tokenizer of the Hugging Face Hub may consist of.
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+FILES += ("generation_config.json", "chat_template.jinja")
 
-__all__ = ["FILES", "IdTokenizer", "Tokenizer", "begin_of", "load_tokenizer", "open_tokenizer"]
+__all__ = ["FILES", "IdTokenizer", "Tokenizer", "begin_of", "ends_of", "load_tokenizer", "open_tokenizer"]
 
 
 def begin_of(tokenizer):
     """The ids before each text."""
     return getattr(tokenizer, "begin", [])
+
+
+def ends_of(tokenizer):
+    """The ids after which a text is over."""
+    return {tokenizer.end_of_text, *getattr(tokenizer, "ends", ())} - {None}
 
 
 def load_tokenizer(file):

@@ -49,7 +49,7 @@ def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
         if n == 1 and not file:
             total = request.show(0, ((token, steps) for _, token, steps in events), file)
         else:
-            total = show_many(events, n, options.max_new_tokens, request.end, show)
+            total = show_many(events, n, options.max_new_tokens, request.ends, show)
     request.summarize(total, start)
 
 
@@ -63,7 +63,8 @@ def by_engine(request, o):
     engine.prepare(o.temperature, o.top_k, o.top_p)
     how = f"engine, precision {str(dtype)[6:]}, weights {o.weights}{', compiled' * o.compile}"
     start = time.perf_counter()
-    events = engine.stream(request.ids, o.max_new_tokens, end=request.end, read=request.read, **choice)
+    choice |= {"begin": request.begin, "ends": request.ends, "read": request.read}
+    events = engine.stream(request.ids, o.max_new_tokens, **choice)
     return how, events, start
 
 
@@ -76,15 +77,14 @@ def one_by_one(request, o):
     def stream():
         for i, (ids, read) in enumerate(zip(request.ids, request.read, strict=True)):
             choice = request.choice | {"seed": None if o.seed is None else o.seed + i}
-            for pair in simple.stream(
-                request.model, ids, o.max_new_tokens, end=request.end, read=read, **choice
-            ):
+            choice |= {"begin": request.begin, "ends": request.ends, "read": read}
+            for pair in simple.stream(request.model, ids, o.max_new_tokens, **choice):
                 yield i, *pair
 
     return "simple", stream(), time.perf_counter()
 
 
-def show_many(events, n, max_new_tokens, end, show):
+def show_many(events, n, max_new_tokens, ends, show):
     """A progress bar; `show(i, sample)` in the order of the prompts. -> the tokens generated"""
     samples, finished, shown = [Sample([], []) for _ in range(n)], set(), 0
     with progress(total=n * max_new_tokens, unit=" tokens", leave=False) as bar:
@@ -92,7 +92,7 @@ def show_many(events, n, max_new_tokens, end, show):
             samples[i].tokens.append(token)
             samples[i].steps.append(steps)
             left = max_new_tokens - len(samples[i].tokens)
-            if token == end or not left:
+            if token in ends or not left:
                 finished.add(i)
                 bar.update(left)
             bar.update()

@@ -32,7 +32,7 @@ from lab.engine.compiled import Compiled
 from lab.engine.cuda_graphs import Fetched, Graphs, rounded
 from lab.engine.prefill import read_on_grid, settle
 from lab.engine.products import WEIGHTS, has_bfloat16
-from lab.engine.request import Sample, check_request, choose_finite, not_finite, uniform
+from lab.engine.request import Sample, check_request, choose_finite, newest, not_finite, uniform
 from lab.engine.rows import HostRows, Rows
 from lab.kernels.channels import HALF, decoding_kernels
 from model import UserError
@@ -151,7 +151,7 @@ class Engine:
         return samples
 
     @torch.inference_mode()  # also saves a fifth of the time of small operations
-    def stream(self, prompts, max_new_tokens, *, end=None, read=None, **choice):
+    def stream(self, prompts, max_new_tokens, *, begin=(), ends=(), read=None, **choice):
         """Yield (i, token, steps) for each token of prompt i, as they come; see `generate`.
 
         `read`, a list for each prompt, receives the steps of every token that is read.
@@ -173,12 +173,12 @@ class Engine:
                 context = [*map(index, prompts[i])]
                 read_i = [] if read is None else read[i]
                 self.running.append(Sequence(i, context, numbers, read_i))
-            found = self.begin(how)
+            found = self.begin(how, begin)
             start = time.perf_counter()  # reading prompts in parallel does not count
             if not found:
                 under_way.append(self.launch(how))
                 found = self.collect(under_way.popleft()) if len(under_way) > self.ahead else []
-            events = [self.append(q, token, end) for q, token in found]
+            events = [self.append(q, token, ends) for q, token in found]
             for row in reversed(range(len(self.running))):
                 if self.running[row].state == "ended":
                     self.drop(row)
@@ -192,11 +192,11 @@ class Engine:
             self.cache.reserve(1)  # an empty cache is no example of others
             self.passes.prepare((temperature, top_k, top_p))
 
-    def append(self, q, token, end):
+    def append(self, q, token, ends):
         """A token more, with which a sequence may end. -> (prompt, token, steps)"""
         q.context.append(token)
         q.chosen += 1
-        if token == end or q.chosen == len(q.uniform):
+        if token in ends or q.chosen == len(q.uniform):
             q.state = "ended"
         elif len(q.context) > self.model.config.block_size:
             q.state = "new"
@@ -217,8 +217,8 @@ class Engine:
         slow = iterates and self.device.type == "cpu" and len(self.running) >= MANY
         return dict(jacobi=True, sequential=False, auto=not slow)[self.prefill]
 
-    def begin(self, choice):
-        """Begin with the contexts of which nothing is in the cache.
+    def begin(self, choice, before):
+        """Begin with the contexts of which nothing is in the cache; `before`, the tokens before each text.
 
         Those that are read in parallel -> [(sequence, its next token)]; the others start on their
         first token -> [].
@@ -230,7 +230,7 @@ class Engine:
         sequences = [self.running[row] for row in new]
         for q in sequences:
             if len(q.context) > T:
-                q.context = q.context[-max(T // 2, 1) :]
+                q.context = newest(q.context, T, before)
             q.position, q.length, q.state = 0, 0, "running"
             q.given, q.logits = list(q.context), None
         contexts, u = torch.zeros(len(new), T, dtype=torch.long), torch.zeros(len(new), T).double()

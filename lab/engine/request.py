@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 
 from lab.common import Count, Given, strict_dataclass, writing
-from lab.corpora.tokenizers import load_tokenizer
+from lab.corpora.tokenizers import begin_of, ends_of, load_tokenizer
 from lab.interop import INCLUDED, find_model, load
 from model import UserError, pick_device
 from sample import mark
@@ -94,6 +94,11 @@ def not_finite():
     return UserError("the logits are not finite: the weights, or alpha, are too large")
 
 
+def newest(context, window, begin=()):
+    """What is kept of a context that outgrows the window: its last half, behind the tokens before a text."""
+    return [*begin, *context[-max(window // 2, 1) :]][-window:]
+
+
 def check_request(model, prompts, **choice):
     """Refuse what this model cannot sample from: the errors of every `generate`. -> the Sampling
 
@@ -144,12 +149,17 @@ class Request:
         self.device = pick_device(o.device)
         self.model = load(self.directory).to(self.device)
         self.tokenizer = load_tokenizer(self.directory / "tokenizer.json")
-        begin, self.end = beginning(self.tokenizer), self.tokenizer.end_of_text
-        # An empty prompt is where a document begins.
-        self.ids = [begin + self.tokenizer.encode(text) or [self.end or 0] for text in self.texts]
+        self.begin, self.ends = begin_of(self.tokenizer), ends_of(self.tokenizer)
+        self.ids = [self.encode(text) for text in self.texts]
         self.read = [[] for _ in self.texts]
         self.choice = {field.name: getattr(o, field.name) for field in fields(Sampling)}
         check_request(self.model, self.ids, **self.choice)
+
+    def encode(self, text):
+        """A prompt's ids. An empty one is where a document begins."""
+        ids = getattr(self.tokenizer, "encode_prompt", self.tokenizer.encode)(text)
+        said = ids[: len(self.begin)] == self.begin  # as a chat template may
+        return (ids if said else self.begin + ids) or [self.tokenizer.end_of_text or 0]
 
     def describe(self, decoder):
         """Print what is about to run."""
@@ -176,7 +186,7 @@ class Request:
 
     def write(self, i, pairs, file):
         """A sample as one line of JSON."""
-        text = self.tokenizer.decode([token for token, _ in pairs if token != self.end])
+        text = self.tokenizer.decode([token for token, _ in pairs if token not in self.ends])
         line = {"prompt": self.texts[i], "text": text.decode("utf-8", "replace")}
         line |= {"tokens": [token for token, _ in pairs], "steps": [steps for _, steps in pairs]}
         with writing(file.name):
@@ -214,18 +224,13 @@ def read_prompts(prompt, prompts):
 def print_tokens(pairs, tokenizer, K=None):
     """Print the text of tokens as their pairs (token, steps) come, marked by steps of K or (None) plain;
     what begins and ends a text is not shown. -> how many"""
-    hidden, color = {*beginning(tokenizer), tokenizer.end_of_text}, sys.stdout.isatty()
+    hidden, color = {*begin_of(tokenizer), *ends_of(tokenizer)}, sys.stdout.isatty()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
     for n, (token, steps) in enumerate(pairs, start=1):  # noqa: B007
         piece = "" if token in hidden else decoder.decode(tokenizer.decode([token]))
         print(mark(piece, steps, K, color) if K is not None and piece else piece, end="", flush=True)
     print(decoder.decode(b"", final=True))
     return n
-
-
-def beginning(tokenizer):
-    """The ids that stand before each text; only Hugging Face's tokenizers have some."""
-    return getattr(tokenizer, "begin", [])
 
 
 @contextmanager

@@ -5,13 +5,13 @@ As the root's sample.py, with the engine's own way to choose a token: by numbers
 
 from operator import index
 
-from lab.engine.request import Sample, check_request, choose_finite, uniform
+from lab.engine.request import Sample, check_request, choose_finite, newest, uniform
 
 
-def stream(model, prompt, max_new_tokens, *, end=None, read=None, **choice):
+def stream(model, prompt, max_new_tokens, *, begin=(), ends=(), read=None, **choice):
     """Yield (token, steps) for each generated token. Arguments as `generate`, for one prompt.
 
-    A context that outgrows the model's window starts anew from its last half window.
+    A context that outgrows the model's window starts anew from `begin` and its last half window.
     `read`, a list, receives the steps of every token that is read, the prompt's too.
     """
     o = check_request(model, [prompt], **choice)
@@ -19,7 +19,7 @@ def stream(model, prompt, max_new_tokens, *, end=None, read=None, **choice):
     done = 0  # tokens of the context that are in the cache
     for u in uniform(o.seed, max_new_tokens):
         if len(context) > window:
-            context, done = context[-max(window // 2, 1) :], 0
+            context, done = newest(context, window, begin), 0
         if done == 0:
             cache = model.new_cache()
         while done < len(context):
@@ -30,7 +30,7 @@ def stream(model, prompt, max_new_tokens, *, end=None, read=None, **choice):
         token = int(choose_finite(logits.cpu(), u, o.temperature, o.top_k, o.top_p))
         context.append(token)
         yield token, steps
-        if token == end:
+        if token in ends:
             return
 
 
@@ -42,7 +42,8 @@ def generate(model, prompts, max_new_tokens, *, seed=None, **kwargs):
         max_new_tokens: tokens to generate for each.
         seed: of the random choices; prompt i uses seed + i. None: different at every call.
         tau, alpha, temperature, top_k, top_p: see request.Sampling.
-        end: the token after which a sequence ends. None: none does.
+        begin: the tokens before each text, which stay when the window slides. ends: those after which a
+            sequence ends.
 
     Returns:
         One Sample a prompt.

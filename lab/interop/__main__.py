@@ -13,7 +13,7 @@ from pathlib import Path
 import tyro
 
 from lab.corpora.huggingface import HuggingFaceTokenizer, save_pretrained
-from lab.corpora.tokenizers import IdTokenizer, begin_of, load_tokenizer
+from lab.corpora.tokenizers import IdTokenizer, begin_of, ends_of, load_tokenizer
 from lab.interop import load, locate, save
 from lab.interop.export import export
 from lab.interop.from_gguf import from_gguf
@@ -73,6 +73,8 @@ def main(
     begin = end = None
     if tokenizer:
         begin, end = next(iter(begin_of(tokenizer)), None), tokenizer.end_of_text
+        if more := ends_of(tokenizer) - {end}:
+            end = [*([] if end is None else [end]), *sorted(more)]
     if transformers:
         export(model, to, scored_tau(place) if tau is None else tau, begin, end)
     else:

@@ -30,7 +30,8 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
     Without pondering (K = 0) it is a Llama or GPT-NeoX, which transformers knows.
 
     Args:
-        tau: of the generation config. begin, end: the tokenizer's ids, for the same.
+        tau: of the generation config. begin, end: the tokenizer's ids, for the same; end may be a list, of
+            which the first ends a text.
 
     Raises:
         UserError: tau is outside [0, 1].
@@ -38,7 +39,8 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
     if not 0 <= tau <= 1:
         raise UserError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
     directory = Path(directory)
-    ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
+    ids = {"bos_token_id": begin, "eos_token_id": end}
+    ids["pad_token_id"] = end[0] if isinstance(end, list) else end
     if model.config.method == "vanilla":
         save(model, directory, begin=begin, end=end)
     else:

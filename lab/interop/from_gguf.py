@@ -66,13 +66,17 @@ def check_plain(file, said, names):
     model, cut = said.get("tokenizer.ggml.model"), said.get("tokenizer.ggml.pre")
     if cut not in CUTS.get(model, ()):
         raise UserError(
-            f"{file}: its tokenizer ({model!r}, tokenizer.ggml.pre = {cut!r}) cuts words in a way that is not "
-            "known here, so that a text would have other ids: convert the original model's directory instead"
+            f"{file}: its tokenizer ({model!r}, tokenizer.ggml.pre = {cut!r}) cuts words in a way that is "
+            "not known here, so that a text would have other ids: convert the original model's directory"
         )
     width = said.get("llama.attention.key_length")
-    width = width or said.get("llama.embedding_length", 0) // max(said.get("llama.attention.head_count", 1), 1)
+    width = width or said.get("llama.embedding_length", 0) // max(
+        said.get("llama.attention.head_count", 1), 1
+    )
     if (turned := said.get("llama.rope.dimension_count", width)) != width:
-        raise UserError(f"{file}: rope.dimension_count = {turned}, but a head is {width} wide: no plain Llama")
+        raise UserError(
+            f"{file}: rope.dimension_count = {turned}, but a head is {width} wide: no plain Llama"
+        )
     layers = range(said["llama.block_count"])
     expected = HELD | {f"blk.{i}.{name}" for i in layers for name in OF_LAYER}
     odd = (names - {"output.weight"}) ^ {f"{name}.weight" for name in expected}

@@ -11,8 +11,8 @@ from tokenizers import processors
 
 from lab.corpora.huggingface import save_pretrained
 from lab.corpora.preparation import load_tokens, prepare
-from lab.corpora.tokenizers import load_tokenizer, open_tokenizer
-from lab.engine.request import print_tokens
+from lab.corpora.tokenizers import IdTokenizer, Tokenizer, ends_of, load_tokenizer, open_tokenizer
+from lab.engine.request import Request, print_tokens
 from model import UserError
 
 CODE = "def f(x):\n    return x + 1  # naïve café 😀👩‍👩‍👧\n" * 40
@@ -85,6 +85,55 @@ def test_end_of_text(tmp_path):
         make_tokenizer(tmp_path, "byte-level", eos_token="x!y")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts(tmp_path, kind):
+    """Catches a control token that is cut into characters in a prompt, or taken for one in a corpus; ids that
+    AutoTokenizer does not have; a beginning said twice."""
+    transformers = pytest.importorskip("transformers")
+    _, tokenizer = make_tokenizer(tmp_path, kind)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("<s>the fox</s>\nof the ox</s>", "the fox", "</s></s>", "", HARD):
+        ids = tokenizer.encode_prompt(text)
+        assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ids.count(tokenizer.end_of_text) == text.count("</s>")
+        assert tokenizer.end_of_text not in tokenizer.encode(text)
+        request = Request.__new__(Request)
+        request.tokenizer, request.begin = tokenizer, tokenizer.begin
+        said = text.startswith("<s>") or not tokenizer.begin
+        assert request.encode(text) == (ids if said else tokenizer.begin + ids) or not text
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_ends_and_chat_template(tmp_path, file):
+    """Catches a token that ends a turn and is sampled over, an id that is none, and a chat template that is
+    lost on the way through a training and out again."""
+    (tmp_path / file).write_text('{"eos_token_id": [1, 7, 9, 99999]}')
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    _, tokenizer = make_tokenizer(tmp_path, "byte-level")
+    assert ends_of(tokenizer) == {1, 7, 9}
+    (tmp_path / "run").mkdir()
+    tokenizer.save(tmp_path / "run/tokenizer.json")
+    again = load_tokenizer(tmp_path / "run/tokenizer.json")
+    assert ends_of(again) == {1, 7, 9} and again.digest == tokenizer.digest
+    (tmp_path / "out").mkdir()
+    save_pretrained(again, tmp_path / "out")
+    assert (
+        json.loads((tmp_path / "out/tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
+    )
+    (tmp_path / file).write_text('{"eos_token_id": 7}')
+    assert ends_of(load_tokenizer(tmp_path / "tokenizer.json")) == {1, 7}
+    assert ends_of(Tokenizer.bytes()) == {256} and ends_of(IdTokenizer(9)) == set()
+
+
+def test_long_texts_are_not_cut(tmp_path, monkeypatch):
+    """Catches a space that SentencePiece adds wherever a long text is cut into pieces."""
+    monkeypatch.setattr("lab.corpora.huggingface.pieces_of", lambda text: text.split(b"\n"))
+    text = b"the fox\nof the ox\n the"
+    for kind, pieces in (("llama 2", 1), ("llama 3", 3)):
+        _, tokenizer = make_tokenizer(tmp_path, kind)
+        assert len(tokenizer.pieces(text)) == pieces
+
+
 def test_name_is_no_path(tmp_path):
     """Catches a corpus that is written where the name in somebody's tokenizer.json says."""
     file, text = tmp_path / "model" / "tokenizer.json", tmp_path / "text.txt"
@@ -142,7 +191,7 @@ def test_export(tmp_path, kind):
     assert theirs.pad_token_id == tokenizer.end_of_text  # batches need one
     assert theirs.padding_side == "left"
     for text in (TEXT, "a</s>b"):
-        assert theirs(text)["input_ids"] == tokenizer.begin + tokenizer.encode(text)
+        assert theirs(text)["input_ids"] == tokenizer.begin + tokenizer.encode_prompt(text)
     assert load_tokenizer(tmp_path / "llama" / "tokenizer.json").tokens == tokenizer.tokens
 
 
@@ -194,7 +243,7 @@ def test_hub(tmp_path, monkeypatch):
 
     def fetch(name, allow_patterns):
         asked.append(name)
-        assert all("json" in pattern for pattern in allow_patterns)
+        assert all(pattern.endswith(("json", "jinja")) for pattern in allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)

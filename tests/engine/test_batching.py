@@ -20,7 +20,7 @@ from lab.engine.simple import generate
 from lab.kernels.channels import bias_unit
 from model import UserError
 
-SAMPLING = dict(temperature=0.9, top_k=20, seed=3, end=5)
+SAMPLING = dict(temperature=0.9, top_k=20, seed=3, ends=[5])
 
 
 def prompts(n, longest, seed=1):
@@ -160,8 +160,34 @@ def test_a_row_that_nobody_is_in(rows, how, monkeypatch):
         ([[1]] * (rows - 1) + [long], 7, token),
         ([[2 + i] for i in range(rows)], 31, None),
     ):
-        expected = generate(model, texts, n, tau=0.3, seed=0, end=end)
-        assert engine.generate(texts, n, seed=0, end=end) == expected
+        expected = generate(model, texts, n, tau=0.3, seed=0, ends=[end])
+        assert engine.generate(texts, n, seed=0, ends=[end]) == expected
+
+
+@pytest.mark.parametrize("method", ["ponderlm3", "grid"])
+def test_beginning_and_ends(method):
+    """Catches a window that slides and loses the tokens before each text, and a second end that is passed
+    over."""
+    model = small_model(method=method, seed=2)
+    T = model.config.block_size
+    texts, expected = [[1, 2, *(i % 29 for i in range(n))] for n in (5, T - 4, T + 3)], []
+    for text in texts:
+        context, tokens = [*text], []
+        for _ in range(T + 5):
+            if len(context) > T:
+                context = [1, 2, *context[-(T // 2) :]]
+            tokens.append(int(model(torch.tensor([context]), tau=0.3).logits[0, -1].argmax()))
+            context.append(tokens[-1])
+        expected.append(tokens)
+    how = dict(begin=[1, 2], temperature=0.0)
+    assert [s.tokens for s in generate(model, texts, T + 5, tau=0.3, **how)] == expected
+    engine = Engine(model, 2, tau=0.3, tolerance=0)
+    assert [sample.tokens for sample in engine.generate(texts, T + 5, **how)] == expected
+    token = expected[0][3]
+    for ends in ([999, token], [token, 998]):
+        cut = engine.generate(texts, T + 5, ends=ends, **how)
+        assert cut == generate(model, texts, T + 5, ends=ends, tau=0.3, **how)
+        assert cut[0].tokens == expected[0][: expected[0].index(token) + 1]
 
 
 def test_a_stream_that_is_not_read_to_its_end(monkeypatch):
@@ -362,7 +388,7 @@ def test_no_ids(decode, model):
 @BOTH
 def test_end_token(decode, model):
     """Catches a sequence that goes on behind its end, or ends before it."""
-    samples = decode(model, prompts(8, 5), 20, seed=0, end=5)
+    samples = decode(model, prompts(8, 5), 20, seed=0, ends=[5])
     ended = [sample for sample in samples if len(sample.tokens) < 20]
     assert ended and all(s.tokens[-1] == 5 and 5 not in s.tokens[:-1] for s in ended)
 

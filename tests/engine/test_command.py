@@ -32,7 +32,7 @@ def decode(run, **options):
 
 def samples(run, prompts, n, seed):
     """What the simple decoder makes of each prompt at the settings of `decode`, with its text."""
-    ids, how = [list(text.encode()) for text in prompts], dict(tau=0.3, temperature=0.8, end=256)
+    ids, how = [list(text.encode()) for text in prompts], dict(tau=0.3, temperature=0.8, ends=[256])
     for one in generate(load(run), ids, n, seed=seed, **how):
         shown = bytes(token for token in one.tokens if token < 256)
         yield one, shown.decode("utf-8", "replace")
@@ -84,7 +84,7 @@ def test_samples_come_as_soon_as_they_can():
             yield now, token, i
             assert [n for n, _ in shown] == ([] if i < 3 else [0, 1] if i == 3 else [0, 1, 2])
 
-    assert show_many(events(), 3, 2, 5, lambda i, sample, bar: shown.append((i, sample.steps))) == 5
+    assert show_many(events(), 3, 2, {5}, lambda i, sample, bar: shown.append((i, sample.steps))) == 5
     assert shown == [(0, [1, 3]), (1, [0]), (2, [2, 4])]
 
 
