@@ -14,12 +14,12 @@ import numpy as np
 
 from lab.corpora.tokenizers import load_tokenizer
 from lab.evaluation.scoring import cut, score
+from lab.intervals import BLOCKS, of_text
 from lab.methods import find
 from lab.methods.cost import cost
 from lab.train import read_run
 from model import UserError
 
-BLOCKS, STUDENT = 10, 2.262  # of an interval; Student's t of 9 degrees of freedom, 95 %
 KINDS = "soft", "hard"
 
 
@@ -69,22 +69,10 @@ def score_texts(model, name, texts, size, tau, *, windows=None, batch_tokens=409
     if other:
         theirs = score(other, cuts, tau, batch_tokens)
         for kind in KINDS:
-            mean, half = paired(getattr(scores, kind) - getattr(theirs, kind), cuts)
+            sizes = [len(window.ids) - window.first for window in cuts]
+            mean, half = of_text((getattr(scores, kind) - getattr(theirs, kind)).double(), sizes)
             result[kind] |= {"difference": mean, "interval": half}
     return result
-
-
-def paired(differences, cuts):
-    """The mean over tokens of a difference (n,) of two models, and half of its 95 % interval.
-
-    Windows beside each other are alike: the interval is by BLOCKS stretches of text, a ratio estimate.
-    """
-    sizes = np.cumsum([len(window.ids) - window.first for window in cuts])
-    ends = sizes[np.linspace(0, len(cuts), BLOCKS + 1).astype(int)[1:] - 1]
-    x = differences.double().numpy()
-    sums = [part.sum() for part in np.split(x - x.mean(), ends[:-1])]
-    deviation = np.linalg.norm(sums) / (BLOCKS - 1) ** 0.5  # of a block's sum
-    return x.mean(), STUDENT * deviation * BLOCKS**0.5 / len(x)
 
 
 def summarise(scores, config):

@@ -12,8 +12,9 @@ interval     half the width of the 95 % interval of its mean (Student's t over t
 
 from lab.common import strict_dataclass
 from lab.figures.comparing import Comparison, draw_curves, over_seeds
-from lab.figures.frontier import interval, with_interval
+from lab.figures.frontier import with_interval
 from lab.figures.tables import new_figure, save_figure, tabulate
+from lab.intervals import interval
 from lab.methods.cost import cost
 from model import UserError
 

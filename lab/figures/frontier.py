@@ -17,18 +17,10 @@ from lab.common import Given, strict_dataclass
 from lab.evaluation.texts import Share
 from lab.figures.comparing import Comparison, curve_names, draw_curves, over_seeds, stopped_at
 from lab.figures.tables import new_figure, save_figure, tabulate
+from lab.intervals import interval
 from model import UserError
 
 REFERENCE = "ponderlm2", "vanilla"
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of 1 to 9 degrees of freedom
-
-
-def interval(std, seeds):
-    """Half the 95 % interval of a mean; nan for a single seed."""
-    if (n := seeds - 1) < 1:
-        return math.nan
-    t = STUDENT[n - 1] if n <= len(STUDENT) else 1.96 + 2.37 / n + 2.83 / n**2  # to 0.004
-    return t * std / math.sqrt(seeds)
 
 
 def reference_curves(runs):

@@ -13,7 +13,7 @@ from data import Tokenizer
 from lab.common import command_line
 from lab.evaluation import perplexity
 from lab.evaluation.__main__ import Options, main
-from lab.evaluation.perplexity import BLOCKS, paired, summarise
+from lab.evaluation.perplexity import summarise
 from lab.evaluation.scoring import Window, cut, score
 from lab.evaluation.texts import own_texts
 from lab.interop import load
@@ -125,23 +125,6 @@ def test_difference(folder, capsys):
         one, two = (getattr(score(model, windows, 0.3), kind) for model in (ours, theirs))
         assert found[kind]["difference"] == pytest.approx((one - two).mean().item(), abs=1e-5)
         assert f"{found[kind]['difference']:+.4f} ± {found[kind]['interval']:.4f}" in shown
-
-
-def test_interval():
-    """Catches an interval by tokens or windows, where those beside each other are alike: of 400 differences
-    whose truth is 0, 95 % of the intervals hold it, by Student's t of ten blocks."""
-    rng, windows, held = np.random.default_rng(0), [Window([0] * 9, 1)] * 200, []
-    for _ in range(400):
-        noise = rng.normal(size=204)
-        each = sum(noise[i : i + 200] for i in range(5))  # neighbours share four fifths
-        x = torch.from_numpy(np.repeat(each, 8) + rng.normal(size=1600))
-        mean, half = paired(x, windows)
-        held.append(abs(mean) < half)
-    assert 0.91 < np.mean(held) < 0.98
-    even, x = [Window([0] * 9, 1)] * BLOCKS, torch.randn(8 * BLOCKS, dtype=torch.float64)
-    mean, half = paired(x, even)
-    expected = 2.262 * x.view(BLOCKS, 8).mean(1).std() / BLOCKS**0.5
-    assert (mean, half) == (pytest.approx(x.mean().item()), pytest.approx(expected.item()))
 
 
 def test_unlike_models(folder, config, shape):

@@ -8,19 +8,10 @@ import torch
 import lab.figures.__main__ as figures
 from lab.figures.budget import budget_rows
 from lab.figures.comparing import read_runs
-from lab.figures.frontier import frontier_rows, interval
+from lab.figures.frontier import frontier_rows
 from model import UserError
 
 CPU = torch.device("cpu")
-
-
-def test_interval():
-    """Catches the normal distribution's where seeds are few or a dozen: Student's t of the tables."""
-    for std, seeds, half in ((2.0, 5, 2.776 / math.sqrt(5)), (2.0, 2, 12.706 / math.sqrt(2))):
-        assert interval(std, seeds) == pytest.approx(2 * half)
-    for seeds, t in ((11, 2.228), (21, 2.086), (100, 1.984)):
-        assert interval(seeds**0.5, seeds) == pytest.approx(t, abs=4e-3)
-    assert math.isnan(interval(2.0, 1))
 
 
 @pytest.fixture
