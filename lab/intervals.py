@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # of 1 to 9 degrees of freedom
-BLOCKS = 10  # stretches of a text
+BLOCKS, LEAST = 7, 100  # stretches of a text; windows that they have to have
 
 
 def interval(std, n):
@@ -24,7 +24,7 @@ def of_text(values, sizes):
 
     Args:
         values: (n,) of each token. sizes: tokens of each window, in the order of the text; at least
-            BLOCKS^2 windows, of which the caller makes sure.
+            LEAST, of which the caller makes sure.
     """
     ends = np.cumsum(sizes)[np.linspace(0, len(sizes), BLOCKS + 1).astype(int)[1:] - 1]
     x = np.asarray(values, dtype=np.float64)

@@ -14,7 +14,7 @@ import numpy as np
 
 from lab.corpora.tokenizers import load_tokenizer
 from lab.evaluation.scoring import cut, score
-from lab.intervals import BLOCKS, of_text
+from lab.intervals import LEAST, of_text
 from lab.methods import find
 from lab.methods.cost import cost
 from lab.train import read_run
@@ -57,8 +57,8 @@ def score_texts(model, name, texts, size, tau, *, windows=None, batch_tokens=409
         raise UserError(f"{name} has no token to predict; give more text")
     if windows and windows < len(cuts):
         cuts, size = [cuts[i] for i in np.linspace(0, len(cuts) - 1, windows).astype(int)], None
-    if other and len(cuts) < BLOCKS**2:
-        raise UserError(f"{len(cuts)} windows are too few to compare models on: give {BLOCKS**2} or more")
+    if other and len(cuts) < LEAST:
+        raise UserError(f"{len(cuts)} windows are too few to compare models on: give {LEAST} or more")
     print(f"scoring {len(cuts):,} windows; fewer with --windows", flush=True)
     scores = score(model, cuts, tau, batch_tokens)
     result = {"text": name, "tau": tau} | summarise(scores, model.config)
