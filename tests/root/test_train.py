@@ -166,7 +166,7 @@ def test_objective(penalty):
     torch.manual_seed(0)
     model = PonderLM(Config(31, 32, 48, 1, 2, ponder_steps=2, penalty=penalty, penalty_weight=0.3))
     torch.nn.init.normal_(model.router.proj.weight, std=3)
-    x, y = torch.randint(31, (2, 40)), torch.zeros(2, 40, dtype=torch.long)
+    x, y = torch.randint(2, (2, 40)), torch.zeros(2, 40, dtype=torch.long)
     y[:, ::3] = -100
     with torch.no_grad():  # the more of a token is integrated, the better 0 is predicted
         direction = model(x, R=1).h.mean((0, 1, 2))
