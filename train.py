@@ -508,7 +508,7 @@ def start_log(run, step):
     """Take back what was logged after `step`, a line that a kill has cut short, and stale files."""
     rows, file = [], run / "log.jsonl"
     for line in file.read_text("utf-8", "replace").splitlines() if step and file.exists() else []:
-        with suppress(ValueError, TypeError, KeyError):
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
             rows += [line + "\n"] if json.loads(line)["step"] <= step else []
     write_whole(file, lambda part: part.write_text("".join(rows), encoding="utf-8"))
     for stale in (run / "results.json", *run.glob("*.tmp")):

@@ -8,6 +8,7 @@ bench      speed and memory, as ratios
 convert    weights: what a directory holds; ours, Hugging Face's, llama.cpp's
 corpus     prepare texts: JSON lines, large streams, the lookup task
 puzzle     a model solves puzzles, a lookup a step
+fuzz       damaged files of all kinds, and what the commands say of them
 """
 
 import runpy
@@ -22,6 +23,7 @@ COMMANDS = {
     "convert": "lab.interop",
     "corpus": "lab.corpora",
     "puzzle": "lab.figures.puzzle",
+    "fuzz": "lab.fuzz",
 }
 
 
