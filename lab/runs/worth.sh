@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# What is thinking worth? Lookup puzzles by models that do not think, always think, or decide; the same stages
+# and text for all: questions of 1 and 2 lookups, then 3, and so on to 6.
+#     bash lab/runs/worth.sh      MODELS="decides plain-6", SEEDS=1 or both: these alone, no table
+# A first stage that does not answer 95 of 100 questions goes on, to three times its steps at most.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+. lab/runs/once.sh
+
+OUT=out/worth LAST=5
+
+for K in $(seq 1 $LAST); do # questions of 1 to K + 1 lookups
+  [ -f "data/lookup-K$K/meta.json" ] || "${PYTHON:-python}" -m lab corpus lookup \
+    --folder "data/lookup-K$K" --lines 50000 --seed 0 --lookups $(seq 1 $((K + 1)))
+done
+[ -f data/lookup-all/meta.json ] ||
+  "${PYTHON:-python}" -m lab corpus lookup --folder data/lookup-all --lines 20000 --seed 1
+
+train() { # name, text, flags
+  once $OUT/stages "$1" "$seed" --preset tiny --data "data/lookup-$2" --hidden-size 128 \
+    --intermediate-size 344 --num-attention-heads 4 --head-dim 32 --batch-size 16 --eval-every 500 \
+    --log-every 100 --tau 0.1 "${@:3}"
+}
+
+answers() { # run: does it answer 95 of 100 questions of two lookups?
+  "${PYTHON:-python}" -m lab analyze lookup --runs "$1" --data data/lookup-K1 --out "$1/report" > /dev/null
+  "${PYTHON:-python}" - "$1/report/lookup.csv" << 'END'
+import sys, pandas
+rows = pandas.read_csv(sys.argv[1]).set_index("lookups")
+sys.exit(rows.accuracy[2] < 0.95)
+END
+}
+
+grow() { # name, layers, peak of the learning rate, flags of the first stage, of the others
+  local name=$1 rate=$3 K before=()
+  for try in 1 2 3; do
+    train "$name-learns-$try" K1 --num-hidden-layers "$2" --learning-rate "$rate" --steps 3000 \
+      $(steps 1) $4 "${before[@]}"
+    before=(--init-from "$OUT/stages/$name-learns-$try-$seed")
+    answers "$OUT/stages/$name-learns-$try-$seed" && break
+  done
+  train "$name-K1" K1 "${before[@]}" --learning-rate "$rate" --steps 300 $5
+  for K in $(seq 2 $LAST); do
+    train "$name-K$K" "K$K" --init-from "$OUT/stages/$name-K$((K - 1))-$seed" \
+      $(steps "$K") --learning-rate "$(half "$rate")" --steps 500 $5
+  done
+  once $OUT "$name" "$seed" --preset tiny --data "data/lookup-K$LAST" --batch-size 16 --eval-every 500 \
+    --log-every 100 --tau 0.1 --init-from "$OUT/stages/$name-K$LAST-$seed" --learning-rate "$rate" \
+    --steps 1000 $5
+}
+half() { awk "BEGIN { print $1 / 2 }"; }
+steps() { [[ $name = plain* ]] || echo "--ponder-steps $1"; }
+
+for seed in ${SEEDS:-0 1 2}; do
+  for model in ${MODELS:-decides always plain-1 plain-6}; do
+    case $model in
+      decides) # undecided at first, then each step costs something
+        grow decides 1 3e-3 "--method grid --penalty-weight 0 --router-offset 0 0" \
+          "--penalty mean --penalty-weight 0.05" ;;
+      always) grow always 1 3e-3 "--method grid-fixed" "" ;;
+      plain-*) # its two learning rates
+        for rate in 3e-3 1e-3; do
+          grow "$model-$rate" "${model#plain-}" $rate "--method vanilla" "--method vanilla"
+        done ;;
+    esac
+  done
+done
+
+if [ -z "${MODELS:-}${SEEDS:-}" ]; then
+  "${PYTHON:-python}" -m lab worth --runs $OUT/*-[0-9] --data data/lookup-all
+fi
