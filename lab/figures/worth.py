@@ -29,7 +29,8 @@ from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure
 from model import UserError, write_whole
 
-NAMES = {"vanilla": "plain", "grid-fixed": "always thinks", "grid": "decides"}
+NAMES = {"vanilla": "plain", "ponderlm2": "always thinks", "grid-fixed": "always thinks"}
+NAMES |= {"ponderlm3": "decides", "grid": "decides"}
 LINES_TIMED, ROUNDS = 16, 3
 
 

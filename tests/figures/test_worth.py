@@ -1,0 +1,72 @@
+"""What thinking is worth: the numbers of the table, and which of them count."""
+
+import pandas as pd
+import pytest
+import torch
+from conftest import records
+
+from data import Windows
+from lab.corpora.lookup import lookups_asked
+from lab.corpora.preparation import load_tokens
+from lab.corpora.tokenizers import load_tokenizer
+from lab.figures.worth import Worth, summary, trained_steps
+from lab.interop import load
+from model import UserError
+
+
+@torch.no_grad()
+def test_rows(trained, tmp_path):
+    """Catches passes of answers alone, layers that do not count, other questions, and a run of another
+    method that is taken for one of these."""
+    folder, table = trained.parent / "data/lookup", tmp_path / "x/worth.csv"
+    runs = [str(trained / f"lookup-{name}") for name in (0, 1, "plain")]
+    how = dict(tau=0.3, data=str(folder), table=table, out=tmp_path)
+    Worth(runs=tuple(runs), **how).draw()
+    rows = records(pd.read_csv(table))
+    assert [(r["model"], r["seed"]) for r in rows[::6]] == [("decides", 0), ("decides", 1), ("plain", 0)]
+    assert all(r["seconds"] > 0 for r in rows) and (tmp_path / "worth.png").stat().st_size > 5000
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    val = Windows(load_tokens(folder, "val", tokenizer.vocab_size), 64, seed=0)
+    model, steps, right = load(runs[1]), [], {}
+    for i in range(val.count):
+        line, cache = torch.from_numpy(val.window(i)), model.new_cache()
+        asked = lookups_asked(line[None, :-1], tokenizer)[0].tolist()
+        for t, (token, n) in enumerate(zip(line[:-1].tolist(), asked, strict=True)):
+            logits, k = model.ponder_token(token, t, cache, 0.3)
+            steps.append(k)
+            right.setdefault(n, []).append(int(logits.argmax()) == int(line[t + 1]))
+    for row in rows[6:12]:
+        assert row["passes"] == pytest.approx(1 + sum(steps) / len(steps))
+        if answers := right.get(row["lookups"]):
+            assert row["right"] == pytest.approx(sum(answers) / len(answers))
+    with pytest.raises(UserError, match="is not there: make it of trained runs"):
+        Worth(table=tmp_path / "none.csv").draw()
+    table.write_text("model,seed\nplain,0\n")
+    with pytest.raises(UserError, match="is damaged"):
+        Worth(table=table).draw()
+
+
+def test_summary():
+    """Catches the worse learning rate that counts, one for each seed, and a mean that hides a seed."""
+    row = dict(layers=1, steps=9, lookups=1, passes=1.0, seconds=0.5)
+    rights = {("plain", 1e-3): (0.5, 0.7), ("plain", 3e-3): (0.9, 0.2), ("decides", 3e-3): (1.0, 0.96)}
+    frame = pd.DataFrame(
+        [
+            row | dict(model=model, learning_rate=rate, seed=seed, right=x)
+            for (model, rate), both in rights.items()
+            for seed, x in enumerate(both)
+        ]
+    )
+    cells, kept = summary(frame)
+    (plain,) = [r for r in cells.to_dict("records") if r["model"] == "plain, 1 layer"]
+    assert (plain["1 lookup"], plain["worst"], plain["seeds"]) == ("0.60", "0.50", 2)
+    assert set(kept[kept.model == "plain"].learning_rate) == {1e-3}
+
+
+def test_steps_of_all_stages(make_run):
+    """Catches a training whose earlier stages are left out."""
+    from lab.figures.comparing import read_runs
+
+    first = make_run("first", 1.0, 1.0)
+    (run,) = read_runs([make_run("second", 1.0, 1.0, init_from=first)])
+    assert trained_steps(run) == 200
