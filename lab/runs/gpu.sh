@@ -11,6 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . lab/runs/once.sh
+ROUTER_RATE=3 # the default
 
 python=${PYTHON:-python} out=${OUT:-out/gpu} data=${DATA:-pysource} text=pydocs
 device=(--device cuda) test_device=cuda
