@@ -179,12 +179,6 @@ def test_every_page_is_listed():
     assert {f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")} == set(NAMES[1:])
 
 
-def test_log():
-    """Catches an entry of the log in another place than its date's."""
-    dates = re.findall(r"(?m)^## (\d{4}-\d\d-\d\d)", (ROOT / "docs/log.md").read_text("utf-8"))
-    assert dates and dates == sorted(dates, reverse=True)
-
-
 def test_reading_order():
     """Catches a script or folder that the README leaves out, and a script that is listed before one
     that it imports."""
