@@ -40,8 +40,8 @@ SHORT = {  # appended to a command, so that it takes seconds
     "lab analyze heatmap": "--data my_texts",
     "lab analyze report": "--windows 2 --data my_texts",
     "lab evaluate": "--windows 3",
-    "lab bench attention": "--lengths 256 --widths 56 --repeats 1",
-    "lab bench train": "--preset tiny --windows 1 --repeats 1",
+    "lab bench attention": "--lengths 64 --widths 56 --repeats 1",
+    "lab bench train": "--preset tiny --windows 1 --R 1 --repeats 1",
     "lab bench decode": "--batch-sizes 1 --prompts 4 --new-tokens 2 --repeats 1",
     "lab corpus lookup": "--lines 200",
 }

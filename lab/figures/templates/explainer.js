@@ -13,10 +13,18 @@ const find = id => document.getElementById(id);
 
 const source = new Blob([find("worker").textContent], {type: "text/javascript"});
 
+/** Say why nothing works, where it does not: an old browser, a file that was cut short. */
+function fail({message}) {
+  find("loading").hidden = false;
+  find("loading").textContent = `The model does not run here (${message}). It needs a browser of 2022 or later.`;
+}
+
 /** A thread that holds a model -> a function that asks it (see worker.js), which gives a promise
- * of the answer; `hear` gets what comes before it. */
+ * of the answer; `hear` gets what comes before it. The weights may come behind this script. */
 function thread(model, weights) {
-  const worker = new Worker(URL.createObjectURL(source)), asked = [];  // what was asked of it
+  const worker = new Worker(URL.createObjectURL(source)), asked = [], early = [];
+  let send = message => early.push(message);
+  worker.onerror = fail;
   worker.onmessage = ({data: {number, event, result, error, done}}) => {
     if (!done) return asked[number].hear(event);
     if (error) asked[number].reject(new Error(error));
@@ -24,10 +32,16 @@ function thread(model, weights) {
     delete asked[number];
   };
   const request = (name, values = {}, hear = () => {}) => {
-    worker.postMessage({number: asked.length, name, values});
+    send({number: asked.length, name, values});
     return new Promise((resolve, reject) => asked.push({resolve, reject, hear}));
   };
-  request("start", {...model, weights: find(weights).textContent});
+  const begin = () => {
+    send = message => worker.postMessage(message);
+    request("start", {...model, weights: find(weights).textContent}).catch(fail);
+    early.forEach(send);
+  };
+  if (find(weights)) begin();
+  else document.addEventListener("DOMContentLoaded", begin);
   return request;
 }
 
@@ -115,7 +129,7 @@ function write_bytes(place, bytes) {
 shown, always: {n, steps, loss} of the text at tau, and at tau = 0. */
 const request = thread(payload.text, "weights");
 const state =
-  {ids: [], steps: [], tau: payload.text.tau, alpha: 0, at: -1, shown: null, always: null};
+  {ids: [], steps: [], tau: payload.text.tau, alpha: 0, at: -1, chosen: false, shown: null, always: null};
 let reading = null;  // a promise: the worker knows the text
 
 /** Read the text of the page at its tau and alpha, from where they differ from what was read. */
@@ -210,6 +224,7 @@ function move_to(tau, alpha) {
   Object.assign(state, {tau, alpha});
   show_sliders();
   read();
+  remember();
 }
 
 find("tau").addEventListener("input", () => move_to(PLACES[+find("tau").value], state.alpha));
@@ -233,6 +248,13 @@ async function open_byte(t) {
   show_opened();
   show_choices();
   show_attention();
+}
+
+/** Open a byte that a reader has chosen. */
+function choose_byte(t) {
+  state.chosen = true;
+  open_byte(t);
+  remember();
 }
 
 /** The most probable bytes, [[byte, probability], ..], the one that follows in a frame. */
@@ -332,14 +354,14 @@ find("slot").addEventListener("input", show_attention);
 find("layer").addEventListener("input", show_attention);
 find("text").addEventListener("click", event => {
   const t = [...find("text").children].indexOf(event.target);
-  if (t >= 0 && t < state.steps.length) open_byte(t);
+  if (t >= 0 && t < state.steps.length) choose_byte(t);
 });
 find("text").addEventListener("keydown", event => {
   const to = {ArrowRight: state.at + 1, ArrowLeft: state.at - 1, Home: 0, End: Infinity}[event.key];
   if (to === undefined || event.ctrlKey || event.altKey || event.metaKey) return;
   event.preventDefault();
   if (!state.steps.length) return;
-  open_byte(Math.min(Math.max(to, 0), state.steps.length - 1));
+  choose_byte(Math.min(Math.max(to, 0), state.steps.length - 1));
   find("text").children[state.at].scrollIntoView({block: "nearest"});
 });
 
@@ -470,6 +492,29 @@ find("write").addEventListener("click", () => {
 
 // -- Begin ----------------------------------------------------------------------------------------
 
+/** Put what the page shows into its address, which can be sent; at most three times a second. */
+function remember() {
+  waiting_to_remember ??= setTimeout(() => {
+    waiting_to_remember = null;
+    const {table, ask, tau} = puzzle, said = {puzzle: table.pairs.join("."), ask, tau};
+    if (find("input").value !== find("input").defaultValue) said.text = find("input").value;
+    if (state.tau !== payload.text.tau) said["text-tau"] = state.tau;
+    if (state.chosen) said.byte = state.at;
+    history.replaceState(null, "", "#" + new URLSearchParams(said));
+  }, 300);
+}
+let waiting_to_remember = null;
+
+/** Show the text, tau and byte of an address, as far as it makes sense. */
+function follow_text(given) {
+  const tau = parseFloat(given.get("text-tau")), byte = parseInt(given.get("byte"));
+  if (tau >= 0 && tau <= 1) state.tau = tau;
+  if (byte >= 0) Object.assign(state, {at: byte, chosen: true});
+  if (given.get("text") !== null) find("input").value = given.get("text");
+  show_sliders();
+  read();
+}
+
 /** An example puts a value into a field, and clicks something: {put: {id: value}, click: css}. */
 document.addEventListener("click", event => {
   const {put = {}, click} = JSON.parse(event.target.dataset?.example ?? "{}");
@@ -491,6 +536,13 @@ for (const link of document.querySelectorAll(`a[href^="${payload.root}/"]`)) {
   link.href = on_github(location.hostname, location.pathname, file) ?? link.href;
 }
 
-find("input").addEventListener("input", read);
-show_sliders();
-read();
+find("input").addEventListener("input", () => { read(); remember(); });
+find("copy").addEventListener("click", async ({target}) => {
+  try {
+    await navigator.clipboard.writeText(location.href);
+    target.textContent = "Copied";
+  } catch {  // a page that was opened from a disk may not
+    target.textContent = "It is in the address bar";
+  }
+  setTimeout(() => { target.textContent = "Copy link"; }, 2000);
+});

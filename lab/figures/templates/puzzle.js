@@ -43,9 +43,9 @@ async function ask(changes) {
   const moves = changes.ask && !matchMedia("(prefers-reduced-motion: reduce)").matches;
   show(moves ? 0 : thought.steps + 1);
   if (moves) walk.play();
-  const address = `#puzzle=${puzzle.table.pairs.join(".")}&ask=${puzzle.ask}&tau=${puzzle.tau}`;
-  if (before) history.replaceState(null, "", address);
+  if (before) remember();
   document.body.dataset.puzzle = "ready";
+  find("loading").hidden = true;
   find("puzzle").inert = false;
 }
 
@@ -99,6 +99,8 @@ function draw() {
     button.setAttribute("aria-pressed", +button.value === places[ask].n);
     button.disabled = !letters_of(puzzle.table, +button.value).length;
   }
+  for (const button of [find("think"), find("think-not")])
+    button.setAttribute("aria-pressed", tau === +button.value);
   show_tau("puzzle-tau", tau);
 }
 
@@ -188,7 +190,9 @@ find("numbers").addEventListener("click", ({target}) => {
   const letters = letters_of(puzzle.table, +target.value);
   if (target.value) ask({ask: letters[(letters.indexOf(puzzle.ask) + 1) % letters.length]});
 });
-find("new").addEventListener("click", () => ask(random_puzzle(puzzle.thought.n)));
+for (const button of [find("think"), find("think-not")])
+  button.addEventListener("click", () => ask({tau: +button.value, ask: puzzle.ask}));
+find("new").addEventListener("click", () => ask(random_puzzle(LONGEST)));
 find("many").addEventListener("click", async () => {
   const {tau} = puzzle;
   for (let i = 0; i < 30; i++) {
@@ -201,9 +205,10 @@ find("puzzle-tau").addEventListener("input", ({target}) =>
   ask({tau: target.value === target.min ? 0 : PLACES[target.value]}));
 find("own").addEventListener("input", ({target}) => follow({puzzle: target.value}));
 
-/** Ask what an address says, as far as it makes sense: puzzle, ask, tau. */
+/** Ask what an address says, as far as it makes sense: puzzle, ask, tau; and show its text. */
 function follow(address) {
   const given = new URLSearchParams(address), changes = {};
+  if (["text", "text-tau", "byte"].some(key => given.has(key))) follow_text(given);
   const text = given.get("puzzle"), letter = given.get("ask"), tau = parseFloat(given.get("tau"));
   try {
     if (text !== null) changes.table = read_table(text);
@@ -221,6 +226,8 @@ function follow(address) {
 
 window.addEventListener("hashchange", () => follow(location.hash.slice(1)));
 follow(document.querySelector("#asked a").hash.slice(1));
+show_sliders();
+read();
 follow(location.hash.slice(1));
 
 /* For tests and for the console:
