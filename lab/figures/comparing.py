@@ -209,8 +209,8 @@ def curve_names(frame):
     return K if frame.method.nunique() == 1 else frame.method + ", " + K
 
 
-def draw_curves(axes, frame, names, x, y):
-    """One curve for each of `names` (rows,), its points named by K, with the spread of the seeds.
+def draw_curves(axes, frame, names, x, y, label="K"):
+    """One curve for each of `names` (rows,), its points named by `label`, with the spread of the seeds.
 
     A method, which is what comes before the comma of a name, has a colour; its variants differ in
     marker and line.
@@ -226,8 +226,8 @@ def draw_curves(axes, frame, names, x, y):
             markersize=10, markerfacecolor="white",
         )  # fmt: skip
         place = {"fontsize": 7, "ha": "center", "va": "center_baseline", "clip_on": True}
-        for at_x, at_y, K in zip(curve[x], curve[y], curve.K, strict=True):
-            axes.text(at_x, at_y, f"{K:.0f}", color=color, zorder=5, **place)
+        for at_x, at_y, n in zip(curve[x], curve[y], curve[label], strict=True):
+            axes.text(at_x, at_y, f"{n:.0f}", color=color, zorder=5, **place)
 
 
 # -- Perplexity against executed steps (section 4.1) -----------------------------------------------

@@ -81,7 +81,7 @@ class Lookup(Comparison):
         if (frame.most != frame.K).any():
             names += frame.most.map(", at most {:.0f} steps".format)
         for axes, y in ((left, "accuracy"), (right, "steps")):
-            draw_curves(axes, frame, names, "lookups", y)
+            draw_curves(axes, frame, names, "lookups", y, "most")
         longest = frame.lookups.max()
         right.plot([1, longest], [0, longest - 1], color="#777777", linestyle=":", label="lookups - 1")
         left.set_ylabel("share of right answers")
