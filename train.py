@@ -14,7 +14,8 @@ Every flag and its default: python train.py --help. Ctrl-C saves. A run is a dir
     log.jsonl       a line of numbers each --log-every steps
     results.json    the final evaluation
 
-The last lines that python train.py --steps 40 prints on a CPU:
+The last lines that python train.py --steps 40 prints on a CPU (at such losses the printed penalty chooses no
+token, see bottom_mass_penalty):
 
     step 40/40  loss 2.722  ce 2.722  penalty 0.000  K-hat 3.00  1,039 tok/s  left 0:00
     step 40/40  validation 2.782
@@ -192,13 +193,13 @@ def objective(model, x, y, R, progress):
     out, config = model(x, y, R=R), model.config
     if not (config.penalty_weight and config.ponder_steps):
         return out.loss, torch.zeros_like(out.loss), out
-    counts = y != -100
+    has_target = y != -100
     if config.penalty == "mean":
-        penalty = expected_steps(out.log_w[counts])
+        penalty = expected_steps(out.log_w[has_target])
     else:
         ce = model.partial_losses(out.h, out.s, y)  # (B, T, K): integrated up to step 0 .. K-1
         ce = torch.cat([ce, out.ce.detach()[..., None]], dim=-1)  # (B, T, K+1)
-        penalty, _ = bottom_mass_penalty(out.log_w[counts], ce[counts], config.penalty)
+        penalty, _ = bottom_mass_penalty(out.log_w[has_target], ce[has_target], config.penalty)
     return out.loss + config.penalty_weight * penalty, penalty, out
 
 
