@@ -227,14 +227,15 @@ def test_links(name):
 def test_numbers_of_the_tables():
     """Catches tables whose losses or steps are not those of the figures' data."""
     page = PAGES["docs/results.md"].replace("**", "")
-    for file in ("pareto", "frontier", "frontier-long", "budget"):
+    for file in ("pareto", "frontier", "frontier-long", "budget", "router"):
         with open(ROOT / f"docs/figures/{file}.csv", encoding="utf-8") as lines:
             rows = [*csv.DictReader(lines)]
         for row in rows:
             if file == "frontier" and row["K"] != "3":
                 continue  # in the figure alone
-            shown = "{:.2f} ± {:.2f} | {:.3f} ± {:.3f}".format(
-                *(float(row[key]) for key in ("steps", "steps_std", "loss", "loss_std"))
+            numbers = ((row[key], row[f"{key}_std"], n) for key, n in (("steps", 2), ("loss", 3)))
+            shown = " | ".join(
+                f"{float(x):.{n}f}" + (f" ± {float(std):.{n}f}" if std else "") for x, std, n in numbers
             )
             if float(row.get("difference", 0)):  # not the reference itself
                 shown += f" | {float(row['difference']):+.3f} ± {float(row['interval']):.3f}"
