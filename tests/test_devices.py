@@ -158,7 +158,7 @@ def test_engine(method, prefill, graphs, monkeypatch):
     model = small_model(seed=2, method=method, block_size=16).float()
     texts = [windows().tokens[:n].tolist() for n in (3, 9, 1, 14, 6, 2, 4, 5)]
     calls = (texts[:1], 3), (texts, 10), (texts[:1], 3)  # the cache grows after the first
-    how = dict(temperature=0.9, top_k=20, top_p=0.95, seed=3, end=5)
+    how = dict(temperature=0.9, top_k=20, top_p=0.95, seed=3, ends=[5])
     expected = [generate(model, *call, tau=0.3, alpha=0.5, **how) for call in calls]
     assert {len(sample.tokens) for sample in expected[1]} > {10}  # some end early
     with pretended_cuda():
