@@ -195,6 +195,7 @@ def test_waits_of_a_decoded_pass(method, graphs):
     assert gpu.seen("wait") == {("lab/engine/cuda_graphs.py", "Fetched.tolist", "synchronize"): passes}
 
 
+@pytest.mark.slow
 def test_device_of_the_tests():
     """Catches a suite that takes a GPU because there is one, and equivalence tests that stay on the
     CPU when they are to run on a GPU, which is not there, or others that do not."""

@@ -127,7 +127,13 @@ def run(what, arguments, directory):
     return printed.getvalue()
 
 
-@pytest.mark.parametrize("name, line", COMMANDS)
+def weighed(name, line):
+    """What takes a quarter of a minute is slow."""
+    is_slow = re.search("^torchrun|lab bench|lab analyze report", line)
+    return pytest.param(name, line, marks=pytest.mark.slow if is_slow else ())
+
+
+@pytest.mark.parametrize("name, line", [weighed(*command) for command in COMMANDS])
 def test_command(name, line, directory):
     """Catches a page whose commands have drifted from the code; in the order of the pages, since
     sampling takes the newest run."""

@@ -21,7 +21,9 @@ def test_it_is_what_the_script_makes():
     assert NOTEBOOK.read_text("utf-8") == build(), "python -m docs.notebook makes it anew"
 
 
-@pytest.mark.parametrize("directory", [ROOT, NOTEBOOK.parent], ids=["root", "docs"])
+@pytest.mark.parametrize(
+    "directory", [pytest.param(ROOT, marks=pytest.mark.slow), NOTEBOOK.parent], ids=["root", "docs"]
+)
 def test_it_runs(directory):
     """Catches a cell that fails or prints other numbers, from the root or where Jupyter starts."""
     notebook = nbformat.reads(build(), as_version=4)

@@ -73,6 +73,7 @@ def included():
     return puzzle.open_model()
 
 
+@pytest.mark.slow
 def test_the_included_model_answers(included):
     """Catches weights that are others than those described: 200 questions of each kind, of a seed
     of its own, with their executed steps."""

@@ -518,6 +518,7 @@ def test_asking(puzzle):
     assert page.text("said").startswith("Step 0 looks")
 
 
+@pytest.mark.slow
 def test_tau_of_the_puzzle(puzzle):
     """Catches a threshold that stops nothing or everything, and a count of other thresholds."""
     page = puzzle()
@@ -565,7 +566,7 @@ def test_link(show):
     page.until("document.getElementById('copy').innerText !== 'Copy link'")
 
 
-@pytest.mark.parametrize("width", [320, 360, 768])
+@pytest.mark.parametrize("width", [320, *(pytest.param(n, marks=pytest.mark.slow) for n in (360, 768))])
 def test_widths(puzzle, width):
     """Catches a page that scrolls sideways, and a first puzzle that a telephone shows half of."""
     page = puzzle()
@@ -588,6 +589,7 @@ def test_a_browser_that_cannot(show):
     assert "The model does not run here (no such thing)" in page.text("loading")
 
 
+@pytest.mark.slow
 def test_other_tables(puzzle):
     """Catches a new table that is the old one; a count that leaves questions out; a text that is
     taken although it is wrong, or not taken when it is mended; a table of another form without its
@@ -616,6 +618,7 @@ def test_other_tables(puzzle):
     assert page.text("own-note") == ""
 
 
+@pytest.mark.slow
 def test_address(puzzle):
     """Catches an address that shows something else than what it says, or stops the page."""
     page = puzzle("#puzzle=ab.bc&ask=b")

@@ -66,6 +66,7 @@ def test_damage():
     assert len({*forms}) > 150 and sum(form == content for form in forms) < 20
 
 
+@pytest.mark.slow
 def test_a_small_hunt(tmp_path, monkeypatch, capsys):
     """Catches a file that the commands do not read, undamaged, and one of few forms that stops one."""
     monkeypatch.chdir(tmp_path)

@@ -88,6 +88,7 @@ def test_two_processes(alone):
     assert "step 2/2" in run(*torchrun, "train.py", *flags, *SMALL)
 
 
+@pytest.mark.slow
 def test_help(alone):
     """Catches a script without --help."""
     _, run = alone

@@ -318,7 +318,7 @@ def test_folder_of_ids():
 # -- It goes on exactly ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_resume_is_exact(monkeypatch, capsys, precision):
     """Catches any state that a checkpoint lacks: after three signals losses and weights are equal bit for
     bit, through several epochs. And --resume of another run than the last."""
@@ -622,6 +622,7 @@ def test_signals():
     assert process.returncode == -signal.SIGINT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [
     "atexit.register(os.kill, os.getpid(), signal.SIGINT)",
     "train.resume_command = lambda run: os.kill(os.getpid(), signal.SIGINT)",
@@ -636,8 +637,15 @@ def test_ctrl_c_twice_in_the_final_evaluation(second):
     assert checkpoint(Path("out/x"))["step"] == 2
 
 
-@pytest.mark.parametrize("function", ["torch.save", "train.save", "train.write_json", "model.save_file"])
-@pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "function, call",
+    [("torch.save", 2)]
+    + [
+        pytest.param(function, call, marks=pytest.mark.slow)
+        for function in ("torch.save", "train.save", "train.write_json", "model.save_file")
+        for call in (1, 2)
+    ],
+)
 def test_kill_while_it_saves(function, call):
     """Catches a kill before, between or in the midst of the files of a save that leaves a run which cannot
     go on, or goes on otherwise, or whose model is half a file."""
@@ -661,6 +669,7 @@ def test_kill_while_it_saves(function, call):
     assert (run / "results.json").exists()
 
 
+@pytest.mark.slow
 def test_kill_at_any_moment():
     """Catches a moment at which a kill leaves a run that cannot go on, or goes on otherwise."""
     flags = shlex.split(f"{TINY} --eval-every 3")
@@ -677,6 +686,7 @@ def test_kill_at_any_moment():
     assert_same(Path("out/whole"), Path("out/x"))
 
 
+@pytest.mark.slow
 def test_two_processes():
     """Catches gradients summed and not averaged, a batch that depends on the number of processes, R drawn
     by each for itself, a second writer, a process that stops alone at its signal, and a resume that only
