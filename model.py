@@ -324,8 +324,8 @@ class PonderLM(nn.Module):
     def param_groups(self, router_rate=1.0):
         """Parameters for the optimizer; `rate` is what the learning rate of each is multiplied by.
 
-        Matrices decay, vectors do not. W of the router starts at zero and is read through a softmax: at the
-        rate of the others it hardly moves, so that every token takes about as many steps as the offset says.
+        Matrices decay, vectors and W of the router do not. W starts at zero and is read through a softmax: at
+        the rate of the others it hardly moves, so that all tokens take as many steps as the offset says.
         """
         learned = [(name.startswith("router."), p) for name, p in self.named_parameters() if p.requires_grad]
         rest, router = ([p for routes, p in learned if routes == kind] for kind in (False, True))

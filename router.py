@@ -74,7 +74,7 @@ def stop_step(log_w, tau):
     """
     if tau is not None and not 0 <= tau <= 1:
         raise ValueError(f"tau = {tau}: it must lie in [0, 1]")
-    log_tau = math.log(tau) * (1 + 1e-6) if tau else -math.inf  # a w that is tau may be rounded below it
+    log_tau = math.log(tau) - 1e-6 * (tau < 1) if tau else -math.inf  # w = tau may be rounded below it
     return (log_w >= log_tau).sum(-1) - 1  # w never rises with k, so count
 
 

@@ -89,7 +89,7 @@ class TrainConfig:
     learning_rate: float = 4e-3  # peak; cosine to a tenth of it
     router_rate: float = 3.0  # learning rate of the router, times that of the rest (reading note 6)
     warmup: float = 0.05  # share of the steps in which the learning rate rises
-    weight_decay: float = 0.1  # on matrices only
+    weight_decay: float = 0.1  # on matrices, without the router's
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     clip: float = 1.0  # gradient norm; 0: off
     seed: int = 0  # of weights, batches and R
@@ -425,6 +425,7 @@ def read_run(run, kind=TrainConfig):
     config, model, corpus = (content.get(name) for name in ("config", "model", "corpus"))
     if not all(isinstance(x, dict) for x in (config, model, corpus)) or "method" not in model:
         raise UserError(f"{file} does not hold the settings of a run; train anew under another --name")
+    config = {"router_rate": 1.0} | config  # which runs before 2026-11-27 do not say
     return from_json(kind, config, file), model, corpus
 
 

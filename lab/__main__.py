@@ -9,7 +9,7 @@ convert    weights: what a directory holds; ours, Hugging Face's, llama.cpp's
 corpus     prepare texts: JSON lines, large streams, the lookup task
 worth      what thinking is worth where the answer is known: a table
 puzzle     a model solves puzzles, a lookup a step
-fuzz       damaged files of all kinds, and what the commands say of them
+fuzz       damaged files, and what the commands say of them
 """
 
 import runpy

@@ -1,13 +1,13 @@
-"""What can a stranger's file do? Files of all kinds are damaged at random, and read by the commands that read
-them.
+"""What can a stranger's file do? The files of a run, of prepared texts and of JSON lines (FILES) are damaged
+at random, and read by the commands that read them.
 
     python -m lab fuzz                                 a thousand forms of each file; prints a table
     python -m lab fuzz --forms 50 --files config.json --seed 1
 
 A form is bytes that are changed, cut or added, or, of JSON, values that are replaced, dropped or added. It
 passes if the command gives a result or says what is wrong in a sentence: no traceback, no signal, at most 10
-seconds and ten times the file in memory (beside 200 MB, which any command takes), and nothing written outside
-of the folder that it runs in. What does not pass is kept, and named.
+seconds and ten times the file in memory (beside 200 MB, which any command takes), and nothing written into
+the folders around the one that it runs in. What does not pass is kept, and named.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ import analyze
 import sample
 import train
 from data import Windows, open_corpus
-from lab.common import progress
+from lab.common import command_line, progress
 from lab.corpora.preparation import prepare
 from lab.engine.__main__ import ManyOptions
 from lab.engine.__main__ import main as decode
@@ -208,6 +208,8 @@ def main(forms: int = 1000, seed: int = 0, files: tuple[str, ...] = (), out: Pat
         files: these alone, by the ends of their names
         out: where the forms go that do not pass
     """
+    if forms < 1 or any(not any(name.endswith(end) for name in FILES) for end in files):
+        raise UserError(f"forms = {forms}, files = {files}: give 1 or more, and of {', '.join(FILES)}")
     torch.set_num_threads(1)
     out, failed = out.absolute(), 0
     with TemporaryDirectory() as clean:
@@ -241,4 +243,4 @@ def main(forms: int = 1000, seed: int = 0, files: tuple[str, ...] = (), out: Pat
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m lab fuzz", description=__doc__)
+    command_line(lambda: tyro.cli(main, prog="python -m lab fuzz", description=__doc__))

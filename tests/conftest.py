@@ -40,7 +40,7 @@ def pytest_terminal_summary(terminalreporter):
     """One line on what was left out, and how to get it."""
     skipped = len(terminalreporter.stats.get("skipped", []))
     terminalreporter.write_line(
-        f"left out: what takes minutes (python -m pytest -m slow), and {skipped} skipped for the "
+        f"left out: what is slow (python -m pytest -m slow), and {skipped} skipped for the "
         "reasons above (a browser: apt-get install chromium chromium-driver)"
     )
 

@@ -9,7 +9,7 @@ import re
 from itertools import takewhile
 from pathlib import Path
 
-from data import Tokenizer, pieces_of
+from data import Tokenizer
 from model import UserError, read_json, write_json
 
 
@@ -55,10 +55,12 @@ class HuggingFaceTokenizer(Tokenizer):
         self.library.encode_special_tokens = True
         return ids
 
-    def pieces(self, text):
-        """A long text in pieces, unless a cut adds a token, as SentencePiece begins each with a space."""
-        cut = self.encode("a\n") + self.encode("a") == self.encode("a\na")
-        return pieces_of(text) if cut else [text]
+    def encode_rest(self, piece):
+        """As encode, of a piece behind others of a text: without what SentencePiece puts before a text."""
+        if self.encode("a\n") + self.encode("a") == self.encode("a\na"):
+            return self.encode(piece)
+        before = self.encode("\n")
+        return self.encode(b"\n" + piece)[len(before) :]
 
     def decode(self, ids):
         return b"".join(self.tokens.get(int(i), b"") for i in ids)

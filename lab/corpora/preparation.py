@@ -128,9 +128,11 @@ def write_tokens(texts, tokenizer, file):
     with writing(file), open(file, "wb") as out, bar:
         for text in texts:
             out.write(np.array(begin_of(tokenizer), dtype=kind).tobytes())
-            for piece in getattr(tokenizer, "pieces", pieces_of)(text):
-                out.write(np.array(tokenizer.encode(piece), dtype=kind).tobytes())
+            encode = tokenizer.encode
+            for piece in pieces_of(text):
+                out.write(np.array(encode(piece), dtype=kind).tobytes())
                 bar.update(len(piece))
+                encode = getattr(tokenizer, "encode_rest", encode)
             out.write(np.array([tokenizer.end_of_text], dtype=kind).tobytes())
 
 

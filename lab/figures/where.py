@@ -5,8 +5,8 @@
     place in its word    a word is letters, digits, underscores and bytes beyond ASCII
     frequency            thirds of the text: its most frequent tokens make up the first
     steps taken          0 .. K
-    step distribution    its own, or that of another token of the same windows (a permutation): what is lost
-                         where the steps stay as many but fall to others
+    step distribution    its own, or that of another token of its window (a permutation): what is lost where
+                         the distributions are the same ones but fall to others
 
 Losses are in nats a token, of the next token, hard-stopped at tau.
 """
@@ -53,10 +53,10 @@ def kinds_of(windows, tokenizer):
     places = []
     for row in windows.tolist():
         word = [(in_word(pieces[i][0]), in_word(pieces[i][-1])) for i in row]
-        before = False  # a window's first token counts as the first of its word
-        for (_, inside), (goes_on, _) in pairwise(word):
-            first = "first byte" if not before else "inside" if goes_on else "last byte"
-            places.append(first if inside else "between words")
+        before = False  # whether the last token ends in a word; a window's first token begins one
+        for (begins, inside), (goes_on, _) in pairwise(word):
+            place = "first" if not (before and begins) else "inside" if goes_on else "last"
+            places.append(place if inside else "between words")
             before = inside
     counts = np.bincount(ids)
     order = np.argsort(-counts, kind="stable")
@@ -67,16 +67,16 @@ def kinds_of(windows, tokenizer):
 
 
 class Permuted(nn.Module):
-    """A router that gives each token the step distribution of another one."""
+    """A router that gives each token the step distribution of another one of its window, always the same
+    one: a pass may hold some of the windows alone."""
 
     def __init__(self, router):
         super().__init__()
         self.router = router
 
     def forward(self, h0, alpha=0.0):
-        (B, T), device = h0.shape[:2], h0.device
-        place = torch.randperm(B * T, generator=torch.Generator().manual_seed(0)).to(device)
-        return tuple(x.flatten(0, 1)[place].view_as(x) for x in self.router(h0, alpha))
+        place = torch.randperm(h0.size(1), generator=torch.Generator().manual_seed(0))  # (T,)
+        return tuple(x[:, place.to(x.device)] for x in self.router(h0, alpha))  # (B, T, S)
 
 
 def where_rows(subject):
@@ -90,6 +90,7 @@ def where_rows(subject):
         found = each.mean().assign(tokens=each.size() / len(loss)).reset_index()
         if group == "steps taken":  # a mean of no tokens is none
             found = found.set_index("kind").reindex(map(str, range(K + 1))).reset_index()
+            found.tokens = found.tokens.fillna(0)
         rows.append(found.assign(group=group))
     router, subject.model.router = subject.model.router, Permuted(subject.model.router)
     other_loss, other_steps = (x.double().numpy() for x in decoded(subject))
@@ -125,4 +126,5 @@ class Where(Comparison):
             mine = first[first.group == group].sort_values("steps")
             axes.barh(mine.kind, mine.steps, xerr=mine.steps_std.fillna(0), color=COLORS[1])
             axes.set_title(group)
+        figure.suptitle(f"{first.method.iloc[0]}, K = {first.K.iloc[0]:.0f}")
         save_figure(figure, self.out / "where.png")

@@ -88,7 +88,8 @@ def summary(frame):
         right = group.groupby("lookups").right.mean()
         row |= {f"{n} lookup{'s' * (n > 1)}": f"{share:.2f}" for n, share in right.items()}
         worst = group.groupby("seed").right.min().min()
-        row |= {"worst": f"{worst:.2f}", "passes a token": f"{group.passes.mean():.2f}"}
+        row |= {"worst": f"{worst:.2f}", "steps of training": f"{group.steps.mean():,.0f}"}
+        row |= {"passes a token": f"{group.passes.mean():.2f}"}
         rows.append(row | {"ms a line": f"{1000 * group.seconds.mean():.0f}", "order": group.passes.mean()})
     return pd.DataFrame(rows).sort_values("order").drop(columns="order"), kept
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What is thinking worth? Lookup puzzles by models that do not think, always think, or decide; the same stages
-# and text for all: questions of 1 and 2 lookups, then 3, and so on to 6.
+# What is thinking worth? Lookup puzzles by models that do not think, always think, or decide, in the same stages:
+# questions of 1 and 2 lookups, then 3, and so on to 6.
 #     bash lab/runs/worth.sh      MODELS="decides plain-6", SEEDS=1 or both: these alone, no table
 # A first stage that does not answer 95 of 100 questions goes on, to three times its steps at most.
 set -euo pipefail

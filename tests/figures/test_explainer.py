@@ -554,15 +554,24 @@ def test_link(show):
     for n in range(20):
         page.put("input", "To be, or no"[: n % 12 + 1])
     page.put("tau", 40)
+    page.put("alpha", 3)
     page.run("document.querySelectorAll('#text span')[3].click()")
     page.until("location.hash.includes('byte=3')")
     address, tau = page.run("return location.hash"), page.state["tau"]
-    assert page.run("return written") < 20 and f"text-tau={tau:g}" in address
+    assert page.run("return written") < 20 and f"text-tau={tau:g}" in address and "alpha=3" in address
     text = page.run("return document.getElementById('input').value")
     page = show(address=address)
     page.until("document.getElementById('opened').innerText.startsWith('Byte 3: ')")
     assert page.run("return document.getElementById('input').value") == text and page.state["tau"] == tau
+    assert page.state["alpha"] == 3
+    page.run("location.hash = arguments[0]", f"puzzle={TABLE.replace(' ', '.')}&ask={SIX}&tau=0.1")
+    page.until("ponder.state.alpha === 0")
+    page.ready()
+    assert page.run("return input.value === input.defaultValue && !ponder.state.chosen")
+    page.run("document.getElementById('alpha').value = 2")
+    page.run("document.getElementById('alpha').dispatchEvent(new Event('input'))")
     page.click("copy")
+    assert "alpha=2" in page.run("return location.hash")  # at once, since it is this that is copied
     page.until("document.getElementById('copy').innerText !== 'Copy link'")
 
 
@@ -582,11 +591,20 @@ def test_widths(puzzle, width):
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def test_a_browser_that_cannot(show):
+@pytest.mark.parametrize("lacks", ["Array.prototype.findLastIndex", "window.Worker"])
+def test_a_browser_that_cannot(chromium, pages, lacks):
     """Catches a page that says nothing where its model does not run."""
-    page = show()
-    page.run("fail({message: 'no such thing'})")
-    assert "The model does not run here (no such thing)" in page.text("loading")
+    before = {"source": f"delete {lacks}"}
+    script = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", before)
+    try:
+        chromium.get("about:blank")
+        chromium.get(pages["plain"].as_uri())
+        page = Page(chromium)
+        page.until("document.getElementById('loading').innerText.startsWith('The model does not run here (')")
+        assert page.find("#loading").is_displayed()
+    finally:
+        chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+        chromium.get_log("browser")
 
 
 @pytest.mark.slow

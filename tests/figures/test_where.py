@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import flags, records, small_model
 
-from data import Tokenizer
+from data import PATTERNS, Tokenizer
 from lab.figures.subject import decoded
 from lab.figures.where import Permuted, Where, character, kinds_of, where_rows
 from model import UserError
@@ -21,17 +21,20 @@ def test_kinds():
         "beyond ASCII", "space", "vowel",
     ]  # fmt: skip
     assert place == [
-        "first byte", "last byte", "between words", "first byte", "between words", "between words",
-        "first byte", "inside", "last byte", "between words", "first byte",
+        "first", "last", "between words", "first", "between words", "between words",
+        "first", "inside", "last", "between words", "first",
     ]  # fmt: skip
+    words = [b"of", b" the", b" fox", b"es", b"."]
+    tokenizer = Tokenizer("bpe", PATTERNS["bpe"], words)
+    assert kinds_of(torch.arange(5)[None], tokenizer)[1] == ["first", "first", "first", "last"]
     letters = torch.tensor([[*b"aaabbbcde", 0]])
     assert kinds_of(letters, Tokenizer.bytes())[2] == ["frequent"] * 3 + ["between"] * 3 + ["rare"] * 3
 
 
 @torch.no_grad()
 def test_rows(subject):
-    """Catches shares that do not sum to 1, steps of the token after, and a control that changes nothing,
-    or changes how many steps there are, or stays behind in the model."""
+    """Catches shares that do not sum to 1, steps of the token after, and a control that changes nothing
+    or stays behind in the model."""
     one = subject(small_model(seed=2, vocab_size=257, block_size=8), V=257)
     loss, steps = (x.double() for x in decoded(one))
     rows = records(where_rows(one))
@@ -60,6 +63,14 @@ def test_permuted():
     other_s, other_log_w = Permuted(router)(h0)
     key = lambda x: sorted(map(tuple, torch.cat(x, -1).flatten(0, 1).tolist()))  # noqa: E731
     assert not other_s.equal(s) and key((other_s, other_log_w)) == key((s, log_w))
+    assert Permuted(router)(h0[1:])[0].equal(other_s[1:])  # whichever windows a pass holds
+
+
+def test_as_many_steps(subject):
+    """Catches a control with other steps, where they depend on nothing that it changes: on the grid."""
+    one = subject(small_model(method="grid", seed=2, vocab_size=257, block_size=8), V=257)
+    rows = [row for row in records(where_rows(one)) if row["group"] == "step distribution"]
+    assert rows[0]["steps"] == pytest.approx(rows[1]["steps"]) and rows[0]["loss"] != rows[1]["loss"]
 
 
 def test_where(trained, tmp_path):

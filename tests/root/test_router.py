@@ -49,7 +49,7 @@ def test_mask_score_gradient():
 def test_stop_step_is_the_last_step_above_tau(logits, tau):
     """Catches an off-by-one in K-hat: max{k : w_k >= tau}, and stopping at the first w_k < tau."""
     log_w = mask_score(torch.tensor(logits, dtype=torch.float32).log_softmax(-1))
-    visible = [tau == 0 or bool(log_w[k] >= math.log(tau) * (1 + 1e-6)) for k in range(len(logits))]
+    visible = [tau == 0 or bool(log_w[k] >= math.log(tau) - 1e-6 * (tau < 1)) for k in range(len(logits))]
     stop = int(stop_step(log_w, tau))
     assert stop == max(k for k, v in enumerate(visible) if v)
     assert stop == [*visible, False].index(False) - 1
@@ -61,7 +61,7 @@ def test_stop_step_examples_and_refusals():
     assert stop_step(log_w, 0.5).tolist() == [1, 0]
     assert stop_step(log_w, 0.99e-4).tolist() == [2, 0]
     assert stop_step(log_w, 0).tolist() == [3, 3]
-    for K in range(1, 9):  # of an even distribution w_k is (K+1-k)/(K+1), rounded
+    for K in range(1, 64):  # of an even distribution w_k is (K+1-k)/(K+1), rounded
         log_w = mask_score(torch.zeros(K + 1).log_softmax(-1))
         assert [int(stop_step(log_w, (K + 1 - k) / (K + 1))) for k in range(K + 1)] == [*range(K + 1)]
     for tau in (-0.1, 1.5, float("nan")):

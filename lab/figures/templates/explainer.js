@@ -19,6 +19,9 @@ function fail({message}) {
   find("loading").textContent = `The model does not run here (${message}). It needs a browser of 2022 or later.`;
 }
 
+addEventListener("error", fail);
+addEventListener("unhandledrejection", ({reason}) => fail(reason));
+
 /** A thread that holds a model -> a function that asks it (see worker.js), which gives a promise
  * of the answer; `hear` gets what comes before it. The weights may come behind this script. */
 function thread(model, weights) {
@@ -492,25 +495,33 @@ find("write").addEventListener("click", () => {
 
 // -- Begin ----------------------------------------------------------------------------------------
 
-/** Put what the page shows into its address, which can be sent; at most three times a second. */
-function remember() {
-  waiting_to_remember ??= setTimeout(() => {
-    waiting_to_remember = null;
-    const {table, ask, tau} = puzzle, said = {puzzle: table.pairs.join("."), ask, tau};
-    if (find("input").value !== find("input").defaultValue) said.text = find("input").value;
-    if (state.tau !== payload.text.tau) said["text-tau"] = state.tau;
-    if (state.chosen) said.byte = state.at;
-    history.replaceState(null, "", "#" + new URLSearchParams(said));
-  }, 300);
+/** Put what the page shows into its address, which can be sent. */
+function write_address() {
+  waiting_to_write = clearTimeout(waiting_to_write);
+  const {table, ask, tau} = puzzle, said = {puzzle: table.pairs.join("."), ask, tau};
+  if (find("input").value !== find("input").defaultValue) said.text = find("input").value;
+  if (state.tau !== payload.text.tau) said["text-tau"] = state.tau;
+  if (state.alpha) said.alpha = state.alpha;
+  if (state.chosen) said.byte = state.at;
+  history.replaceState(null, "", "#" + new URLSearchParams(said));
 }
-let waiting_to_remember = null;
+let waiting_to_write;
 
-/** Show the text, tau and byte of an address, as far as it makes sense. */
+/** Write it soon: at most three times a second. */
+function remember() {
+  waiting_to_write ??= setTimeout(write_address, 300);
+}
+
+/** Show the text, tau, alpha and byte of an address, as far as it makes sense; else as they begin. */
 function follow_text(given) {
-  const tau = parseFloat(given.get("text-tau")), byte = parseInt(given.get("byte"));
-  if (tau >= 0 && tau <= 1) state.tau = tau;
-  if (byte >= 0) Object.assign(state, {at: byte, chosen: true});
-  if (given.get("text") !== null) find("input").value = given.get("text");
+  const within = (name, least, most, otherwise) => {
+    const value = parseFloat(given.get(name));
+    return value >= least && value <= most ? value : otherwise;
+  };
+  const at = within("byte", 0, MOST, -1);
+  Object.assign(state, {tau: within("text-tau", 0, 1, payload.text.tau), alpha: within("alpha", -6, 6, 0)});
+  Object.assign(state, {at, chosen: at >= 0});
+  find("input").value = given.get("text") ?? find("input").defaultValue;
   show_sliders();
   read();
 }
@@ -538,6 +549,7 @@ for (const link of document.querySelectorAll(`a[href^="${payload.root}/"]`)) {
 
 find("input").addEventListener("input", () => { read(); remember(); });
 find("copy").addEventListener("click", async ({target}) => {
+  write_address();
   try {
     await navigator.clipboard.writeText(location.href);
     target.textContent = "Copied";

@@ -108,7 +108,7 @@ function mask_score(log_s) {
 }
 
 /** K-hat = max{k : w_k >= tau}. w never increases with k, so count. tau = 0 never stops early. */
-const stop_step = (log_w, tau) => log_w.filter(value => value >= Math.log(tau) * (1 + 1e-6)).length - 1;
+const stop_step = (log_w, tau) => log_w.filter(value => value >= Math.log(tau) - 1e-6 * (tau < 1)).length - 1;
 
 /** log w (S) -> bias on the keys of a token's slots: no one sees those beyond K-hat. */
 function hide_stopped(log_w, tau) {

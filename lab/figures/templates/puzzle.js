@@ -192,6 +192,12 @@ find("numbers").addEventListener("click", ({target}) => {
 });
 for (const button of [find("think"), find("think-not")])
   button.addEventListener("click", () => ask({tau: +button.value, ask: puzzle.ask}));
+find("asked").addEventListener("click", event => {
+  const link = event.target.closest("a");
+  if (!link) return;
+  event.preventDefault();  // the text of the page stays
+  follow(link.hash.slice(1));
+});
 find("new").addEventListener("click", () => ask(random_puzzle(LONGEST)));
 find("many").addEventListener("click", async () => {
   const {tau} = puzzle;
@@ -208,7 +214,6 @@ find("own").addEventListener("input", ({target}) => follow({puzzle: target.value
 /** Ask what an address says, as far as it makes sense: puzzle, ask, tau; and show its text. */
 function follow(address) {
   const given = new URLSearchParams(address), changes = {};
-  if (["text", "text-tau", "byte"].some(key => given.has(key))) follow_text(given);
   const text = given.get("puzzle"), letter = given.get("ask"), tau = parseFloat(given.get("tau"));
   try {
     if (text !== null) changes.table = read_table(text);
@@ -224,11 +229,16 @@ function follow(address) {
   if (Object.keys(changes).length) ask(changes);
 }
 
-window.addEventListener("hashchange", () => follow(location.hash.slice(1)));
+window.addEventListener("hashchange", () => open_address());
+
+/** Show what the address of the page says. */
+function open_address() {
+  const address = location.hash.slice(1);
+  follow_text(new URLSearchParams(address));
+  follow(address);
+}
 follow(document.querySelector("#asked a").hash.slice(1));
-show_sliders();
-read();
-follow(location.hash.slice(1));
+open_address();
 
 /* For tests and for the console:
 
