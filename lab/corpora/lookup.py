@@ -28,6 +28,7 @@ from model import UserError
 
 LINE = 64  # tokens
 LETTERS, ENDS, CHAINS = "abcdefghijklmnopq", "STUVXYZ", 4
+KINDS = "pair", "number", "question", "answer", "number again", "filler"  # of tokens, as a line has them
 
 
 def letters_of(longest):
@@ -92,6 +93,14 @@ def prepare_lookup(folder=CACHE / "lookup", lines=100_000, seed=0, lookups=(), l
         write_corpus(folder, source, documents(lines, seed, lookups, longest), tokenizer(longest))
     elif read_meta(folder).get("source") != source:
         raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
+
+
+def kinds_of(T, tokenizer):
+    """The kind, an index of KINDS, of each token of a row of T whole lines. -> (T,)"""
+    place = torch.arange(T) % LINE
+    start, stop = longest_of(tokenizer) + 7, LINE - 3  # of the questions
+    kind = 1 + (place - start) % 4
+    return kind.masked_fill(place < start, 0).masked_fill(place >= stop, len(KINDS) - 1)
 
 
 def lookups_asked(x, tokenizer):

@@ -11,7 +11,9 @@ Of several runs, written to out/analyze/:
     python -m lab analyze pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
     python -m lab analyze frontier --runs out/frontier/*      differences to PonderLM-2 at equal steps
     python -m lab analyze budget --runs out/slots/*           loss at equal cost of training
+    python -m lab analyze layers --runs out/layers/*          a step's worth in layers
     python -m lab analyze lookup --runs out/lookup/*          accuracy where the difficulty is known
+    python -m lab analyze kinds --runs out/lookup/grown-?     which tokens take a step there, and need it
     python -m lab analyze where --runs out/mine               which kinds of tokens are thought about
     python -m lab analyze choose --runs out/router/*          settings, by text that is not reported
 
@@ -30,11 +32,12 @@ from lab.figures.choose import Choose
 from lab.figures.comparing import Pareto
 from lab.figures.explainer import Explainer
 from lab.figures.frontier import Frontier
-from lab.figures.lookup import Lookup
+from lab.figures.layers import Layers
+from lab.figures.lookup import Kinds, Lookup
 from lab.figures.pages import Heatmap, Report
 from lab.figures.where import Where
 
-FIGURES = Heatmap, Report, Explainer, Pareto, Frontier, Budget, Lookup, Where, Choose
+FIGURES = Heatmap, Report, Explainer, Pareto, Frontier, Budget, Layers, Lookup, Kinds, Where, Choose
 
 
 def reader(figure):

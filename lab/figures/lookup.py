@@ -3,15 +3,18 @@
 from dataclasses import replace
 
 import pandas as pd
+import torch
 from pydantic import PositiveInt
+from torch import nn
 
 from analyze import by_token
+from attention import MASKED
 from lab.common import Given, strict_dataclass
-from lab.corpora.lookup import longest_of, lookups_asked
+from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.engine.prefill import stopped_states
 from lab.evaluation.texts import Share
 from lab.figures.comparing import Comparison, curve_names, draw_curves, over_seeds
-from lab.figures.subject import open_subject
+from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import new_figure, save_figure
 from lab.interop.warm_start import longer, start_from
 from model import UserError
@@ -87,3 +90,66 @@ class Lookup(Comparison):
         left.set_ylabel("share of right answers")
         right.set_ylabel("executed steps")
         save_figure(figure, self.out / "lookup.png")
+
+
+class Stilled(nn.Module):
+    """A router that lets some places of a line take no step, whatever it would say of them."""
+
+    def __init__(self, router, places):
+        super().__init__()
+        self.router, self.places = router, places  # (T,) bool
+
+    def forward(self, h0, alpha=0.0):
+        s, log_w = self.router(h0, alpha)  # (B, T, S)
+        still = self.places[:, None] & (torch.arange(s.size(-1), device=s.device) > 0)  # (T, S)
+        s = s.masked_fill(still, 0)
+        return s / s.sum(-1, keepdim=True), log_w.masked_fill(still, MASKED)
+
+
+def kind_rows(subject):
+    """A row for each kind of token: its share of a line and steps; then, with the steps of these tokens
+    taken away, the steps of all and the share of right answers, over all numbers of lookups and at the
+    one with the fewest. The first row is of all tokens as they are, the last without the steps that
+    neither read the table nor answer."""
+    model, T = subject.model, subject.windows.size(1) - 1
+    _, steps = decoded(subject)
+    kinds = kinds_of(T, subject.tokenizer).to(subject.windows.device)
+    idle = [KINDS.index(kind) for kind in KINDS if kind not in ("pair", "question")]
+    rows, router = [], model.router
+    for name, stilled in [("all", []), *((kind, [i]) for i, kind in enumerate(KINDS)), ("idle", idle)]:
+        places = torch.isin(kinds, torch.tensor(stilled, device=kinds.device))
+        mine = (places if stilled else ~places).repeat(len(subject.windows)).cpu()
+        model.router = Stilled(router, places)
+        asked, right, _ = answers(subject)
+        found = pd.Series(right.double()).groupby(asked.numpy()).mean().drop(0, errors="ignore")
+        left = decoded(subject)[1].double().mean().item()
+        row = {
+            "kind": name,
+            "tokens": mine.double().mean().item(),
+            "steps": steps[mine].double().mean().item(),
+        }
+        rows.append(row | {"steps_left": left, "right_left": found.mean(), "worst_left": found.min()})
+    model.router = router
+    return pd.DataFrame(rows)
+
+
+@strict_dataclass
+class Kinds(Comparison):
+    """Which tokens of the lookup task take steps, and which of these steps are used? A table."""
+
+    tau: Share | None = None  # where pondering stops; by default where each run scored it
+    data: Given | None = None  # the prepared corpus that all are asked about
+
+    def draw(self):
+        def numbers(run, device):
+            if not run.method.has_router:
+                raise UserError(f"{run.path} is of method {run.shape.method}: it has no router")
+            return kind_rows(open_subject(run.path, 400, self.tau, device, self.data, other=True))
+
+        def rows(runs, device):
+            return over_seeds(runs, lambda run: numbers(run, device), by=["kind"], one_text=not self.data)
+
+        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "kind": "kind"}
+        columns |= {"share of tokens": "tokens:.3f", "steps": "steps:.2f", "steps without": "steps_left:.2f"}
+        columns |= {"right without": "right_left:.3f", "fewest right": "worst_left:.3f"}
+        self.frame("kinds", columns, rows)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from attention import sdpa
-from lab.bench import attention, training_step
+from lab.bench import attention, timing, training_step
 from lab.bench.timing import medians, peak_on_gpu, seconds_of
 from model import Llama
 from train import PRESETS, objective
@@ -78,6 +79,13 @@ def test_memory_of_a_gpu(monkeypatch):
     reset = lambda: setattr(bytes_, "peak", bytes_.now)  # noqa: E731
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", reset)
     assert peak_on_gpu(lambda: setattr(bytes_, "peak", bytes_.now + 2**23)) == 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's account of a process")
+def test_memory_of_nothing(monkeypatch):
+    """Catches less than nothing, which Linux tells where its sums lag behind."""
+    monkeypatch.setattr(timing, "resident", {"VmRSS": 5.0, "VmHWM": 4.7}.get)
+    assert timing.peak_memory((lambda: int, (), ())) == 0
 
 
 def test_attention(tmp_path, capsys, threads):

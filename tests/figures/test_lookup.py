@@ -10,8 +10,8 @@ from conftest import flags, records, small_model
 
 from lab.corpora import lookup
 from lab.figures.comparing import read_runs
-from lab.figures.lookup import Lookup, answers, lookup_rows
-from lab.figures.subject import open_subject
+from lab.figures.lookup import Kinds, Lookup, Stilled, answers, kind_rows, lookup_rows
+from lab.figures.subject import decoded, open_subject
 from lab.interop import load
 from lab.interop.warm_start import start_from
 from model import UserError
@@ -108,3 +108,59 @@ def test_more_steps_than_learned(trained):
     known = load(trained / "lookup-0")
     s, before = (m.route(torch.ones(1, 1, 5, m.config.hidden_size))[0][0, 0] for m in (model, known))
     assert s[2:] == pytest.approx(s[2].expand(3)) and s[:2] / s[2] == pytest.approx(before[:2] / before[2])
+
+
+def test_kinds_of(lines):
+    """Catches a kind of another place."""
+    rows, tokenizer = lines
+    kinds = lookup.kinds_of(64, tokenizer).tolist()
+    words = [tokenizer.decode([i]).decode() for i in rows[0, :61].tolist()]
+    named = [lookup.KINDS[kind] for kind in kinds]
+    assert named[61:] == ["filler"] * 3 and named.count("pair") == 13
+    for word, kind in zip(words, named[:61], strict=True):
+        is_kind = {"pair": len(word) == 3, "question": word[1:].islower() and len(word) == 2}
+        is_kind |= {
+            "number": word[1:].isdigit(),
+            "number again": word[1:].isdigit(),
+            "answer": word[1:].isupper(),
+        }
+        assert is_kind[kind], (word, kind)
+    assert lookup.kinds_of(128, tokenizer)[64:].tolist() == kinds
+
+
+@torch.no_grad()
+def test_kinds(trained, subject, lines, tmp_path):
+    """Catches steps that are taken away from other tokens, or stay taken away, and a mean of others."""
+    rows, tokenizer = lines
+    model = small_model(vocab_size=tokenizer.vocab_size, block_size=64, seed=3)
+    one = subject(model)
+    one.tokenizer, one.windows = tokenizer, rows
+    _, steps = (x.double() for x in decoded(one))
+    asked, right, _ = answers(one)
+    found = {row["kind"]: row for row in records(kind_rows(one))}
+    assert model.router is one.model.router and not isinstance(model.router, Stilled)
+    accuracies = [right[asked == n].double().mean().item() for n in range(1, 7)]
+    everything = found["all"]
+    assert everything["steps"] == everything["steps_left"] == pytest.approx(steps.mean().item())
+    assert everything["right_left"] == pytest.approx(sum(accuracies) / 6)
+    assert everything["worst_left"] == min(accuracies)
+    assert sum(found[kind]["tokens"] for kind in lookup.KINDS) == pytest.approx(1)
+    kinds = lookup.kinds_of(64, tokenizer).repeat(40)
+    for i, kind in enumerate(lookup.KINDS):
+        assert found[kind]["steps"] == pytest.approx(steps[kinds == i].mean().item())
+        assert found[kind]["steps_left"] < everything["steps"]
+    model.router = Stilled(model.router, torch.arange(64) == 5)
+    stilled = decoded(one)[1].view(40, 64)
+    assert not stilled[:, 5].any() and torch.equal(stilled[:, :5], steps.view(40, 64)[:, :5].long())
+    s, log_w = model.router(torch.randn(1, 64, model.config.hidden_size).to(model.lm_head.weight))
+    assert (
+        s.sum(-1) == pytest.approx(torch.ones(1, 64).double())
+        and s[0, 5, 0] == 1
+        and (log_w[0, 5, 1:] < -99).all()
+    )
+    runs, data = [str(trained / "lookup-0"), str(trained / "lookup-1")], str(trained.parent / "data/lookup")
+    Kinds(runs=tuple(runs), data=data, tau=0.3, out=tmp_path).draw()
+    table = pd.read_csv(tmp_path / "kinds.csv")
+    assert table.seeds.eq(2).all() and len(table) == len(lookup.KINDS) + 2
+    with pytest.raises(UserError, match="lookup-plain is of method vanilla: it has no router"):
+        Kinds(runs=(str(trained / "lookup-plain"),), data=data, out=tmp_path).draw()

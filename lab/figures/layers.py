@@ -1,0 +1,92 @@
+"""How many layers is a step of thinking worth? Losses of plain models with more layers, and of thinking ones.
+
+column       meaning
+model        plain: no thinking; always: all K steps for every token (PonderLM-2); decides (PonderLM-3)
+layers       of the model; K: its most steps
+loss, steps  nats a token as it decodes, hard-stopped at its tau, and steps executed, means over tokens
+parameters   learned numbers
+training     seconds that its training took at the speed of its end
+decoding     seconds to decode a token, one after another, mean over lines of a window, the models in turns
+worth        layers that a plain model of the same seed needs more for the same loss, on the line between
+             its losses; a model that is ahead of the deepest counts as this one
+"""
+
+import math
+
+import numpy as np
+import pandas as pd
+import torch
+
+from lab.common import Given, strict_dataclass
+from lab.figures.comparing import Comparison, check_comparable
+from lab.figures.subject import open_subject
+from lab.figures.tables import COLORS, new_figure, save_figure
+from lab.figures.worth import NAMES, seconds
+from lab.intervals import interval
+from model import UserError
+
+
+def layer_rows(runs, data=None):
+    """A row for each run: the columns above but the last."""
+    check_comparable(runs)
+    if odd := [str(run.path) for run in runs if run.shape.method not in NAMES]:
+        raise UserError(f"{odd[0]}: only {', '.join(NAMES)} are compared here")
+    subjects = [open_subject(run.path, 16, None, torch.device("cpu"), data) for run in runs]
+    rows = []
+    for run, subject, time_ in zip(runs, subjects, seconds(subjects), strict=True):
+        speed = pd.read_json(run.path / "log.jsonl", lines=True).tokens_per_second.dropna().iloc[-1]
+        read = run.config.steps * run.config.batch_size * run.shape.block_size
+        row = {"model": NAMES[run.shape.method], "layers": run.shape.num_hidden_layers}
+        row |= {"K": run.shape.ponder_steps, "seed": run.config.seed} | {
+            key: run.results["hard"][key] for key in ("loss", "steps")
+        }
+        row |= {"parameters": sum(p.numel() for p in subject.model.parameters()), "training": read / speed}
+        rows.append(row | {"decoding": time_ / run.shape.block_size})
+    return pd.DataFrame(rows)
+
+
+def with_worth(frame):
+    """The frame with the column worth, nan where the seed has no plain models of two depths."""
+    worth = []
+    for row in frame.itertuples():
+        plain = frame[(frame.model == "plain") & (frame.seed == row.seed)].sort_values("layers")
+        plain = plain[plain.loss < plain.loss.cummin().shift(fill_value=math.inf)]  # that fewer do not reach
+        needed = np.interp(-row.loss, -plain.loss, plain.layers) if len(plain) > 1 else math.nan
+        worth.append(needed - row.layers)
+    return frame.assign(worth=worth)
+
+
+def summary(frame):
+    """A row for each model, its layers and K: means over seeds, and 95 % intervals of loss and worth."""
+    frame, rows = with_worth(frame), []
+    deepest = frame[frame.model == "plain"].groupby("seed").loss.min()
+    for (model, layers, K), group in frame.groupby(["model", "layers", "K"], sort=False):
+        means, deviations = (getattr(group.drop(columns="model"), how)() for how in ("mean", "std"))
+        within = [f"{means[x]:.{n}f} ± {interval(deviations[x], len(group)):.{n}f}"
+                  for x, n in (("loss", 4), ("worth", 2))]  # fmt: skip
+        least = "≥ " if (group.loss < group.seed.map(deepest)).any() else ""
+        title = model if model == "plain" else f"{model}, K = {K}"
+        row = {"model": f"{title}, {layers} layers", "seeds": len(group), "steps": f"{means.steps:.2f}"}
+        row |= {"loss": within[0], "layers worth": "" if model == "plain" else least + within[1]}
+        row |= {"parameters": f"{means.parameters:,.0f}", "training, s": f"{means.training:.0f}"}
+        rows.append(row | {"decoding, ms": f"{1000 * means.decoding:.2f}"})
+    return pd.DataFrame(rows)
+
+
+@strict_dataclass
+class Layers(Comparison):
+    """What a step is worth, in layers: table and figure."""
+
+    data: Given | None = None  # the text that they were scored on, if that is no named corpus
+
+    def draw(self):
+        frame = self.frame("layers", summary, lambda runs, device: layer_rows(runs, self.data))
+        means = frame.groupby(["model", "layers", "K"], sort=False)[["loss", "steps"]].mean().reset_index()
+        figure, (axes,) = new_figure("layers of a model without thinking", "nats per token")
+        plain = means[means.model == "plain"].sort_values("layers")
+        axes.plot(plain.layers, plain.loss, "o-", color=COLORS[2], label="no thinking")
+        axes.set_xticks(plain.layers)
+        for i, row in enumerate(means[means.model != "plain"].itertuples()):
+            what = f"{row.model}: {row.steps:.2f} steps on {row.layers} layers"
+            axes.axhline(row.loss, color=COLORS[i % len(COLORS)], linestyle="--", label=what)
+        save_figure(figure, self.out / "layers.png")
