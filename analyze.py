@@ -1,9 +1,9 @@
-"""The paper's figures, each from a trained model and windows of its validation text.
+"""The paper's figures, and the curve over tau, each from a trained model and windows of its validation text.
 
-    python analyze.py converge     the Jacobi iteration approaching its fixed point (appendix C)
+    python analyze.py converge     the Jacobi iteration approaching its fixed point (appendix B)
     python analyze.py buckets      what each step gains for easy and for hard tokens (section 4.3)
-    python analyze.py shift        the router shifted to fewer and to more steps (section 4.4)
-    python analyze.py tokens       which tokens and words get how many steps (appendix D)
+    python analyze.py shift        the router shifted to fewer and to more steps (section 4.3)
+    python analyze.py tokens       which tokens and words get how many steps (appendix C)
     python analyze.py tau          loss and steps against where pondering stops (section 3.3)
     python analyze.py pareto --runs out/a out/b      perplexity against executed steps (section 4.1)
 
@@ -48,7 +48,7 @@ WORDS = "the", "of", "and", "to", "in", "is", "that", "for", "not", "with"
 
 @torch.no_grad()
 def by_token(windows, find):
-    """find(x, y) -> tensors (B, T, ..), over batches of windows (W, T+1). -> the same (n, ..), on the CPU"""
+    """Apply find(x, y) -> tensors (B, T, ..) to batches of windows (W, T+1). -> each (n, ..), on the CPU"""
     found = [find(rows[:, :-1], rows[:, 1:]) for rows in windows.split(BATCH)]
     return [torch.cat([x.flatten(0, 1).cpu() for x in part]) for part in zip(*found, strict=True)]
 
@@ -74,9 +74,8 @@ def decoded(model, windows, tau, alpha=0.0):
     """Loss and executed steps of each token as decoding has them, hard-stopped at tau. -> (n,), (n,)"""
 
     def find(x, y):
-        h, s, log_w = model.states(x, tau=tau, alpha=alpha)
-        steps = model.executed(log_w, tau)
-        return model.cross_entropy(model.integrate(h, s, steps), y), steps
+        out = model(x, y, tau=tau, alpha=alpha)
+        return out.ce, out.steps
 
     return by_token(windows, find)
 
@@ -103,9 +102,10 @@ def means(bucket, columns):
 
 @torch.no_grad()
 def converge(model, windows, most=12):
-    """RMSE to the fixed point of the latents and of s that R = 0 .. `most` refinements leave (appendix C).
+    """RMSE to the fixed point of the latents and of s that R = 0 .. `most` refinements leave (appendix B).
 
-    In float64, on the first 8 windows; the fixed point is where a pass no longer changes the latents.
+    R counts from the end of the ladder. In float64, on the first 8 windows; the fixed point is where a pass
+    no longer changes the latents.
     """
     device, K = windows.device if windows.device.type != "mps" else "cpu", model.config.ponder_steps
     model, idx = deepcopy(model).to(device).double(), windows[:8, :-1].to(device)  # MPS has no float64
@@ -147,7 +147,8 @@ def buckets(model, windows, tau=1e-4, reference=None):
 
     The loss of h^(0) is also the first term of gain_1, so that chance alone makes hard tokens gain: one
     that h^(0) got wrong by bad luck counts as hard (regression to the mean). The losses of another model
-    on the same windows, `reference` (n,), are a difficulty without this fault.
+    on the same windows, `reference` (n,), are a difficulty without this fault. The losses are renormalised,
+    not as in section 3.4.2: where s_0 is nearly 0, h^(0) would predict nothing.
     """
     ce, steps = losses_by_depth(model, windows, tau)
     gains = {f"gain_{i}": ce[:, i - 1] - ce[:, i] for i in range(1, ce.size(1))}
@@ -198,7 +199,8 @@ def tokens(model, windows, tokenizer, tau=1e-4, words=WORDS, least=50):
     pieces = {token: tokenizer.decode([token]) for token in sorted({*x})}
     places = {("token", show_token(piece)): [] for piece in pieces.values()}  # which tokens a row counts
     places |= {("word", word): [] for word in words}
-    inside, end = places["compound", "inside a word"], places["compound", "at its end"] = [], []
+    inside, end = [], []
+    places |= {("compound", "inside a word"): inside, ("compound", "at its end"): end}
     for i, token in enumerate(x):
         places["token", show_token(pieces[token])].append(i)
     for start in range(0, len(x), T):
@@ -227,7 +229,7 @@ def tau_curve(model, windows, taus=TAUS):
 
 # Settings that make no other curve: names, and what changes speed alone.
 LEFT_OUT = {"preset", "name", "out", "resume", "data", "tokenizer", "seed", "method", "ponder_steps"}
-LEFT_OUT |= {"micro_batch_size", "log_every", "eval_every", "device", "precision", "recompute"}
+LEFT_OUT |= {"log_every", "eval_every", "device", "precision", "recompute"}
 
 
 def read_result(run):
@@ -330,10 +332,9 @@ def draw_buckets(rows):
     for axes, name in zip(panels, by, strict=True):
         for b, bucket in enumerate(BUCKETS):
             mine = dict(difficulty_by=name, bucket=bucket)
-            for loss, steps in zip(
-                column(rows, "difficulty", **mine), column(rows, "steps", **mine), strict=True
-            ):
-                bars = [gain for key in gains for gain in column(rows, key, **mine)]
+            bars = [gain for key in gains for gain in column(rows, key, **mine)]
+            if bars:  # there are such tokens
+                ((loss,), (steps,)) = column(rows, "difficulty", **mine), column(rows, "steps", **mine)
                 places = [i + 0.27 * (b - 1) for i in range(1, len(gains) + 1)]
                 label = f"{bucket}: loss {loss:.2f}, {steps:.2f} steps in the mean"
                 axes.bar(places, bars, 0.25, color=COLORS[b], label=label)
@@ -433,7 +434,7 @@ def open_windows(run, count, data=None):
     if any(corpus.known_by[key] != known.get(key) for key in ("val_sha256", "tokenizer")):
         raise UserError(f"{config.data} is not the text, or not in the tokens, that {run} was scored on")
     val = Windows(corpus.val, shape["block_size"], seed=0)
-    return torch.from_numpy(np.stack([val.window(i) for i in range(min(count, val.count))]))
+    return val.stack(0, min(count, val.count))
 
 
 def reference_losses(reference, windows, tokenizer):

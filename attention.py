@@ -43,9 +43,10 @@ def eager(q, k, v, log_w):
 def augment(q, k, v, log_w):
     """Move log w into the dot product (appendix A): q' . k' = q . k + sqrt(d) log w.
 
-    Reading note 4: the printed (Q K^T + q_extra k_extra) / sqrt(d + 1) rescales Q K^T as well. With
-    q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of log w. Zeros fill up
-    to a multiple of 8, which the kernels want. (B, *, N, d) -> (B, *, N, d'); without log w nothing changes.
+    Reading note 4 (docs/reading-notes.md): the printed (Q K^T + q_extra k_extra) / sqrt(d + 1) rescales Q K^T
+    as well. With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of log w.
+    Zeros fill up to a multiple of 8, which the kernels want. (B, *, N, d) -> (B, *, N, d'); without log w
+    nothing changes.
     """
     if log_w is None:
         return q, k, v

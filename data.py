@@ -178,7 +178,9 @@ def merge_pairs(words, size):
         for i in places.pop(a + b):
             parts = words[i].split(a + b)
             words[i] = new.join(parts)
-            for at, (left, right) in enumerate(pairwise(parts)):  # of each merge only the neighbours change
+            # Of each merge only the neighbours change. "aaaa" with (a, a): parts "", "", ""; the second
+            # merge has the first one as its neighbour.
+            for at, (left, right) in enumerate(pairwise(parts)):
                 gone, made = [a + b], []
                 if left or at:
                     gone.append((left or b)[-1] + a)
@@ -433,7 +435,7 @@ def is_prepared(folder):
 
 def prepare(data, tokenizer, vocab_size, cache):
     """The prepared folder of a text, made if it is not there."""
-    path, documents, made = Path(data), None, None
+    path, documents = Path(data), None
     if data == "pydocs":
         versions = (f"{name} {version(name)}" for name in PACKAGES)
         source = ", ".join([data, f"Python {sys.version.split()[0]}", *versions])
@@ -447,14 +449,15 @@ def prepare(data, tokenizer, vocab_size, cache):
     kind = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
     digest = hashlib.sha256(f"{source} {kind}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
     folder = cache / f"{path.stem}-{kind}-{digest}"
-    if not folder.exists():
-        if tokenizer != "bpe":  # GPT-2's may be out of reach: say so before all is read
-            made = getattr(Tokenizer, tokenizer)()
+    if folder.exists():
+        return folder
+    if tokenizer == "bpe":
         documents = documents or pydocs()
-        if not made:
-            train, _ = divide(documents)
-            made = Tokenizer.train((text.decode("utf-8", "ignore") for text in train), vocab_size)
-        write_corpus(folder, source, documents, made)
+        train, _ = divide(documents)
+        made = Tokenizer.train((text.decode("utf-8", "ignore") for text in train), vocab_size)
+    else:  # first: GPT-2's may be out of reach
+        made = getattr(Tokenizer, tokenizer)()
+    write_corpus(folder, source, documents or pydocs(), made)
     return folder
 
 
@@ -545,7 +548,11 @@ class Windows:
     def rows(self, step, size, rank=0, processes=1):
         """The tokens of a step, (size, T+1): this process's share of the whole batch."""
         first = (step * processes + rank) * size
-        return torch.from_numpy(np.stack([self.window(i) for i in range(first, first + size)]))
+        return self.stack(first, first + size)
+
+    def stack(self, first, end):
+        """The windows first .. end-1, (end - first, T+1)."""
+        return torch.from_numpy(np.stack([self.window(i) for i in range(first, end)]))
 
 
 def main():

@@ -66,7 +66,7 @@ class Config:
     # printed: the bottom mass as the paper prints it; token: by the cross-entropy of each token;
     # mean: the mean of w_1 + .. + w_K, so that its weight is a price in nats for a step
     penalty: Literal["printed", "token", "mean"] = "printed"
-    penalty_weight: float = 0.5  # lambda
+    penalty_weight: float = 0.5  # lambda, which the paper does not give
 
     def __post_init__(self):
         check_types(self)
@@ -166,7 +166,8 @@ class PonderLM(nn.Module):
     def jacobi(self, idx, R=None, tau=None, alpha=0.0, tolerance=1e-4):
         """All states of all tokens in parallel: S^(n+1) = Transformer(S^(n)), again and again.
 
-        Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: a ladder of K passes. Then come R
+        Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: a ladder of K passes, as PonderLM-2 begins
+        (reading note 8, docs/reading-notes.md). Then come R
         refinements of all S slots, and a last pass whose outputs count. Each pass replaces all latents at
         once, and the router reads the new h^(0). K (T-1) refinements are exact: each settles one more
         latent of the chain; what goes beyond is not run.
@@ -182,9 +183,10 @@ class PonderLM(nn.Module):
         e, K = self.embed(idx), self.config.ponder_steps
         B, T, D = e.shape
         exact = K * (T - 1)
+        refinements = exact if R is None else min(R, exact)
         latents, log_w_of_keys = e.new_empty(B, T, 0, D), None  # nothing to feed back yet
-        for _ in range(K + (exact if R is None else min(R, exact)) + 1):
-            h = self.jacobi_pass(e, latents, log_w_of_keys)  # (B, T, n+1, D)
+        for _ in range(K + refinements + 1):
+            h = self.jacobi_pass(e, latents, log_w_of_keys)  # (B, T, slots, D); on the ladder slots < S
             s, log_w = self.route(h, alpha)
             before, latents = latents, self.feed_back(h[:, :, :K], e[:, :, None])
             log_w_of_keys = self.mask_keys(log_w, tau)
@@ -267,7 +269,7 @@ class PonderLM(nn.Module):
         Not renormalised, as printed. -> (B, T, K), without gradient.
         """
         stops = [torch.full_like(targets, i) for i in range(self.config.ponder_steps)]
-        losses = [self.cross_entropy(self.integrate(h, s, i), targets) for i in stops]
+        losses = [self.cross_entropy(self.integrate(h, s, stop), targets) for stop in stops]
         return torch.stack(losses, dim=-1)
 
     # -- Decoding (section 3.3) --------------------------------------------------------------------
@@ -327,8 +329,9 @@ class PonderLM(nn.Module):
         Matrices decay, vectors and W of the router do not. W starts at zero and is read through a softmax: at
         the rate of the others it hardly moves, so that all tokens take as many steps as the offset says.
         """
-        learned = [(name.startswith("router."), p) for name, p in self.named_parameters() if p.requires_grad]
-        rest, router = ([p for routes, p in learned if routes == kind] for kind in (False, True))
+        learned = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
+        router = [p for name, p in learned if name.startswith("router.")]
+        rest = [p for name, p in learned if not name.startswith("router.")]
         return [
             {"params": [p for p in rest if p.dim() >= 2], "rate": 1.0},
             {"params": [p for p in rest if p.dim() < 2], "rate": 1.0, "weight_decay": 0.0},
@@ -566,8 +569,8 @@ def newest_run(out="out"):
 def pick_device(name="auto"):
     """'auto' -> CUDA, else MPS, else the CPU; or a device by its name. UserError: it is not here."""
     if name == "auto":
-        found = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
-        name = [*found, "cpu"][0]
+        mps = "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else mps
     try:
         torch.zeros(1, device=name).cpu()
         return torch.device(name)

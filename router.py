@@ -10,6 +10,8 @@ alpha         alpha      scalar        shifts the distribution to more or fewer 
 ce            ce_i       (..., K+1)    cross-entropy if integration stops after step i, in nats
 rho           rho_i      (K+1,)        how far depth i resolves the tokens, 0 to 1
 
+Reading notes, on what the paper leaves open or prints otherwise, are in docs/reading-notes.md.
+
     python router.py     four tokens, from s to w to K-hat
 """
 
@@ -38,7 +40,7 @@ class Router(nn.Module):
     def __init__(self, D, K, offset):
         super().__init__()
         self.proj = nn.Linear(D, K + 1, bias=False)
-        offset = torch.tensor(offset, dtype=torch.float32, device="cpu")  # numbers, on the meta device, too
+        offset = torch.tensor(offset, dtype=torch.float32, device="cpu")  # `load` builds on the meta device
         self.register_buffer("offset", offset, persistent=False)
 
     def forward(self, h0, alpha=0.0):
@@ -74,7 +76,9 @@ def stop_step(log_w, tau):
     """
     if tau is not None and not 0 <= tau <= 1:
         raise ValueError(f"tau = {tau}: it must lie in [0, 1]")
-    log_tau = math.log(tau) - 1e-6 * (tau < 1) if tau else -math.inf  # w = tau may be rounded below it
+    log_tau = math.log(tau) if tau else -math.inf
+    if log_tau < 0:
+        log_tau -= 1e-6  # w = tau may be rounded below it
     return (log_w >= log_tau).sum(-1) - 1  # w never rises with k, so count
 
 
@@ -82,8 +86,9 @@ def hide_stopped(log_w, tau=None):
     """What attention adds to the scores of a token's S slots: log w, (..., S) -> (..., S).
 
     Reading note 1: slot k is the one that executes step k, so log w_k goes onto its key, and slot 0 has 0.
-    (The paper's figure puts w_k on the column of h^(k), which is the input of slot k+1.) With tau, slots
-    beyond K-hat are not there: no query sees their keys, not even the slots' own.
+    (The paper's figure puts w_k on the column of h^(k), which is the input of slot k+1: a slot that decoding
+    skips would stay visible in training.) With tau, keys beyond K-hat are hidden from every query, their own
+    included.
     """
     if tau is None:
         return log_w
@@ -100,7 +105,7 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
     w_k is pushed down.
 
     Args:
-        log_w: (n, K+1) of n tokens; the gradient flows into these alone.
+        log_w: (n, K+1) of n tokens, of a micro-batch in training; the gradient flows into these alone.
         ce: (n, K+1) in nats, with integration truncated after step i.
         form: 'printed', the sigmoid of the mean cross-entropy; reading note 2: at the losses of language
             models its rho is so near 0 that no token is chosen. 'token', the mean of the sigmoids: the
@@ -110,8 +115,8 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
         The penalty, a scalar, and rho (K+1,).
     """
     ce, n = ce.detach().nan_to_num(nan=math.inf), len(ce)  # a diverged loss resolves nothing
-    rho = 1 - torch.sigmoid(10 * ((ce.mean(0) if form == "printed" else ce) - 0.5))
-    rho = rho if form == "printed" else rho.mean(0)  # (K+1,)
+    ce = ce.mean(0, keepdim=True) if form == "printed" else ce
+    rho = (1 - torch.sigmoid(10 * (ce - 0.5))).mean(0)  # (K+1,)
     counts = (rho.diff().clamp(min=0) * n).floor().int().tolist()
     penalty = log_w.new_zeros(())
     for k, count in enumerate(counts, start=1):

@@ -41,6 +41,7 @@ import sys
 import time
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -122,7 +123,7 @@ class TrainConfig:
 # have moved, but must be the same.
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
 MAY_CHANGE |= {"data", "device", "precision", "recompute"}
-PRESETS = {
+PRESETS = {  # Config(V, D, width of the MLP, layers, H, ..)
     # A 2-core CPU, minutes.
     "tiny": (TrainConfig(), Config(257, 96, 256, 3, 2, head_dim=24, block_size=64, refinements=(1, 1))),
     # One GPU, minutes. With d = 56 the channel of log w fits into a kernel of width 64.
@@ -215,7 +216,8 @@ def learning_rate(step, config):
 def pick_precision(name, device):
     """'auto' -> bfloat16 where the hardware multiplies it, else float32."""
     by_cpu = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    has_it = {"cuda": torch.cuda.is_bf16_supported, "cpu": by_cpu}.get(device.type, lambda: False)
+    by_gpu = partial(torch.cuda.is_bf16_supported, including_emulation=False)
+    has_it = {"cuda": by_gpu, "cpu": by_cpu}.get(device.type, lambda: False)
     return name if name != "auto" else "bfloat16" if has_it() else "float32"
 
 
@@ -361,7 +363,7 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
     """Means over the tokens of `count` windows from the `first` on, in float32.
 
     Args:
-        R, tau: as in PonderLM.states. Without them: soft masks at the fixed point.
+        R, tau: as in PonderLM.forward. Without them: soft masks at the fixed point.
 
     Returns:
         dict: loss in nats; steps, executed at tau (1e-4 without one); and by depth k = 0 .. K `stopped`,
@@ -374,8 +376,7 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
     rank, processes = rank_and_size()
     sums = torch.zeros(2 + 2 * S, dtype=torch.float64)  # tokens, loss, stopped, weight
     for i in range(first + rank * size, end, processes * size):
-        rows = np.stack([windows.window(j) for j in range(i, min(i + size, end))])
-        rows = torch.from_numpy(rows).to(device)
+        rows = windows.stack(i, min(i + size, end)).to(device)
         out = model(rows[:, :-1], rows[:, 1:], R=R, tau=tau)
         steps = model.executed(out.log_w, 1e-4 if tau is None else tau)
         stopped = torch.stack([(steps == k).sum() for k in range(S)])
@@ -432,9 +433,12 @@ def read_run(run, kind=TrainConfig):
 def changes(run, config, settings):
     """What --resume changes, {name: [before, now]}. UserError: something that is not in MAY_CHANGE."""
     read_run(run, type(config))  # which refuses what is damaged
+    kept = read_json(run / "train.json")
+    if "router_rate" not in kept["config"]:  # its optimizer has the weights in another order
+        raise UserError(f"{run} is of an earlier version: it can be sampled as it is, but not be resumed")
     before, now = (
         part["config"] | part["model"] | {"corpus": part["corpus"] | {"name": ""}}
-        for part in (read_json(run / "train.json"), json.loads(json.dumps(settings)))
+        for part in (kept, json.loads(json.dumps(settings)))
     )
     names = [x for x in now if before.get(x) != now[x] and x not in ("name", "out", "resume")]
     if odd := [f"{x}: {before.get(x)} -> {now[x]}" for x in names if x not in MAY_CHANGE]:

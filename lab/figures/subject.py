@@ -10,7 +10,6 @@ ce           CE_i          (n, K+1)      loss in nats, integration truncated aft
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from analyze import by_token, truncate
@@ -37,7 +36,7 @@ def open_subject(path, windows=256, tau=None, device="cpu", data=None, other=Fal
     """A run's model with the first `windows` of its validation text; tau None: where it was scored.
     `data`, `other` and errors: see validation_windows."""
     config, tokenizer, val = validation_windows(path, data, other)
-    rows = torch.from_numpy(np.stack([val.window(i) for i in range(min(windows, val.count))]))
+    rows = val.stack(0, min(windows, val.count))
     tau = config.tau if tau is None else tau
     return Subject(Path(path), load(path).to(device), tokenizer, val, rows.to(device), tau)
 
