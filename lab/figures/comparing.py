@@ -212,13 +212,14 @@ def curve_names(frame):
 def draw_curves(axes, frame, names, x, y, label="K"):
     """One curve for each of `names` (rows,), its points named by `label`, with the spread of the seeds.
 
-    A method, which is what comes before the comma of a name, has a colour; its variants differ in
-    marker and line.
+    A method, which is what comes before the comma of a name, has a colour; its variants differ in marker and
+    line, and in colour, too, where there is no other method.
     """
-    variants = {}  # of each method
-    for name, curve in frame.groupby(names, sort=False):
+    variants, one = {}, frame.method.str.split(",").str[0].nunique() == 1
+    for n, (name, curve) in enumerate(frame.groupby(names, sort=False)):
         variant = variants.setdefault(name.split(",")[0], count())
-        color, i = COLORS[[*variants.values()].index(variant) % len(COLORS)], next(variant)
+        color = COLORS[(n if one else [*variants.values()].index(variant)) % len(COLORS)]
+        i = n if one else next(variant)
         axes.errorbar(
             curve[x], curve[y], xerr=curve.get(f"{x}_std"), yerr=curve.get(f"{y}_std"),
             label=fill(name, 90), color=color, marker=MARKERS[i % len(MARKERS)],

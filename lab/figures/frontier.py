@@ -88,8 +88,11 @@ class Frontier(Comparison):
             return frontier_rows(runs, self.taus, device, self.data)
 
         frame = self.frame("frontier", frontier_table, rows)
-        labels = "executed extra steps per token", "loss minus that of PonderLM-2, nats"
+        labels = (
+            "executed extra steps per token, more to the right where τ is smaller",
+            "loss minus PonderLM-2's, nats",
+        )
         figure, (axes,) = new_figure(*labels)
-        axes.axhline(0, color="#777777")
+        axes.axhline(0, color="#777777", label="PonderLM-2; below: better")
         draw_curves(axes, with_interval(frame), curve_names(frame), "steps", "difference")
         save_figure(figure, self.out / "frontier.png")

@@ -6,7 +6,9 @@ exactly; and the included ones.
 """
 
 import json
+import os
 import re
+import shutil
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -589,6 +591,62 @@ def test_widths(puzzle, width):
         assert 0 < max(places) <= width
     finally:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+LOOKS = {  # what a reader's system asks for: media of the page
+    "forced colours": {"features": [{"name": "forced-colors", "value": "active"}]},
+    "printed from dark": {"media": "print", "features": [{"name": "prefers-color-scheme", "value": "dark"}]},
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_looks(show, look):
+    """Catches shading that forced colours take away, and a page printed in the colours of a screen."""
+    page = show("included")
+    color = "getComputedStyle(document.querySelector(arguments[0])).getPropertyValue(arguments[1])"
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", LOOKS[look])
+    try:
+        by_steps = {}
+        for byte in page.driver.find_elements("css selector", "#text span"):
+            by_steps.setdefault(
+                byte.get_dom_attribute("style"), byte.value_of_css_property("background-color")
+            )
+        assert len(by_steps) > 1 and len({*by_steps.values()}) == len(by_steps)
+        if look == "printed from dark":
+            assert page.run(f"return {color}", "body", "color") == "rgb(26, 26, 26)"
+            assert page.run(f"return {color}", "#strip", "position") == "static"
+        pressed = page.run(f"return {color}", "#think", "background-color")
+        assert pressed != page.run(f"return {color}", "#think-not", "background-color")
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
+
+
+@pytest.mark.slow
+def test_another_engine(pages):
+    """Catches a page that runs in Chromium alone: here in WebKit, on a screen (xvfb-run has one)."""
+    browser = next(Path("/usr/lib").glob("*/webkit2gtk-4.*/MiniBrowser"), None)
+    if not (browser and shutil.which("WebKitWebDriver") and os.environ.get("DISPLAY")):
+        pytest.skip("no WebKit, or no screen (Debian: webkit2gtk-driver, xvfb)")
+    from selenium import webdriver
+
+    options = webdriver.WebKitGTKOptions()
+    options.binary_location = str(browser)
+    options.add_argument("--automation")
+    service = webdriver.WebKitGTKService(shutil.which("WebKitWebDriver"))
+    driver = webdriver.WebKitGTK(options=options, service=service)
+    try:
+        driver.get(pages["included"].as_uri())
+        page = Page(driver)
+        page.until("document.body.dataset.state + document.body.dataset.puzzle === 'readyready'")
+        page.until("document.getElementById('said').innerText.endsWith('That is right.')")
+        page.click("think-not")
+        page.until("document.getElementById('said').innerText.includes('That is wrong')")
+        page.click("think")
+        page.click("many")
+        page.until("/^3\\d asked.* 3\\d right/.test(document.getElementById('tally').innerText)")
+        assert len(driver.find_elements("css selector", "#text span")) > 50
+    finally:
+        driver.quit()
 
 
 @pytest.mark.parametrize("lacks", ["Array.prototype.findLastIndex", "window.Worker"])
