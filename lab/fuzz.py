@@ -1,7 +1,8 @@
-"""What can a stranger's file do? The files of a run, of prepared texts and of JSON lines (FILES) are damaged
-at random, and read by the commands that read them.
+"""What can a stranger's file do? The files of a run, of a Hugging Face Llama, of prepared texts and of JSON
+lines (FILES) are damaged at random, and read by the commands that read them.
 
     python -m lab fuzz                                 a thousand forms of each file; prints a table
+    python -m lab fuzz --gguf FILE                     of this GGUF, too, which is best a small one
     python -m lab fuzz --forms 50 --files config.json --seed 1
 
 A form is bytes that are changed, cut or added, or, of JSON, values that are replaced, dropped or added. It
@@ -39,6 +40,9 @@ from lab.engine.__main__ import ManyOptions
 from lab.engine.__main__ import main as decode
 from lab.figures.comparing import Pareto
 from lab.interop.__main__ import main as convert
+from lab.methods import PonderConfig, configure
+from lab.train import LabConfig
+from lab.train import train as train_in_lab
 from model import Config, UserError
 
 SECONDS, MEMORY = 10, 200 * 2**20
@@ -47,7 +51,7 @@ ODD += "/etc/passwd", "\ud800", [[]], {"a": 1}, "1e999", 2**31, 2**63, "nan"
 
 
 def make_run():
-    """A finished run of a small model, and a folder of token ids and one of JSON lines beside it."""
+    """A finished run of a small model, a Llama of Hugging Face, a folder of token ids, one of JSON lines."""
     text = "the quick brown fox jumps over the lazy dog, é of a kind.\n" * 60
     Path("text.txt").write_text(text, "utf-8")
     Path("lines").mkdir()
@@ -57,6 +61,11 @@ def make_run():
     shape = Config(257, 16, 32, 1, 2, head_dim=8, block_size=16, ponder_steps=2, refinements=(1, 1))
     config = train.TrainConfig(name="run", out=".", data="text.txt", steps=2, batch_size=2, eval_windows=2)
     train.train(replace(config, device="cpu", precision="float32"), shape)
+    plain = LabConfig(**vars(config) | {"name": "plain", "device": "cpu", "precision": "float32"})
+    train_in_lab(plain, configure(PonderConfig(**vars(shape)), "vanilla"))
+    convert("plain", to=Path("llama"))
+    Path("llama/generation_config.json").write_text('{"eos_token_id": [255, 256]}')
+    Path("llama/tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
     prepared = next(Path("data").iterdir())
     shutil.copytree(prepared, "bins")
 
@@ -71,6 +80,18 @@ def decode_run():
 
 def convert_run():
     convert("run", to=Path("converted"))
+
+
+def convert_llama():
+    convert("llama", to=Path("converted"))
+
+
+def decode_llama():
+    decode(ManyOptions(run="llama", prompt="the", max_new_tokens=2, seed=0, device="cpu"))
+
+
+def convert_gguf():
+    convert("model.gguf", to=Path("converted"))
 
 
 def resume():
@@ -110,6 +131,11 @@ FILES = {  # and the commands that read them
     "run/trainer.pt": (resume,),
     "run/log.jsonl": (resume,),
     "run/results.json": (compare, compare_in_lab),
+    "llama/config.json": (decode_llama, convert_llama),
+    "llama/generation_config.json": (decode_llama,),
+    "llama/model.safetensors": (decode_llama,),
+    "llama/tokenizer.json": (decode_llama, convert_llama),
+    "llama/tokenizer_config.json": (decode_llama, convert_llama),
     "bins/train.bin": (read_ids,),
     "bins/meta.json": (read_ids,),
     "bins/tokenizer.json": (read_ids,),
@@ -199,25 +225,34 @@ def attempt(name, command, content, clean):
         return f"wrote {outside[0]}" if outside else said
 
 
-def main(forms: int = 1000, seed: int = 0, files: tuple[str, ...] = (), out: Path = Path("out/fuzz")):
+def main(
+    forms: int = 1000, seed: int = 0, files: tuple[str, ...] = (), gguf: Path | None = None,
+    out: Path = Path("out/fuzz"),
+):  # fmt: skip
     """Damage files and read them.
 
     Args:
         forms: of each file, shared by the commands that read it
         seed: of the damage
         files: these alone, by the ends of their names
+        gguf: a file of llama.cpp, to be damaged, too
         out: where the forms go that do not pass
     """
-    if forms < 1 or any(not any(name.endswith(end) for name in FILES) for end in files):
-        raise UserError(f"forms = {forms}, files = {files}: give 1 or more, and of {', '.join(FILES)}")
+    hunted = FILES | ({"model.gguf": (convert_gguf,)} if gguf else {})
+    if forms < 1 or any(not any(name.endswith(end) for name in hunted) for end in files):
+        raise UserError(f"forms = {forms}, files = {files}: give 1 or more, and of {', '.join(hunted)}")
     torch.set_num_threads(1)
-    out, failed = out.absolute(), 0
+    out, failed, gguf = out.absolute(), 0, gguf and gguf.absolute()
     with TemporaryDirectory() as clean:
         os.chdir(clean)
         with contextlib.redirect_stdout(io.StringIO()):
             make_run()
+            if gguf:
+                shutil.copy(gguf, "model.gguf")
+                convert_gguf()  # which imports, for all that follow
+                shutil.rmtree("converted")
         print(f"{'file':24}{'forms':>7}{'results':>9}{'sentences':>11}{'others':>8}{'slowest, s':>12}")
-        for name, commands in FILES.items():
+        for name, commands in hunted.items():
             if files and not name.endswith(files):
                 continue
             content = Path(clean, name).read_bytes()
