@@ -167,10 +167,9 @@ class PonderLM(nn.Module):
         """All states of all tokens in parallel: S^(n+1) = Transformer(S^(n)), again and again.
 
         Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: a ladder of K passes, as PonderLM-2 begins
-        (reading note 8, docs/reading-notes.md). Then come R
-        refinements of all S slots, and a last pass whose outputs count. Each pass replaces all latents at
-        once, and the router reads the new h^(0). K (T-1) refinements are exact: each settles one more
-        latent of the chain; what goes beyond is not run.
+        (reading note 8, docs/reading-notes.md). Then come R refinements of all S slots, and a last pass whose
+        outputs count. Each pass replaces all latents at once, and the router reads the new h^(0). K (T-1)
+        refinements are exact: each settles one more latent of the chain; what goes beyond is not run.
 
         Args:
             idx: (B, T) token ids.
