@@ -168,7 +168,9 @@ def test_code_and_output_of_the_readme():
     (loop,) = re.findall(r"```py\n(.*?)```", README, re.DOTALL)
     assert loop in (ROOT / "model.py").read_text("utf-8")
     printed = [line for line in README.splitlines() if re.match("[A-Z][₀-₃]", line)]
-    said = (ROOT / "sample.py").read_text("utf-8")  # tests/root/test_sample.py compares it with what is printed
+    said = (ROOT / "sample.py").read_text(
+        "utf-8"
+    )  # tests/root/test_sample.py compares it with what is printed
     assert len(printed) == 2 and all(line.strip() in said for line in printed)
 
 

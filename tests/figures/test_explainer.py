@@ -46,7 +46,7 @@ SHAPES = {
 }
 WORDS = explainer.BYTES  # the first word of a puzzle
 TOKENIZER = lookup.tokenizer()
-LEFT, RIGHT, END = "\ue012", "\ue014", "\ue010"  # keys, as Selenium writes them
+LEFT, RIGHT, DOWN, END = "\ue012", "\ue014", "\ue015", "\ue010"  # keys, as Selenium writes them
 # models of the puzzle: the page that has each
 PUZZLERS = {"grid": "plain", "puzzles": "included"}
 
@@ -475,8 +475,9 @@ class Puzzle(Page):
 
     def counts(self, n):
         """Wait for a count of n questions -> (lookups, steps, right) of each, as shown."""
-        self.until(f"document.getElementById('tally').innerText.startsWith('{n} asked')")
-        asked = self.run("return ponder.puzzle.asked.map(({n, steps, right}) => [n, steps, right])")
+        at_tau = "[...ponder.puzzle.asked.get(ponder.puzzle.tau)?.values() ?? []]"
+        self.until(f"{at_tau}.length === {n}")
+        asked = self.run(f"return {at_tau}.map(({{n, steps, right}}) => [n, steps, right])")
         *rows, _ = [row.split("\t")[1:] for row in self.text("staircase").split("\n")]
         for steps, row in zip(range(5, -1, -1), rows, strict=True):
             for n, cell in enumerate(row, 1):
@@ -485,7 +486,7 @@ class Puzzle(Page):
                 whole = str(right) if all(here) else f"{right}/{len(here)}"
                 assert cell == (whole if here else "·"), (n, steps)
         right, steps = sum(one[2] for one in asked), sum(one[1] for one in asked) / len(asked)
-        assert f"{right} right, {steps:.1f} steps" in self.text("tally")
+        assert f": {right} of {len(asked)} right, {steps:.1f} steps each." in self.text("tally")
         return asked
 
 
@@ -519,7 +520,16 @@ def test_asking(puzzle):
     page.click("walk-again")
     page.until("document.getElementById('said').innerText.startsWith('The model has read')")
     page.click("walk-step")
-    assert page.text("said").startswith("Step 0 looks")
+    look = page.run("return ponder.puzzle.thought.looks[0]")
+    assert page.text("said") == f"Lookup 1: {TABLE.split()[look.index(max(look))]}."
+    assert page.text("why").startswith("It goes on: w of step 1 is ")
+    assert page.text("asks").startswith("Then “3 i” asks: start at i, follow three pairs")
+    page.find("[data-letter=i]").send_keys(DOWN)  # to another chain, in its column if it is as long
+    page.expect(TABLE, "g")
+    page.run("document.querySelector('#asked a').click()")
+    page.expect(TABLE, SIX)
+    page.run("history.back()")
+    page.expect(TABLE, "g")
 
 
 @pytest.mark.slow
@@ -533,7 +543,9 @@ def test_tau_of_the_puzzle(puzzle):
     assert {right for *_, right in page.counts(31)} == {True, False}
     page.put("puzzle-tau", 59)
     assert page.expect(TABLE, SIX, 0) == 5
-    assert page.text("tally").startswith("1 asked at τ = 0: ")
+    lines = page.text("tally").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["τ = 0", "Thinking", "Not thinking"]
+    assert lines[0].startswith("τ = 0: 1 of 1 right, 5.0 steps")
 
 
 def test_think_or_not(puzzle):
@@ -645,7 +657,7 @@ def test_another_engine(pages):
         page.until("document.getElementById('said').innerText.includes('That is wrong')")
         page.click("think")
         page.click("many")
-        page.until("/^3\\d asked.* 3\\d right/.test(document.getElementById('tally').innerText)")
+        page.until("/^Thinking: (3\\d) of \\1 right/.test(document.getElementById('tally').innerText)")
         assert len(driver.find_elements("css selector", "#text span")) > 50
     finally:
         driver.quit()

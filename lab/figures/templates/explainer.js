@@ -145,9 +145,10 @@ function read() {
   find("note").textContent = `${state.ids.length} byte${state.ids.length === 1 ? "" : "s"}`
     + (bytes.length > MOST ? `, the first of ${bytes.length}: no more are read` : "")
     + (state.ids.length > window_ ? `. The model sees ${window_} at a time: where a text outgrows `
-      + `this window, it goes on from its last ${half}` : "");
+      + `this window, it goes on from its last ${half}` : "")
+    + (state.ids.some(byte => byte > 127) ? ". A character of several bytes stands at its last one" : "");
   write_bytes(find("text"), state.ids);
-  [...find("text").children].forEach(span => span.classList.add("pending"));
+  [find("legend"), ...find("text").children].forEach(part => part.classList.add("pending"));
   find("cost-shown").classList.add("faint");
   stop_writing();
   find("continuation").classList.add("faint");  // it goes on from another text
@@ -180,6 +181,7 @@ function heard({steps, summary}) {
 }
 
 function show_legend() {
+  find("legend").classList.remove("pending");
   const counts = Array(K + 1).fill(0);
   for (const steps of state.steps) counts[steps]++;
   find("legend").replaceChildren("steps: ", ...counts.flatMap((count, k) => {
@@ -487,6 +489,9 @@ async function write() {
 }
 
 find("temperature").addEventListener("input", stop_writing);
+find("temperature").addEventListener("change", ({target}) => {
+  target.value = Math.min(Math.max(+target.value, target.min), target.max);
+});
 find("write").addEventListener("click", () => {
   if (!writing) return write();
   stop_writing();
@@ -499,13 +504,20 @@ find("write").addEventListener("click", () => {
 function write_address() {
   waiting_to_write = clearTimeout(waiting_to_write);
   const {table, ask, tau} = puzzle, said = {puzzle: table.pairs.join("."), ask, tau};
-  if (find("input").value !== find("input").defaultValue) said.text = find("input").value;
+  if (find("input").value !== find("input").defaultValue)
+    said.text = new TextDecoder().decode(Uint8Array.from(state.ids));  // what is read of it
   if (state.tau !== payload.text.tau) said["text-tau"] = state.tau;
   if (state.alpha) said.alpha = state.alpha;
   if (state.chosen) said.byte = state.at;
   history.replaceState(null, "", "#" + new URLSearchParams(said));
 }
 let waiting_to_write;
+
+/** What follows is another place in the history, so that Back leads here. */
+function step_in_history() {
+  write_address();
+  history.pushState(null, "", location.href);
+}
 
 /** Write it soon: at most three times a second. */
 function remember() {
@@ -528,7 +540,9 @@ function follow_text(given) {
 
 /** An example puts a value into a field, and clicks something: {put: {id: value}, click: css}. */
 document.addEventListener("click", event => {
-  const {put = {}, click} = JSON.parse(event.target.dataset?.example ?? "{}");
+  if (!event.target.dataset?.example) return;
+  const {put, click} = JSON.parse(event.target.dataset.example);
+  if (put.input) step_in_history();
   for (const [id, value] of Object.entries(put)) {
     find(id).value = value;
     find(id).dispatchEvent(new Event("input"));

@@ -6,8 +6,10 @@ const COLUMN = 48, ROW = 46;  // of the drawing
 const think = thread(payload.puzzle, "puzzle-weights");
 
 /* table: of read_table. ask: the letter. at: how much of the answer is shown; nothing, step 0, ..
-thought: see solve. asked: {n, steps, right} of the questions at this tau. */
-const puzzle = {table: null, ask: "", tau: payload.puzzle.tau, at: 0, thought: null, asked: []};
+thought: see solve. asked: for each tau the questions that were answered, {n, steps, right} by their words. */
+const puzzle = {table: null, ask: "", tau: payload.puzzle.tau, at: 0, thought: null, asked: new Map()};
+const NUMBERS = ["", "one pair", "two pairs", "three pairs", "four pairs", "five pairs", "six pairs"];
+const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 const letters_of = ({places}, n) =>
   Object.keys(places).filter(letter => n ? places[letter].n === n : places[letter].n);
 
@@ -29,17 +31,16 @@ let newest = 0;
 
 /** Ask what changes of {table, ask, tau}, and show the answer. */
 async function ask(changes) {
-  const mine = ++newest, {table: before, tau} = puzzle;
+  const mine = ++newest, {table: before} = puzzle;
   Object.assign(puzzle, changes);
   document.body.dataset.puzzle = "thinking";
   walk.pause();
-  if (puzzle.tau !== tau) puzzle.asked = [];
   if (changes.table) show_own(changes.table);
   const thought = await solve(puzzle.table, puzzle.ask, puzzle.tau);
   if (mine !== newest) return;
   puzzle.thought = thought;
   draw();
-  count(thought);
+  show_tally();
   const moves = changes.ask && !matchMedia("(prefers-reduced-motion: reduce)").matches;
   show(moves ? 0 : thought.steps + 1);
   if (moves) walk.play();
@@ -100,7 +101,9 @@ function draw() {
     button.disabled = !letters_of(puzzle.table, +button.value).length;
   }
   for (const button of [find("think"), find("think-not")])
-    button.setAttribute("aria-pressed", tau === +button.value);
+    button.setAttribute("aria-pressed", (tau < 1) === (+button.value < 1));
+  find("asks").textContent = `Then “${places[ask].n} ${ask}” asks: start at ${ask}, follow `
+    + `${NUMBERS[places[ask].n]}, and where are you?`;
   show_tau("puzzle-tau", tau);
 }
 
@@ -135,26 +138,43 @@ function show(at) {
   });
   find("thoughts").style.setProperty("--tau", 100 * tau);
   find("thoughts").replaceChildren(header("step", "looks up", "would say", "s", "w"), ...rows);
-  find("said").textContent = sentence(at, pairs[best[k]], looks[k]?.[best[k]]);
+  const looked = looks[k]?.[best[k]] < .5 ? "it looks here and there" : pairs[best[k]];
+  find("said").textContent = sentence(at, looked);
+  find("why").textContent = reason(at);
+  if (done) count(thought, tau);
 }
 
 /** What a step does, in words, for those who read and those who listen. */
-function sentence(at, pair, attention) {
-  const {ask, tau, thought: {n, w, steps, answer, p, right, end}} = puzzle, k = at - 1;
+function sentence(at, looked) {
+  const {ask, thought: {n, steps, answer, p, right, end}} = puzzle;
   if (!at) return `The model has read the table and “${n} ${ask}”.`;
-  const looked = `Step ${k} ${attention < .5 ? "looks here and there" : `looks up ${pair}`}`;
-  const value = x => x < .01 ? "below 0.01" : x > .99 && x < 1 ? "above 0.99" : x.toFixed(2);
-  const left = `the w of step ${at} is ${value(w[at] ?? 0)}`;
-  if (at <= steps) return `${looked}; ${tau ? left : "τ is 0"}, so it goes on.`;
-  const why = k === DEEPEST ? "it has no more steps" : `${left}, less than τ = ${text_of_tau(tau)}`;
-  return `${looked}; ${why}, so it stops and says ${answer} (${p.toFixed(2)}). `
+  if (at <= steps) return `Lookup ${at}: ${looked}.`;
+  const took = steps ? `It thought for ${plural(steps, "step")}` : "It did not think";
+  return `${took} and says ${answer} (${p.toFixed(2)}). `
     + (right ? "That is right." : `That is wrong: the chain of ${ask} ends at ${end}.`);
 }
 
-/** One more question of this tau, in the table of executed steps by lookups. */
-function count({n, steps, right}) {
-  const {asked, tau} = puzzle, all = Array.from({length: LONGEST}, (_, i) => i + 1);
-  asked.push({n, steps, right});
+/** Why it goes on after a step, or stops. */
+function reason(at) {
+  const {tau, thought: {w, steps}} = puzzle, value = text_of_tau(tau);
+  if (!at) return "";
+  if (at > DEEPEST) return `Step ${DEEPEST} is its last one.`;
+  const left = (w[at] ?? 0).toFixed(2);
+  return at <= steps ? `It goes on: w of step ${at} is ${left}, and τ is ${value}.`
+    : `It stops: w of step ${at} is ${left}, less than τ = ${value}.`;
+}
+
+/** A question that was answered at this tau: it counts once. */
+function count({n, steps, right, read}, tau) {
+  if (!puzzle.asked.has(tau)) puzzle.asked.set(tau, new Map());
+  puzzle.asked.get(tau).set(read.join(" "), {n, steps, right});
+  if (tau === puzzle.tau) show_tally();
+}
+
+/** The table of executed steps by lookups at this tau, and a line for each tau. */
+function show_tally() {
+  const all = Array.from({length: LONGEST}, (_, i) => i + 1);
+  const asked = [...puzzle.asked.get(puzzle.tau)?.values() ?? []];
   const correct = list => list.filter(one => one.right).length;
   const counted = (n, k) => {
     const here = asked.filter(one => one.n === n && one.steps === k), m = correct(here);
@@ -165,9 +185,11 @@ function count({n, steps, right}) {
   const rows = Array.from({length: DEEPEST + 1}, (_, k) =>
     cells(k === 1 ? "1 step" : `${k} steps`, ...all.map(n => counted(n, k))));
   find("staircase").replaceChildren(...rows.reverse(), header("lookups", ...all));
-  const mean = asked.reduce((sum, one) => sum + one.steps, 0) / asked.length;
-  find("tally").textContent = `${asked.length} asked at τ = ${text_of_tau(tau)}: `
-    + `${correct(asked)} right, ${mean.toFixed(1)} steps on average.`;
+  find("tally").textContent = [...puzzle.asked].sort(([a], [b]) => a - b).map(([tau, questions]) => {
+    const list = [...questions.values()], sum = list.reduce((sum, one) => sum + one.steps, 0);
+    const how = tau === 1 ? "Not thinking" : tau === payload.puzzle.tau ? "Thinking" : `τ = ${text_of_tau(tau)}`;
+    return `${how}: ${correct(list)} of ${list.length} right, ${(sum / list.length).toFixed(1)} steps each.`;
+  }).join("\n");
 }
 
 // -- What a reader does ---------------------------------------------------------------------------
@@ -180,11 +202,13 @@ find("chains").addEventListener("click", event => {
   if (node) ask({ask: node.dataset.letter});
 });
 find("chains").addEventListener("keydown", event => {
-  const to = {ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1}[event.key];
-  if (!to || event.ctrlKey || event.altKey || event.metaKey) return;
+  const to = {ArrowRight: 1, ArrowLeft: -1}[event.key], over = {ArrowDown: 1, ArrowUp: -1}[event.key];
+  if (!(to || over) || event.ctrlKey || event.altKey || event.metaKey) return;
   event.preventDefault();
-  const letters = letters_of(puzzle.table), at = letters.indexOf(puzzle.ask);
-  ask({ask: letters.at((at + to) % letters.length)});
+  const {chains, places} = puzzle.table, letters = letters_of(puzzle.table);
+  if (to) return ask({ask: letters.at((letters.indexOf(puzzle.ask) + to) % letters.length)});
+  const {row, n} = places[puzzle.ask], chain = chains.at((row + over) % chains.length);
+  ask({ask: chain.at(-1 - Math.min(n, chain.length - 1))});
 });
 find("numbers").addEventListener("click", ({target}) => {
   const letters = letters_of(puzzle.table, +target.value);
@@ -196,15 +220,15 @@ find("asked").addEventListener("click", event => {
   const link = event.target.closest("a");
   if (!link) return;
   event.preventDefault();  // the text of the page stays
+  step_in_history();
   follow(link.hash.slice(1));
 });
-find("new").addEventListener("click", () => ask(random_puzzle(LONGEST)));
+find("new").addEventListener("click", () => { step_in_history(); ask(random_puzzle(LONGEST)); });
 find("many").addEventListener("click", async () => {
   const {tau} = puzzle;
   for (let i = 0; i < 30; i++) {
     const {table, ask} = random_puzzle(1 + i % LONGEST), thought = await solve(table, ask, tau);
-    if (puzzle.tau !== tau) return;
-    count(thought);
+    count(thought, tau);
   }
 });
 find("puzzle-tau").addEventListener("input", ({target}) =>
