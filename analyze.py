@@ -238,8 +238,14 @@ def read_result(run):
     try:
         settings, corpus, hard = content["config"] | content["model"], content["corpus"], results["hard"]
         where = corpus["val_sha256"], corpus["tokenizer"], settings["block_size"], settings["eval_windows"]
-        return settings, where, {"steps": hard["steps"], "loss": hard["loss"]}
-    except (KeyError, TypeError):
+        settings |= {"method": str(settings["method"])} | {
+            x: int(settings[x]) for x in ("ponder_steps", "seed")
+        }
+        hard = {x: float(hard[x]) for x in ("steps", "loss")}
+        if not (0 <= hard["loss"] < 700 and 0 <= hard["steps"] <= settings["ponder_steps"]):
+            raise ValueError(f"loss and steps of a token cannot be {hard}")
+        return settings, where, hard
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise UserError(f"{run}: train.json or results.json is not of a run of this version") from None
 
 
@@ -417,7 +423,7 @@ def draw_pareto(rows):
 # -- The command -----------------------------------------------------------------------------------
 
 
-def open_windows(run, count, data=None):
+def open_windows(run, model_config, count, data=None):
     """The first `count` windows of the validation text that a run was scored on, (W, T+1).
 
     A run may come from a stranger, so no file is opened because its train.json names it: `data` says
@@ -426,14 +432,14 @@ def open_windows(run, count, data=None):
     Raises:
         UserError: it does not, or it is another text.
     """
-    config, shape, known = read_run(run)
+    config, _, known = read_run(run)
     if data is None and config.data != "pydocs":
         raise UserError(f"{run} was trained on {config.data!r}: give this text again, by --data")
     config = replace(config, data=data or "pydocs")
-    corpus = open_corpus(config.data, pick_tokenizer(config), shape["vocab_size"])
+    corpus = open_corpus(config.data, pick_tokenizer(config), model_config.vocab_size)
     if any(corpus.known_by[key] != known.get(key) for key in ("val_sha256", "tokenizer")):
         raise UserError(f"{config.data} is not the text, or not in the tokens, that {run} was scored on")
-    val = Windows(corpus.val, shape["block_size"], seed=0)
+    val = Windows(corpus.val, model_config.block_size, seed=0)
     return val.stack(0, min(count, val.count))
 
 
@@ -494,7 +500,7 @@ def main(
         model, tokenizer = load(run).to(pick_device(device)), load_tokenizer(run / "tokenizer.json")
         if not model.config.ponder_steps:
             raise UserError(f"{run} is a model without pondering steps: there is nothing to draw")
-        text = open_windows(run, windows, data).to(model.lm_head.weight.device)
+        text = open_windows(run, model.config, windows, data).to(model.lm_head.weight.device)
         losses = reference and reference_losses(reference, text, tokenizer)
         measure = {
             "converge": lambda: converge(model, text),

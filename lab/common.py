@@ -83,6 +83,13 @@ def read_json(file, kind=dict, way_out=""):
         raise UserError(f"{file} is damaged: {one_line(error)}{way_out}") from None
 
 
+def settings_of(run):
+    """What train.json of a run says of its training, unchecked; {} where there is none."""
+    file = Path(run, "train.json")
+    config = model.read_json(file).get("config") if file.is_file() else None
+    return config if isinstance(config, dict) else {}
+
+
 def locate(name, files=("*.json", "*.safetensors")):
     """The directory of a model: a path, or a name on the Hugging Face Hub, whose `files` are
     fetched: by default all that is read here, which has no code and no pickles.

@@ -20,13 +20,14 @@ import torch
 import tyro
 
 import train as root
+from lab.common import settings_of
 from lab.corpora.preparation import open_corpus
 from lab.interop import locate, parse_config
 from lab.interop.warm_start import FEEDBACK_RATE, check_ids, start_defaults, start_from
 from lab.kernels.attention import COMPILED, fastest
 from lab.kernels.attention import find as find_attention
 from lab.methods import build, check_settings, configure, objective
-from model import UserError, command_line, newest_run, pick_device, read_json
+from model import UserError, command_line, newest_run, pick_device
 from train import MAY_CHANGE, PRESETS, TrainConfig, micro_batch, pick_precision, rank_and_size
 
 
@@ -90,7 +91,7 @@ def read_run(run):
     """As train.read_run of any run: its LabConfig (a TrainConfig, if train.py began it), the settings of
     its model as its method has them, and what its corpus is known by."""
     file, kind = Path(run, "train.json"), TrainConfig
-    if file.is_file() and "backend" in (read_json(file).get("config") or ()):
+    if "backend" in settings_of(run):
         kind = LabConfig
     config, shape, corpus = root.read_run(run, kind)
     return config, parse_config(shape, file), corpus

@@ -11,12 +11,12 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from lab.common import Given, strict_dataclass
+from lab.common import Given, settings_of, strict_dataclass
 from lab.corpora.tokenizers import load_tokenizer
 from lab.evaluation.texts import Share
 from lab.figures.pages import write_page
 from lab.interop import INCLUDED, PUZZLES, find_model, load
-from model import UserError, read_json
+from model import UserError
 
 ROOT = Path(__file__).parents[2]
 BYTES = 256  # tokens before the words of the puzzle, which has no use for them
@@ -72,7 +72,7 @@ class Explainer:
         path = find_model(self.run, otherwise=INCLUDED)
         of_run = Path("out") if path == INCLUDED and self.run is None else path / "report"
         file = self.out or of_run / "explainer.html"
-        config = read_json(path / "train.json").get("config") or {}
+        config = settings_of(path)
         if not {"tau", "data", "steps"} <= config.keys():
             raise UserError(f"{path}/train.json does not hold the settings of a run")
         model, _ = open_model(path, "ponderlm3", "bytes")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import tyro
 
+from lab.common import settings_of
 from lab.corpora.huggingface import HuggingFaceTokenizer, save_pretrained
 from lab.corpora.tokenizers import IdTokenizer, begin_of, ends_of, load_tokenizer
 from lab.interop import load, locate, save
@@ -22,10 +23,9 @@ from model import UserError, command_line, read_json
 
 def scored_tau(directory):
     """The tau at which a run counted its steps, or with which it was exported; else 1e-4."""
-    run, exported = (Path(directory, name) for name in ("train.json", "generation_config.json"))
+    exported = Path(directory, "generation_config.json")
     config = read_json(exported) if exported.exists() else {}
-    config |= read_json(run).get("config") or {} if run.exists() else {}
-    return config.get("tau") or 1e-4
+    return (config | settings_of(directory)).get("tau") or 1e-4
 
 
 def main(

@@ -113,6 +113,9 @@ def test_runs_of_the_root(config, capsys):
     assert corpus["tokenizer"] and load(run).config == settings
     with pytest.raises(UserError, match=r"was begun by train\.py: go on with python train\.py --resume"):
         parse(["--resume"])
+    (run / "train.json").write_text('{"config": 2.5}')
+    with pytest.raises(UserError, match="does not hold the settings of a run"):
+        read_run(run)
 
 
 def test_help(capsys):

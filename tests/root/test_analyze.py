@@ -262,9 +262,10 @@ def test_pareto_refuses(other, message, tmp_path):
         pareto(runs)
     with pytest.raises(UserError, match="no finished run among --runs"):
         pareto([tmp_path])
-    (runs[0] / "results.json").write_text("{}")
-    with pytest.raises(UserError, match="not of a run of this version"):
-        pareto(runs)
+    for hard in ({}, {"steps": 1, "loss": "1.0.0"}, {"steps": 1, "loss": 1e9}, {"steps": [1], "loss": 1}):
+        (runs[0] / "results.json").write_text(json.dumps({"hard": hard}))
+        with pytest.raises(UserError, match="not of a run of this version"):
+            pareto(runs)
 
 
 # -- The command -----------------------------------------------------------------------------------
@@ -370,3 +371,7 @@ def test_refused(run):
     ):
         with pytest.raises(UserError, match=message):
             main("tau", **given | changed)
+    content = json.loads((run / "train.json").read_text())
+    content["model"] |= {"block_size": [4], "vocab_size": "x"}  # what is drawn is of config.json
+    (run / "train.json").write_text(json.dumps(content))
+    main("tau", **given, windows=1)
