@@ -78,8 +78,10 @@ def read_results(run):
     """results.json of a run. UserError: it is damaged, or of an earlier version."""
     content = read_json(run / "results.json")
     try:
-        numbers = [content[way][key] for way in ("trained", "fixed", "hard") for key in ("loss", "steps")]
-        if all(map(math.isfinite, [*numbers, content["unigram_entropy"]])):
+        ways = [content[way] for way in ("trained", "fixed", "hard")]
+        losses = [*(way["loss"] for way in ways), content["unigram_entropy"]]
+        # e to a larger loss is infinite
+        if all(0 <= x < 700 for x in losses) and all(0 <= way["steps"] < 1e9 for way in ways):
             return content
     except (KeyError, TypeError):
         pass

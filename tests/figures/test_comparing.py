@@ -1,7 +1,9 @@
 """Several runs side by side: mostly of runs that are nothing but their files."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -160,3 +162,15 @@ def test_curves():
     ]
     assert [*curve_names(frame)][:2] == ["A, K = 0", "A, tau 1, K = 1"]
     assert [*curve_names(frame[:1])] == ["K = 0"]
+
+
+@pytest.mark.parametrize("changes", [{"loss": 1e9}, {"loss": "x"}, {"steps": -1}, {"steps": None}])
+def test_damaged_results(make_run, changes):
+    """Catches a loss whose perplexity is infinite, and numbers that are none."""
+    run = Path(make_run("run", 1.0, 1.0))
+    assert len(read_runs([run])) == 1
+    content = json.loads((run / "results.json").read_text())
+    content["hard"] |= changes
+    (run / "results.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"results\.json is damaged"):
+        read_runs([run])
