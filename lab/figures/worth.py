@@ -7,7 +7,7 @@ question says how many lookups it takes.
 column           meaning
 model            plain: no thinking; always: all steps for every token (PonderLM-2); decides (PonderLM-3)
 layers           of the model
-learning_rate    of its training. Of several the one with the most right answers counts, over all seeds
+learning_rate    of its training; of several the one with the most right answers counts, over all seeds
 steps            that its training took, in all stages
 lookups, right   that a question takes, and the share of answers that are right
 passes           layers that a token passes, as it decodes, mean over all tokens of a line
@@ -124,6 +124,7 @@ class Worth:
             axes.plot(curve.index, curve["mean"], label=label, **look)
             axes.fill_between(curve.index, curve["min"], curve["max"], color=COLORS[i], alpha=0.15)
         axes.axhline(0.25, color="#777777", linestyle=":", label="a guess among the ends of four chains")
+        axes.set_ylim(0, 1.05)
         self.out.mkdir(parents=True, exist_ok=True)
         save_figure(figure, self.out / "worth.png")
 
