@@ -2,7 +2,7 @@
 question says how many lookups it takes.
 
     python -m lab worth                 the table of docs/figures/worth.csv, and its figure
-    python -m lab worth --runs out/worth/*-[0-9] --data data/lookup-all      made anew, of lab/runs/worth.sh
+    python -m lab worth --runs out/worth/*-[0-9] --data data/lookup-all   adds runs of lab/runs/worth.sh
 
 column           meaning
 model            plain: no thinking; always: all steps for every token (PonderLM-2); decides (PonderLM-3)
@@ -101,12 +101,15 @@ class Worth:
     runs: tuple[str, ...] = ()  # directories of trained runs, to measure anew
     tau: Share | None = None  # where pondering stops; by default where each run scored it
     data: Given | None = None  # the prepared corpus that all are asked about
-    table: Path = Path("docs/figures/worth.csv")  # of the measured numbers; with --runs it is written
+    table: Path = Path("docs/figures/worth.csv")  # of the measured numbers; --runs take the place of theirs
     out: Path = Path("out/analyze")  # where the figure goes
 
     def draw(self):
         if self.runs:
             frame = worth_rows(read_runs(self.runs), self.tau, self.data, torch.device("cpu"))
+            if self.table.is_file():  # other runs may be gone
+                both, one = pd.concat([pd.read_csv(self.table), frame]), ["model", "layers", "learning_rate"]
+                frame = both.drop_duplicates([*one, "seed", "lookups"], keep="last")
             self.table.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.table, lambda part: frame.to_csv(part, index=False))
         if not self.table.is_file():

@@ -39,6 +39,11 @@ def test_rows(trained, tmp_path):
         assert row["passes"] == pytest.approx(1 + sum(steps) / len(steps))
         if answers := right.get(row["lookups"]):
             assert row["right"] == pytest.approx(sum(answers) / len(answers))
+    gone = pd.DataFrame([row | {"seed": row["seed"] + 7} for row in rows])
+    gone.to_csv(table, index=False)
+    Worth(runs=(runs[1],), **how).draw()  # keeps what is of other runs
+    Worth(runs=(runs[1],), **how).draw()  # and replaces its own
+    assert len(records(pd.read_csv(table))) == len(rows) + 6
     with pytest.raises(UserError, match="is not there: make it of trained runs"):
         Worth(table=tmp_path / "none.csv").draw()
     table.write_text("model,seed\nplain,0\n")
