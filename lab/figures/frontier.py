@@ -1,7 +1,8 @@
 """Is a method better than PonderLM-2 at equal steps? Differences by pair of seeds.
 
 word         meaning
-reference    PonderLM-2, which the others are compared with, at each of its K; K = 0 is vanilla
+reference    PonderLM-2, by Jacobi or, where there is no such run, on the grid; which the others are
+             compared with, at each of its K; K = 0 is vanilla
 loss         nats per token as it decodes, hard-stopped at tau
 difference   a run's loss minus that of the reference with the same seed, as many steps (between two
              K of the reference on the line between its losses; where a smaller K is better, that
@@ -20,30 +21,34 @@ from lab.figures.tables import new_figure, save_figure, tabulate
 from lab.intervals import interval
 from model import UserError
 
-REFERENCE = "ponderlm2", "vanilla"
+
+def reference(runs):
+    """The methods that are the reference, see above."""
+    found = {run.shape.method for run in runs}
+    return {"ponderlm2" if "ponderlm2" in found else "grid-fixed", "vanilla"}
 
 
 def reference_curves(runs):
-    """{seed: (steps, losses)} of PonderLM-2 and vanilla, by rising steps: lowest losses so far.
+    """{seed: (steps, losses)} of the reference, by rising steps: lowest losses so far.
 
     Raises:
         UserError: no seed with two points.
     """
-    curves = {}
+    curves, methods = {}, reference(runs)
     for run in runs:
-        if run.shape.method in REFERENCE:
+        if run.shape.method in methods:
             point = run.results["hard"]["steps"], run.results["hard"]["loss"]
             curves.setdefault(run.config.seed, []).append(point)
     ordered = {seed: np.array(sorted(p)).T for seed, p in curves.items() if len(p) > 1}
     if not ordered:
-        raise UserError("no seed has two runs of ponderlm2 (or one and vanilla) to compare with")
+        raise UserError("no seed has two runs of ponderlm2 or grid-fixed (or one and vanilla) to compare with")
     return {seed: (x, np.minimum.accumulate(losses)) for seed, (x, losses) in ordered.items()}
 
 
 def frontier_rows(runs, taus, device, data=None):
     """One row for each method, K and tau: steps, loss, and the difference to the reference."""
     curves = reference_curves(runs)
-    others = [r for r in runs if r.shape.method not in REFERENCE and r.config.seed in curves]
+    others = [r for r in runs if r.shape.method not in reference(runs) and r.config.seed in curves]
     if not others:
         raise UserError("no run of a method beside ponderlm2 and vanilla has one of their seeds")
 

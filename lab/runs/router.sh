@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# How fast has the router to learn, so that it decides? Its learning rate, where it starts, a price on steps;
-# by Jacobi iteration (1,000 steps) and on the grid (3,500). What is finished is skipped.
+# How fast has the router to learn, so that it decides? Its learning rate, where it starts, a price on steps; by
+# Jacobi iteration and on the grid, beside as many learning rates of what always thinks. 1,000 steps.
+# What is finished is skipped. On one core by Jacobi 5 to 15 minutes a run, on the grid 1 to 5.
 #     bash lab/runs/router.sh          PARTS="rates grid", SEEDS=1 or both: these runs, no table
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -9,22 +10,39 @@ cd "$(dirname "$0")/../.."
 train() { # name, flags
   once out/router "$1" "$seed" --preset tiny "${@:2}"
 }
-grid() { # name, flags
-  train "grid-$1" --method grid --steps 3500 "${@:2}"
+grid() { # name, flags: beside those of layers.sh
+  once out/layers "$1" "$seed" --preset tiny --steps 1000 --eval-every 1000 --eval-windows 512 "${@:2}"
 }
 
-for part in ${PARTS:-rates rivals grid others}; do
-  [ "$part" = others ] && seeds=0 || seeds="0 1 2"
+for part in ${PARTS:-rates grid rivals tries others}; do
+  case $part in
+    rates) seeds="0 1 2 3 4" ;;
+    grid) seeds="0 1 2" ;;
+    rivals) seeds="0 1 2 3 4" ;;
+    *) seeds=0 ;;
+  esac
   for seed in ${SEEDS:-$seeds}; do
     case $part in
-      rates) for m in 1 3 10 30; do train "m$m" --router-rate $m; done ;;
-      grid) for m in 1 3 10 30; do grid "m$m" --router-rate $m; done ;;
+      rates)
+        train m3 --router-rate 3
+        [ "$seed" -lt 3 ] || continue
+        for m in 1 10 30; do train "m$m" --router-rate $m; done
+        ;;
+      grid) for m in 1 10 30; do grid "rate-$m" --method grid --ponder-steps 3 --router-rate $m; done ;;
       rivals)
         train vanilla --method vanilla
         for K in 1 2 3; do train "fixed-$K" --method ponderlm2 --ponder-steps $K; done
         ;;
+      tries)
+        for rate in 2e-3 6e-3 8e-3; do
+          grid "plain-3-$rate" --method vanilla --num-hidden-layers 3 --learning-rate $rate
+          for K in 1 2 3; do
+            grid "always-$K-$rate" --method grid-fixed --ponder-steps $K --learning-rate $rate
+          done
+        done
+        ;;
       others)
-        train m10-flat --router-rate 10 --router-offset 0 0 0 0
+        train m3-flat --router-rate 3 --router-offset 0 0 0 0
         train m10-R2 --router-rate 10 --refinements 2 2
         for m in 3 10; do train "m$m-price" --router-rate $m --penalty mean --penalty-weight 0.01; done
         ;;
@@ -33,6 +51,9 @@ for part in ${PARTS:-rates rivals grid others}; do
 done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
-  "${PYTHON:-python}" -m lab analyze choose --runs out/router/[!g]*-? --out out/analyze/router
-  "${PYTHON:-python}" -m lab analyze choose --runs out/router/grid-*-? --out out/analyze/router-grid
+  analyze() { "${PYTHON:-python}" -m lab analyze "$@"; }
+  analyze choose --runs out/router/*-? --out out/analyze/router
+  bash lab/runs/layers.sh
+  analyze choose --runs out/layers/{rate,decides,always,plain-3}*-? --out out/analyze/router-grid
+  analyze frontier --runs out/layers/{plain-3,always-?,decides-3}-? --out out/analyze/grid
 fi

@@ -15,15 +15,15 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def runs(make_run):
+def runs(make_run, request):
     """Three seeds of methods with a gain in loss each."""
-    paths = []
+    paths, reference = [], getattr(request, "param", "ponderlm2")
     for seed, gain in enumerate((0.1, 0.2, 0.6)):
         shared = dict(seed=seed)
         paths += [make_run(f"v{seed}", 3.0 + seed, 0.0, method="vanilla", **shared)]
         for K in (1, 2):
             loss = 3.0 + seed - 0.4 * K
-            name, shape = f"p{K}{seed}", dict(method="ponderlm2", ponder_steps=K)
+            name, shape = f"p{K}{seed}", dict(method=reference, ponder_steps=K)
             paths += [make_run(name, loss, float(K), **shared, **shape)]
         shape = dict(method="looped", ponder_steps=2)
         paths += [make_run(f"l{seed}", 2.4 + seed - gain, 1.5, **shared, **shape)]
@@ -32,6 +32,7 @@ def runs(make_run):
     return paths
 
 
+@pytest.mark.parametrize("runs", ["ponderlm2", "grid-fixed"], indirect=True)
 def test_differences_by_pair(runs):
     """Catches another seed's reference, one at other steps, spreads of seeds instead of pairs, and
     a number where the reference has none."""
