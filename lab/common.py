@@ -22,6 +22,8 @@ strict_dataclass = pydantic.dataclasses.dataclass(config=dict(strict=True, extra
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Given = Annotated[str, Field(min_length=1)]
 
+COMPILED = 64  # forms of one function that torch.compile may make, one for each shape; usually 8
+
 progress = partial(tqdm, disable=None)  # a bar, where stderr is a terminal
 
 

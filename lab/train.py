@@ -20,11 +20,11 @@ import torch
 import tyro
 
 import train as root
-from lab.common import settings_of
+from lab.common import COMPILED, settings_of
 from lab.corpora.preparation import open_corpus
 from lab.interop import locate, parse_config
 from lab.interop.warm_start import FEEDBACK_RATE, check_ids, start_defaults, start_from
-from lab.kernels.attention import COMPILED, fastest
+from lab.kernels.attention import fastest
 from lab.kernels.attention import find as find_attention
 from lab.methods import build, check_settings, configure, objective
 from model import UserError, command_line, newest_run, pick_device

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from lab.bench.timing import machine, measure, print_table, write_results
-from lab.common import Count
-from lab.kernels.attention import COMPILED, fastest, find
+from lab.common import COMPILED, Count
+from lab.kernels.attention import fastest, find
 from lab.train import check_compiler
 from model import PonderLM, UserError, pick_device
 from train import PRESETS, objective, pick_precision

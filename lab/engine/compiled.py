@@ -15,7 +15,6 @@ from copy import copy
 
 import torch
 from torch import nn
-from torch._inductor import aoti_compile_and_package, aoti_load_package, config
 
 from lab.engine.products import is_frozen
 from lab.engine.rows import STATE
@@ -42,6 +41,8 @@ class Compiled:
     """Stands in for Rows.advance. UserError: there is no C++ compiler."""
 
     def __init__(self, rows, weights):
+        from torch._inductor import config  # here, since it takes seconds
+
         self.rows, self.programs = rows, {}
         self.frozen = is_frozen(rows.model, len(rows.x), weights)
         if not shutil.which(compiler := config.cpp.cxx[-1].split()[0]):
@@ -61,6 +62,8 @@ class Compiled:
 
     def compile(self, choice):
         """-> a function of a list of the tensors of Pass."""
+        from torch._inductor import aoti_compile_and_package, aoti_load_package, config
+
         print("compiling the pass, 10 to 60 seconds", file=sys.stderr, flush=True)
         places, capacity = map(torch.export.Dim, ("places", "capacity"))
         sizes = *[None] * len(STATE), *[{2: capacity}] * len(self.rows.cache.layers), {0: places}

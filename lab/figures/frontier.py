@@ -41,7 +41,9 @@ def reference_curves(runs):
             curves.setdefault(run.config.seed, []).append(point)
     ordered = {seed: np.array(sorted(p)).T for seed, p in curves.items() if len(p) > 1}
     if not ordered:
-        raise UserError("no seed has two runs of ponderlm2 or grid-fixed (or one and vanilla) to compare with")
+        raise UserError(
+            "no seed has two runs of ponderlm2 or grid-fixed (or one and vanilla) to compare with"
+        )
     return {seed: (x, np.minimum.accumulate(losses)) for seed, (x, losses) in ordered.items()}
 
 

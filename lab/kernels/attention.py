@@ -8,18 +8,14 @@ Each has the arguments of `attention.eager` and is tested against it.
 """
 
 import math
-from functools import lru_cache
 from statistics import median
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from attention import BACKENDS, SHORT, fa2, has_flash_attn
 from lab.kernels.channels import HALF, attend, augment
 from model import UserError
-
-COMPILED = 64  # forms of one function that torch.compile may make, one for each shape; usually 8
 
 
 def exact(q, k, v, log_w):
@@ -40,29 +36,10 @@ def flash(q, k, v, log_w):
 def flex(q, k, v, log_w):
     """Through FlexAttention: compiled for the GPU, without N x N scores and without a channel. Also of n N
     keys, see attend_to_slots."""
-    run, N = compiled_flex() if q.is_cuda else biased_flex, q.size(2)
-    return run(q, k, v, log_w, causal_blocks(N, q.device, k.size(2) // N))
+    from lab.kernels import flex  # here, since it takes seconds
 
-
-def biased_flex(q, k, v, log_w, blocks):
-    def add_log_w(score, b, h, i, j):
-        return score + log_w[b, j]
-
-    added = None if log_w is None else add_log_w
-    return flex_attention(q, k, v, added, blocks, enable_gqa=q.size(1) != k.size(1))
-
-
-@lru_cache
-def compiled_flex():
-    torch._dynamo.config.recompile_limit = COMPILED
-    return torch.compile(biased_flex, dynamic=False)
-
-
-@torch.compiler.disable  # made once, not in every compiled block
-@lru_cache
-def causal_blocks(N, device, n=1):
-    """Which blocks of an N x n N score matrix have anything to see."""
-    return create_block_mask(lambda b, h, i, j: i >= j % N, None, None, N, n * N, device=device)
+    run, N = flex.compiled() if q.is_cuda else flex.biased, q.size(2)
+    return run(q, k, v, log_w, flex.causal_blocks(N, q.device, k.size(2) // N))
 
 
 def attend_to_slots(q, k, v, log_w, backend=None):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import LLAMA3, needs_bfloat16, small_model
-from torch._inductor.codecache import cache_dir
 
 from lab.common import command_line
 from lab.engine.batching import Engine
@@ -212,6 +211,8 @@ def test_compiled(method, monkeypatch):
     """Catches a program that was made for the sizes of its first pass, or that writes to the places
     of others: texts that end and wait, a window that is outgrown, a cache that grows; and a copy of
     the weights that stays in the compiler's folder."""
+    from torch._inductor.codecache import cache_dir  # here, since it takes seconds
+
     kept = lambda: {*Path(cache_dir()).rglob("*.wrapper.so")}  # noqa: E731
     before = kept()
     monkeypatch.setattr("lab.engine.cache.BLOCK", 8)

@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as flex_module
 
 from attention import BACKENDS, MASKED, SHORT, eager
 from lab.kernels import attention
+from lab.kernels import flex as flex_form
 from lab.kernels.attention import attend_to_slots, exact, fastest, find, flex, missing
 from lab.kernels.channels import attend, augment, decoding_kernels, key_channels, query_channels
 from model import UserError
@@ -95,10 +96,10 @@ def test_flex_is_compiled_once_a_length(flex_on_cpu):
     made = []
     torch._dynamo.reset()
     count = lambda graph, _: made.append(graph) or graph  # noqa: E731
-    run = torch.compile(attention.biased_flex, dynamic=False, backend=count)
+    run = torch.compile(flex_form.biased, dynamic=False, backend=count)
     for N, seed in ((12, 0), (12, 1), (20, 2), (12, 3)):
         leaves = attention_inputs(N=N, dtype=torch.float32, seed=seed)
-        found = run(*leaves, attention.causal_blocks(N, CPU))
+        found = run(*leaves, flex_form.causal_blocks(N, CPU))
         torch.testing.assert_close(found, eager(*leaves), atol=1e-5, rtol=0)
     assert len(made) == 2
 
