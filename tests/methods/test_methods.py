@@ -38,7 +38,7 @@ def test_causal_to_the_bit(method, position):
     model, idx = method_model(method), texts()
     with torch.no_grad():
         before = model(idx, R=8).logits
-        for token in range(31):  # another token may choose another depth
+        for token in range(0, 31, 4):  # another token may choose another depth
             changed = idx.clone()
             changed[:, position] = token
             after = model(changed, R=8).logits
