@@ -36,7 +36,7 @@ def eager(q, k, v, log_w):
     k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))  # (B, H, N, d)
     M = torch.full((N, N), -torch.inf, device=q.device).triu(1)  # 0 where j <= i
     bias = M if log_w is None else log_w[:, None, None, :] + M
-    scores = (q / math.sqrt(d)) @ k.mT + bias.to(q.dtype)  # (B, H, N, N), with fewer divisions
+    scores = (q / math.sqrt(d)) @ k.mT + bias.to(q.dtype)  # (B, H, N, N); to divide q takes less
     return scores.softmax(-1).to(v.dtype) @ v
 
 

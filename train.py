@@ -180,21 +180,20 @@ def parse(argv=None):
 # -- Training --------------------------------------------------------------------------------------
 
 
-def objective(model, x, y, R, progress):
+def objective(model, x, y, R):
     """The loss of one micro-batch: L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)), or with the penalty
     `mean` L = CE + lambda sum_k mean(w_k).
 
     Args:
         x, y: (B, T) tokens, and those that follow them; -100 where there is none to predict.
-        R: Jacobi refinements. progress: the share of the training that is done, 0 to 1.
+        R: Jacobi refinements.
 
     Returns:
         L, the penalty without lambda, and the model's Output, whose loss is CE.
     """
-    out, config = model(x, y, R=R), model.config
-    if not (config.penalty_weight and config.ponder_steps):
+    out, config, has_target = model(x, y, R=R), model.config, y != -100
+    if not (config.penalty_weight and config.ponder_steps and has_target.any()):
         return out.loss, torch.zeros_like(out.loss), out
-    has_target = y != -100
     if config.penalty == "mean":
         penalty = expected_steps(out.log_w[has_target])
     else:
@@ -300,7 +299,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
             for part in rows.split(micro):
                 x, y = part[:, :-1], part[:, 1:]  # (micro, T)
                 with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-                    loss, penalty, out = objective(model, x, y, R, step / config.steps)
+                    loss, penalty, out = objective(model, x, y, R)
                 (loss * (micro / share)).backward()
                 K_hat = model.executed(out.log_w, config.tau).float().mean()
                 values = {"loss": loss, "ce": out.loss, "penalty": penalty, "K_hat": K_hat}

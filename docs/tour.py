@@ -140,7 +140,7 @@ def mask(model, idx):
     unmasked.load_state_dict(model.state_dict())
     without = unmasked.jacobi(idx, EXACT)[0]
     moved = (h - without)[0, -1, -1].norm() / h[0, -1, -1].norm()
-    print(f"without it the last state would be another one, by {moved:.0%}")
+    print(f"without it the last state would differ by {moved:.0%}")
 
 
 def integrate(model, idx):

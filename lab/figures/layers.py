@@ -27,7 +27,7 @@ from model import UserError
 
 
 def layer_rows(runs, data=None):
-    """A row for each run: the columns above but the last."""
+    """A row for each run: the columns above."""
     check_comparable(runs)
     if odd := [str(run.path) for run in runs if run.shape.method not in NAMES]:
         raise UserError(f"{odd[0]}: only {', '.join(NAMES)} are compared here")
@@ -42,7 +42,7 @@ def layer_rows(runs, data=None):
         }
         row |= {"parameters": sum(p.numel() for p in subject.model.parameters()), "training": read / speed}
         rows.append(row | {"decoding": time_ / run.shape.block_size})
-    return pd.DataFrame(rows)
+    return with_worth(pd.DataFrame(rows))
 
 
 def with_worth(frame):
@@ -58,7 +58,7 @@ def with_worth(frame):
 
 def summary(frame):
     """A row for each model, its layers and K: means over seeds, and 95 % intervals of loss and worth."""
-    frame, rows = with_worth(frame), []
+    rows = []
     deepest = frame[frame.model == "plain"].groupby("seed").loss.min()
     for (model, layers, K), group in frame.groupby(["model", "layers", "K"], sort=False):
         means, deviations = (getattr(group.drop(columns="model"), how)() for how in ("mean", "std"))

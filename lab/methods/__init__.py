@@ -91,9 +91,9 @@ class PonderLM3(PonderLM):
         groups[1]["params"] = [p for p in groups[1]["params"] if p is not g]
         return [*groups, {"params": [g], "rate": self.feedback_rate, "weight_decay": 0.0}]
 
-    def objective(self, x, y, R, progress=1.0):
+    def objective(self, x, y, R):
         """The loss of a micro-batch, as train.objective: here it is the paper's."""
-        return of_paper(self, x, y, R, progress)
+        return of_paper(self, x, y, R)
 
     @classmethod
     def training_forwards(kind, config, steps):
@@ -121,14 +121,14 @@ class FixedDepth(PonderLM3):
     def mask_keys(self, log_w, tau=None):
         return None
 
-    def objective(self, x, y, R, progress=1.0):
+    def objective(self, x, y, R):
         out = self(x, y, R=R)
         return out.loss, torch.zeros_like(out.loss), out
 
 
-def objective(model, x, y, R, progress):
+def objective(model, x, y, R):
     """The objective of the lab's training: each method has its own."""
-    return model.objective(x, y, R, progress)
+    return model.objective(x, y, R)
 
 
 def last_alone(s, steps):

@@ -22,6 +22,7 @@ import pytest
 from conftest import ROOT
 
 from lab.engine.products import has_bfloat16
+from lab.intervals import interval
 
 README = (ROOT / "README.md").read_text("utf-8")
 # In the order of the table in README.md, in which the commands of one use the runs of another.
@@ -248,10 +249,13 @@ SOURCES = {
     "docs/hugging-face.md": "",
     "docs/lookup.md": "lookup.csv lookup-long.csv lookup-rivals.csv lookup-kinds.csv worth.csv",
     "docs/methods.md": "",
-    "docs/results.md": "budget.csv frontier.csv frontier-long.csv pareto.csv router.csv",
+    "docs/results.md": "budget.csv frontier.csv frontier-grid.csv frontier-long.csv layers.csv pareto.csv "
+    "router.csv router-grid.csv",
     "docs/speed.md": "attention-cpu.json decode-medium-cpu.json train-tiny-cpu.json train-small-cpu.json",
     "docs/training.md": "",
 }
+# Of these a page has means over seeds.
+OF_SEEDS = {"worth.csv": ["model", "layers", "lookups"], "layers.csv": ["model", "layers", "K"]}
 DECIMAL = r"\d[\d,]*\.\d+"  # whole numbers are counts, which any file has
 SHOWN = re.compile(rf"(?<![\w.]){DECIMAL}(?: ± {DECIMAL})?")
 
@@ -262,9 +266,12 @@ def measured(file):
     if file.endswith(".json"):
         return [(float(x), "") for x in re.findall(r"\d+\.\d+", text)]
     found, rows = [], [*csv.DictReader(text.splitlines())]
-    if file == "worth.csv":  # a row for each seed: the page has means
-        means = pd.read_csv(io.StringIO(text)).groupby(["model", "layers", "lookups"]).mean()
-        rows = means.astype(str).to_dict("records")
+    if by := OF_SEEDS.get(file):
+        groups = pd.read_csv(io.StringIO(text)).groupby(by)
+        frame = groups.mean().join(groups.std().add_suffix("_std"))
+        if "worth" in frame:  # a difference by pairs
+            frame["worth_std"] = list(map(interval, frame.worth_std, groups.size()))
+        rows = frame.astype(str).to_dict("records")
     for row in rows:
         spreads = {key: row.get(f"{key}_std", "") for key in row} | {"difference": row.get("interval", "")}
         for key, value in row.items():

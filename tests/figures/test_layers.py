@@ -38,7 +38,8 @@ def test_worth(capsys):
     columns = ["model", "layers", "K", "seed", "loss"]
     frame = pd.DataFrame([*plain, *thinks, ("always", 3, 3, 2, 1.0)], columns=columns)
     frame = frame.assign(steps=1.0, parameters=7, training=1.0, decoding=1e-3)
-    worth = with_worth(frame).worth
+    frame = with_worth(frame)
+    worth = frame.worth
     assert worth[frame.model == "plain"].tolist()[:6] == [0] * 6
     assert worth[frame.model == "always"].tolist()[:3] == pytest.approx([0.5, 2.0, 3.0])
     assert worth.isna().tolist() == [False] * 10 + [True]  # a seed without plain models

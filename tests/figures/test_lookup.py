@@ -132,7 +132,7 @@ def test_kinds_of(lines):
 def test_kinds(trained, subject, lines, tmp_path):
     """Catches steps that are taken away from other tokens, or stay taken away, and a mean of others."""
     rows, tokenizer = lines
-    model = small_model(vocab_size=tokenizer.vocab_size, block_size=64, seed=3)
+    model = small_model(method="grid", vocab_size=tokenizer.vocab_size, block_size=64, seed=3)
     one = subject(model)
     one.tokenizer, one.windows = tokenizer, rows
     _, steps = (x.double() for x in decoded(one))

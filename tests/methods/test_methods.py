@@ -105,17 +105,17 @@ def test_training_gradients(method):
     for recompute in (False, True):
         model.recompute = recompute
         model.zero_grad()
-        objective(model, idx, idx, 1, 0.0)[0].backward()
+        objective(model, idx, idx, 1)[0].backward()
         parameters = [p for p in model.parameters() if p.requires_grad]
         gradients.append([p.grad.clone() for p in parameters])
     for a, b in zip(*gradients, strict=True):
         assert torch.isfinite(a).all() and torch.allclose(a, b, atol=1e-12, rtol=0)
     with torch.no_grad():  # along the gradient the loss falls as it says
-        before = objective(model, idx, idx, 1, 0.0)[0]
+        before = objective(model, idx, idx, 1)[0]
         slope = sum(g.square().sum() for g in gradients[0])
         for p, g in zip(parameters, gradients[0], strict=True):
             p -= 1e-7 * g
-        after = objective(model, idx, idx, 1, 0.0)[0]
+        after = objective(model, idx, idx, 1)[0]
     assert abs((before - after) / (1e-7 * slope) - 1) < 1e-3
 
 
@@ -152,7 +152,7 @@ def embedding(model, token):
 
 def compare(model, idx, logits, extra=0.0):
     """Logits, loss and all gradients of the model against those of the written-out form."""
-    found, _, out = objective(model, idx, idx, None, 0.0)
+    found, _, out = objective(model, idx, idx, None)
     loss = F.cross_entropy(logits.flatten(0, 1), idx.flatten()) + extra
     assert (out.logits - logits).abs().max() < 1e-10
     compare_gradients(model, found, loss)
@@ -217,14 +217,14 @@ def test_ouro():
             ce = F.cross_entropy(model.lm_head(h), ids, reduction="none")
             s, left = left * stop, left * (1 - stop)
             loss = loss + (s * ce).mean() / 2 + 0.05 * (s * s.log()).mean() / 2
-    compare_gradients(model, objective(model, idx, targets, None, 0.0)[0], loss)
+    compare_gradients(model, objective(model, idx, targets, None)[0], loss)
 
 
 def test_ouro_with_a_saturated_gate():
     """Catches a gradient that is NaN where a share of s is 0 in float32."""
     model, idx = small_model(method="ouro").float().train(), texts(T=6)
     torch.nn.init.constant_(model.router.proj.bias, 200.0)
-    objective(model, idx, idx.flip(1), None, 0.0)[0].backward()
+    objective(model, idx, idx.flip(1), None)[0].backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 

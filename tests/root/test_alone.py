@@ -111,7 +111,7 @@ def test_what_a_training_step_runs():
             entered.add(f"{file.stem}.{frame.f_code.co_qualname}")
 
     sys.setprofile(trace)
-    objective(model, x, x, 1, 0.0)[0].backward()
+    objective(model, x, x, 1)[0].backward()
     sys.setprofile(None)
     method = "train.objective model.PonderLM.forward model.PonderLM.jacobi model.PonderLM.jacobi_pass"
     method += " model.Attention.forward model.apply_rotary model.SwiGLU.forward model.Block.forward"

@@ -134,7 +134,7 @@ def test_ablations(ablation, tau):
     last = h.gather(2, out.steps[..., None, None].expand(-1, -1, 1, h.size(-1)))[:, :, 0]
     assert ((h_hat - last).abs().max() < 1e-12) == (ablation == "integration")
     assert ((s - 0.25).abs().max() < 1e-6) == (ablation == "router")
-    objective(model.train(), idx, idx, 1, 0)[0].backward()
+    objective(model.train(), idx, idx, 1)[0].backward()
     assert (model.router.proj.weight.grad is None) == (ablation == "router")
 
 
@@ -233,7 +233,7 @@ def test_parts_of_the_loss():
     model.lm_head.weight.data *= 20  # some tokens below 0.5 nats, so that the penalty acts
     y = model(idx, R=2).logits.argmax(-1).where(y % 3 > 0, y)
     y[0, 3] = -100
-    loss, penalty, out = objective(model, idx, y, 2, 0)
+    loss, penalty, out = objective(model, idx, y, 2)
     h, s, log_w = model.jacobi(idx, R=2)
     ce = torch.zeros(2, 9, 4, dtype=torch.float64)
     for b in range(2):
@@ -253,7 +253,7 @@ def test_price_of_steps():
     """Catches a penalty `mean` that is another form's, or has another weight."""
     model, idx = small_model(penalty="mean", penalty_weight=0.3).train(), tokens(T=9, B=2)
     y = tokens(9, 2, seed=1)
-    loss, penalty, out = objective(model, idx, y, 2, 0)
+    loss, penalty, out = objective(model, idx, y, 2)
     _, s, _ = model.jacobi(idx, R=2)
     assert penalty.item() == pytest.approx((s @ torch.arange(4.0).double()).mean().item(), abs=1e-9)
     torch.testing.assert_close(loss, out.loss + 0.3 * penalty)
@@ -261,7 +261,7 @@ def test_price_of_steps():
 
 def gradients(model, idx, R):
     model.zero_grad()
-    loss, _, _ = objective(model, idx[:, :-1], idx[:, 1:], R, 0)
+    loss, _, _ = objective(model, idx[:, :-1], idx[:, 1:], R)
     loss.backward()
     return loss.detach(), [p.grad.clone() for p in model.parameters()]
 

@@ -171,7 +171,7 @@ def test_objective(penalty):
     with torch.no_grad():  # the more of a token is integrated, the better 0 is predicted
         direction = model(x, R=1).h.mean((0, 1, 2))
         model.lm_head.weight.zero_()[0] = 2 * direction
-    loss, found, out = objective(model, x, y, 1, 0.0)
+    loss, found, out = objective(model, x, y, 1)
     w = out.log_w[y != -100].exp()  # (n, 3)
     partial = [
         model.cross_entropy((out.s[..., :i][..., None] * out.h[:, :, :i]).sum(2), y) for i in (1, 2, 3)
@@ -186,8 +186,9 @@ def test_objective(penalty):
         expected = sum(w[:, k].sort().values[:n].mean() for k, n in zip((1, 2), counts, strict=True) if n)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(loss, out.loss + 0.3 * expected)
+    assert objective(model, x, torch.full_like(y, -100), 1)[0] == 0  # nothing to predict
     model.config.penalty_weight = 0.0
-    assert objective(model, x, y, 1, 0.0)[1] == 0
+    assert objective(model, x, y, 1)[1] == 0
 
 
 def test_evaluation_against_the_definitions():
@@ -238,16 +239,16 @@ def test_rates_and_doors():
 
     seen, asked = [], []
 
-    def own(model, x, y, R, progress):
-        seen.append((type(model), len(x), progress))
-        return objective(model, x, y, R, progress)
+    def own(model, x, y, R):
+        seen.append((type(model), len(x)))
+        return objective(model, x, y, R)
 
     def corpus(data, tokenizer, vocab_size):
         asked.append((data, tokenizer, vocab_size))
         return open_corpus("text.txt", tokenizer, vocab_size)
 
     run, _ = go("--steps 2 --data its-own", make_model=Other, objective=own, corpus=corpus)
-    assert seen == [(Other, 4, 0.0), (Other, 4, 0.0), (Other, 4, 0.5), (Other, 4, 0.5)]
+    assert seen == [(Other, 4)] * 4
     assert asked == [("its-own", "bytes", 257)]
     assert checkpoint(run)["model"]["router.proj.weight"].count_nonzero() == 0
     assert checkpoint(run)["model"]["model.norm.weight"].unique().tolist() == [1]
