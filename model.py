@@ -524,7 +524,7 @@ def load(directory, kind=PonderLM):
     content = read_json(directory / "config.json")
     if content.pop("format", None) != FORMAT:
         raise UserError(f"{directory} is not of the form {FORMAT!r}; python -m lab convert writes it anew")
-    for name in PAPER.keys() - {field for field in kind.Config.__dataclass_fields__}:
+    for name in PAPER.keys() - kind.Config.__dataclass_fields__.keys():  # settings of the lab's models
         if (value := content.pop(name, PAPER[name])) != (kind.method if name == "method" else PAPER[name]):
             raise UserError(f"{directory}: {name} = {value!r} is not the paper's; see python -m lab")
     config = from_json(kind.Config, content, directory / "config.json")
