@@ -103,7 +103,16 @@ def assert_close(a, b):
         assert x == (pytest.approx(y, rel=1e-6, nan_ok=True) if isinstance(y, float) else y)
 
 
-@pytest.mark.parametrize("method", [kind.method for kind in all_methods()])
+QUICK = ("ponderlm3", "grid", "ouro", "mor-expert")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(kind.method, marks=[] if kind.method in QUICK else pytest.mark.slow)
+        for kind in all_methods()
+    ],
+)
 def test_methods(method):
     """Catches a tensor of a method that is made on the CPU, in training, scoring or decoding."""
     expected = everything(method, "cpu")

@@ -32,7 +32,7 @@ def texts(T=12):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("position", [3, 10, 11])
+@pytest.mark.parametrize("position", [10, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 11))])
 def test_causal_to_the_bit(method, position):
     """Catches any look at later tokens, such as a choice of MoR's tokens by their rank."""
     model, idx = method_model(method), texts()
