@@ -31,7 +31,7 @@ def layer_rows(runs, data=None):
     check_comparable(runs)
     if odd := [str(run.path) for run in runs if run.shape.method not in NAMES]:
         raise UserError(f"{odd[0]}: only {', '.join(NAMES)} are compared here")
-    subjects = [open_subject(run.path, 16, None, torch.device("cpu"), data) for run in runs]
+    subjects = [open_subject(run.path, 4, None, torch.device("cpu"), data) for run in runs]
     rows = []
     for run, subject, time_ in zip(runs, subjects, seconds(subjects), strict=True):
         speed = pd.read_json(run.path / "log.jsonl", lines=True).tokens_per_second.dropna().iloc[-1]
