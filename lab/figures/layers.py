@@ -6,7 +6,7 @@ layers       of the model; K: its most steps
 loss, steps  nats a token as it decodes, hard-stopped at its tau, and steps executed, means over tokens
 parameters   learned numbers
 training     seconds that its training took at the speed of its end
-decoding     seconds to decode a token, one after another, mean over lines of a window, the models in turns
+decoding     milliseconds to decode a token, one after another, mean over lines of a window, the models in turns
 worth        layers that a plain model of the same seed needs more for the same loss, on the line between
              its losses; a model that is ahead of the deepest counts as this one
 """
@@ -41,7 +41,7 @@ def layer_rows(runs, data=None):
             key: run.results["hard"][key] for key in ("loss", "steps")
         }
         row |= {"parameters": sum(p.numel() for p in subject.model.parameters()), "training": read / speed}
-        rows.append(row | {"decoding": time_ / run.shape.block_size})
+        rows.append(row | {"decoding": 1000 * time_ / run.shape.block_size})
     return with_worth(pd.DataFrame(rows))
 
 
@@ -69,7 +69,7 @@ def summary(frame):
         row = {"model": f"{title}, {layers} layers", "seeds": len(group), "steps": f"{means.steps:.2f}"}
         row |= {"loss": within[0], "layers worth": "" if model == "plain" else least + within[1]}
         row |= {"parameters": f"{means.parameters:,.0f}", "training, s": f"{means.training:.0f}"}
-        rows.append(row | {"decoding, ms": f"{1000 * means.decoding:.2f}"})
+        rows.append(row | {"decoding, ms": f"{means.decoding:.2f}"})
     return pd.DataFrame(rows)
 
 

@@ -250,7 +250,7 @@ SOURCES = {
     "docs/lookup.md": "lookup.csv lookup-long.csv lookup-rivals.csv lookup-kinds.csv worth.csv",
     "docs/methods.md": "",
     "docs/results.md": "budget.csv frontier.csv frontier-grid.csv frontier-long.csv layers.csv pareto.csv "
-    "router.csv router-grid.csv",
+    "router.csv",
     "docs/speed.md": "attention-cpu.json decode-medium-cpu.json train-tiny-cpu.json train-small-cpu.json",
     "docs/training.md": "",
 }

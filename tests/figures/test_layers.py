@@ -22,7 +22,7 @@ def test_rows(trained, tmp_path):
         assert (row["loss"], row["steps"]) == pytest.approx((hard["loss"], hard["steps"]))
         weights = load_file(f"{run}/model.safetensors").values()
         assert row["parameters"] == sum(map(len, (x.flatten() for x in weights)))
-        assert row["training"] > row["decoding"] > 0
+        assert row["training"] > 0 < row["decoding"]
     assert (tmp_path / "layers.png").stat().st_size > 5000
     with pytest.raises(UserError, match="scored on different"):
         layer_rows(read_runs([*runs, trained / "other"]), data)
@@ -37,7 +37,7 @@ def test_worth(capsys):
     thinks = [("always", 3, 1, 0, 4.5), ("always", 3, 1, 1, 4.5), ("always", 3, 2, 0, 2.0)]
     columns = ["model", "layers", "K", "seed", "loss"]
     frame = pd.DataFrame([*plain, *thinks, ("always", 3, 3, 2, 1.0)], columns=columns)
-    frame = frame.assign(steps=1.0, parameters=7, training=1.0, decoding=1e-3)
+    frame = frame.assign(steps=1.0, parameters=7, training=1.0, decoding=1.0)
     frame = with_worth(frame)
     worth = frame.worth
     assert worth[frame.model == "plain"].tolist()[:6] == [0] * 6
