@@ -6,7 +6,7 @@ layers       of the model; K: its most steps
 loss, steps  nats a token as it decodes, hard-stopped at its tau, and steps executed, means over tokens
 parameters   learned numbers
 training     seconds that its training took at the speed of its end
-decoding     milliseconds to decode a token, one after another, mean over lines of a window, the models in turns
+decoding     milliseconds to decode a token, one after another, mean over some windows, the models in turns
 worth        layers that a plain model of the same seed needs more for the same loss, on the line between
              its losses; a model that is ahead of the deepest counts as this one
 """
