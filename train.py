@@ -192,14 +192,18 @@ def objective(model, x, y, R):
         L, the penalty without lambda, and the model's Output, whose loss is CE.
     """
     out, config, has_target = model(x, y, R=R), model.config, y != -100
-    if not (config.penalty_weight and config.ponder_steps and has_target.any()):
-        return out.loss, torch.zeros_like(out.loss), out
+    unpenalised = out.loss, torch.zeros_like(out.loss), out
+    if not (config.penalty_weight and config.ponder_steps):
+        return unpenalised
+    log_w = out.log_w[has_target]  # (n, K+1) of n tokens
+    if not len(log_w):
+        return unpenalised
     if config.penalty == "mean":
-        penalty = expected_steps(out.log_w[has_target])
+        penalty = expected_steps(log_w)
     else:
         ce = model.partial_losses(out.h, out.s, y)  # (B, T, K): integrated up to step 0 .. K-1
         ce = torch.cat([ce, out.ce.detach()[..., None]], dim=-1)  # (B, T, K+1)
-        penalty, _ = bottom_mass_penalty(out.log_w[has_target], ce[has_target], config.penalty)
+        penalty, _ = bottom_mass_penalty(log_w, ce[has_target], config.penalty)
     return out.loss + config.penalty_weight * penalty, penalty, out
 
 

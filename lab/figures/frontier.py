@@ -41,18 +41,16 @@ def reference_curves(runs):
             curves.setdefault(run.config.seed, []).append(point)
     ordered = {seed: np.array(sorted(p)).T for seed, p in curves.items() if len(p) > 1}
     if not ordered:
-        raise UserError(
-            "no seed has two runs of ponderlm2 or grid-fixed (or one and vanilla) to compare with"
-        )
+        raise UserError("no seed has two runs of ponderlm2 or grid-fixed (or one and vanilla)")
     return {seed: (x, np.minimum.accumulate(losses)) for seed, (x, losses) in ordered.items()}
 
 
 def frontier_rows(runs, taus, device, data=None):
     """One row for each method, K and tau: steps, loss, and the difference to the reference."""
-    curves = reference_curves(runs)
-    others = [r for r in runs if r.shape.method not in reference(runs) and r.config.seed in curves]
+    curves, methods = reference_curves(runs), reference(runs)
+    others = [r for r in runs if r.shape.method not in methods and r.config.seed in curves]
     if not others:
-        raise UserError("no run of a method beside ponderlm2 and vanilla has one of their seeds")
+        raise UserError(f"no run beside {' and '.join(sorted(methods))} has one of their seeds")
 
     def measure(run):
         steps, losses = curves[run.config.seed]

@@ -58,7 +58,7 @@ def test_refused(runs):
     """Catches a comparison with nothing to compare with, or nothing to compare."""
     for paths, message in (
         (runs[1:2] + runs[3:4], "no seed has two runs"),
-        (runs[:3], "no run of a method beside ponderlm2 and vanilla"),
+        (runs[:3], "no run beside ponderlm2 and vanilla"),
     ):
         with pytest.raises(UserError, match=message):
             frontier_rows(read_runs(paths), (0.1,), CPU)
