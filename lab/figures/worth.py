@@ -8,7 +8,7 @@ column           meaning
 model            plain: no thinking; always: all steps for every token (PonderLM-2); decides (PonderLM-3)
 layers           of the model
 learning_rate    of its training; of several the one with the most right answers counts, over all seeds
-steps            that its training took, in all stages
+steps            that its training took, in all stages; last_stage: those of the last one
 lookups, right   that a question takes, and the share of answers that are right
 passes           layers that a token passes, as it decodes, mean over all tokens of a line
 seconds          to decode a line of 64 tokens, one after another: mean over 16 lines, the models in turns
@@ -32,6 +32,7 @@ from model import UserError, write_whole
 NAMES = {"vanilla": "plain", "ponderlm2": "always thinks", "grid-fixed": "always thinks"}
 NAMES |= {"ponderlm3": "decides", "grid": "decides"}
 LINES_TIMED, ROUNDS = 16, 3
+ROW = ["model", "layers", "last_stage"]  # what makes a row of the table
 
 
 @torch.inference_mode()
@@ -64,6 +65,7 @@ def worth_rows(runs, tau, data, device):
         steps, layers = decoded(subject)[1].double().mean().item(), run.shape.num_hidden_layers
         one = {"model": NAMES[run.shape.method], "layers": layers, "seed": run.config.seed}
         one |= {"learning_rate": run.config.learning_rate, "steps": trained_steps(run)}
+        one |= {"last_stage": run.config.steps}
         for n in range(1, int(asked.max()) + 1):
             row = {"lookups": n, "right": right[asked == n].double().mean().item()}
             rows.append(one | row | {"passes": layers * (1 + steps), "seconds": time_})
@@ -76,15 +78,18 @@ def trained_steps(run):
     return run.config.steps + (trained_steps(*read_runs([before])) if before else 0)
 
 
+def title(model, layers, last_stage, shortest):
+    longer = f", stages {last_stage / shortest:g} times as long" if last_stage > shortest else ""
+    return f"{model}, {layers} layer{'s' * (layers > 1)}{longer}"
+
+
 def summary(frame):
-    """A row for each model: means over seeds, of the learning rate with the most right answers."""
-    means = frame.groupby(["model", "layers", "learning_rate"])
-    score = means.right.mean().reset_index()
-    best = score.loc[score.groupby(["model", "layers"]).right.idxmax()]
-    kept = frame.merge(best[["model", "layers", "learning_rate"]])
+    """A row for each model and length of its stages: means over seeds, of the learning rate with the most right answers."""
+    score = frame.groupby([*ROW, "learning_rate"]).right.mean().reset_index()
+    kept = frame.merge(score.loc[score.groupby(ROW).right.idxmax(), [*ROW, "learning_rate"]])
     rows = []
-    for (model, layers), group in kept.groupby(["model", "layers"]):
-        row = {"model": f"{model}, {layers} layer{'s' * (layers > 1)}", "seeds": group.seed.nunique()}
+    for which, group in kept.groupby(ROW):
+        row = {"model": title(*which, kept.last_stage.min()), "seeds": group.seed.nunique()}
         right = group.groupby("lookups").right.mean()
         row |= {f"{n} lookup{'s' * (n > 1)}": f"{share:.2f}" for n, share in right.items()}
         worst = group.groupby("seed").right.min().min()
@@ -108,8 +113,8 @@ class Worth:
         if self.runs:
             frame = worth_rows(read_runs(self.runs), self.tau, self.data, torch.device("cpu"))
             if self.table.is_file():  # other runs may be gone
-                both, one = pd.concat([pd.read_csv(self.table), frame]), ["model", "layers", "learning_rate"]
-                frame = both.drop_duplicates([*one, "seed", "lookups"], keep="last")
+                both = pd.concat([pd.read_csv(self.table), frame])
+                frame = both.drop_duplicates([*ROW, "learning_rate", "seed", "lookups"], keep="last")
             self.table.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.table, lambda part: frame.to_csv(part, index=False))
         if not self.table.is_file():
@@ -120,10 +125,10 @@ class Worth:
             raise UserError(f"{self.table} is damaged ({error}): make it anew, with --runs") from None
         print(markdown(cells))
         figure, (axes,) = new_figure("lookups that a question takes", "share of right answers")
-        for i, ((model, layers), group) in enumerate(kept.groupby(["model", "layers"])):
+        for i, (which, group) in enumerate(kept.groupby(ROW)):
             curve = group.groupby("lookups").right.agg(["mean", "min", "max"])
             look = {"color": COLORS[i], "marker": MARKERS[i], "linestyle": LINES[i % len(LINES)]}
-            label = f"{model}, {layers} layer{'s' * (layers > 1)}: {group.passes.mean():.2f} passes a token"
+            label = f"{title(*which, kept.last_stage.min())}: {group.passes.mean():.2f} passes a token"
             axes.plot(curve.index, curve["mean"], label=label, **look)
             axes.fill_between(curve.index, curve["min"], curve["max"], color=COLORS[i], alpha=0.15)
         axes.axhline(0.25, color="#777777", linestyle=":", label="a guess among the ends of four chains")

@@ -33,8 +33,8 @@ sys.exit(int(rows.accuracy[2] < 0.95))
 END
 }
 
-grow() { # name, layers, peak of the learning rate, flags of the first stage, of the others
-  local name=$1 rate=$3 K before=()
+grow() { # name, layers, peak of the learning rate, flags of the first stage, of the others, their times
+  local name=$1 rate=$3 times=${6:-1} K before=()
   for try in 1 2; do
     train "$name-learns-$try" K1 --num-hidden-layers "$2" --learning-rate "$rate" --steps 3000 \
       $(steps 1) $4 "${before[@]}"
@@ -42,13 +42,16 @@ grow() { # name, layers, peak of the learning rate, flags of the first stage, of
     answers "$OUT/stages/$name-learns-$try-$seed" && break
   done
   train "$name-K1" K1 "${before[@]}" --learning-rate "$rate" --steps 300 $5
+  before=$name-K1
+  [ "$times" = 1 ] || name=$name-x$times
   for K in $(seq 2 $LAST); do
-    train "$name-K$K" "K$K" --init-from "$OUT/stages/$name-K$((K - 1))-$seed" \
-      $(steps "$K") --learning-rate "$(half "$rate")" --steps 500 $5
+    train "$name-K$K" "K$K" --init-from "$OUT/stages/$before-$seed" \
+      $(steps "$K") --learning-rate "$(half "$rate")" --steps $((500 * times)) $5
+    before=$name-K$K
   done
   once $OUT "$name" "$seed" --preset tiny --data "data/lookup-K$LAST" --batch-size 16 --eval-every 500 \
-    --log-every 100 --tau 0.1 --init-from "$OUT/stages/$name-K$LAST-$seed" --learning-rate "$rate" \
-    --steps 1000 $5
+    --log-every 100 --tau 0.1 --init-from "$OUT/stages/$before-$seed" --learning-rate "$rate" \
+    --steps $((1000 * times)) $5
 }
 better() { # name, layers, flags: the peak with the lower loss after the first stage
   local seed=0 rate
@@ -73,7 +76,7 @@ for seed in ${SEEDS:-0 1 2}; do
       always) grow always 1 3e-3 "--method grid-fixed" "" ;;
       plain-*)
         rate=$(better "$model" "${model#plain-}" "--method vanilla")
-        grow "$model-$rate" "${model#plain-}" "$rate" "--method vanilla" "--method vanilla" ;;
+        grow "$model-$rate" "${model#plain-}" "$rate" "--method vanilla" "--method vanilla" "${TIMES:-1}" ;;
     esac
   done
 done

@@ -52,8 +52,9 @@ def test_rows(trained, tmp_path):
 
 
 def test_summary():
-    """Catches the worse learning rate that counts, one for each seed, and a mean that hides a seed."""
-    row = dict(layers=1, steps=9, lookups=1, passes=1.0, seconds=0.5)
+    """Catches the worse learning rate that counts, one for each seed, a mean that hides a seed, and a
+    longer training in the row of a shorter one."""
+    row = dict(layers=1, steps=9, last_stage=3, lookups=1, passes=1.0, seconds=0.5)
     rights = {("plain", 1e-3): (0.5, 0.7), ("plain", 3e-3): (0.9, 0.2), ("decides", 3e-3): (1.0, 0.96)}
     frame = pd.DataFrame(
         [
@@ -62,7 +63,10 @@ def test_summary():
             for seed, x in enumerate(both)
         ]
     )
-    cells, kept = summary(frame)
+    longer = frame[frame.learning_rate == 1e-3].assign(last_stage=12, right=0.8)
+    cells, kept = summary(pd.concat([frame, longer]))
+    assert "plain, 1 layer, stages 4 times as long" in set(cells.model)
+    kept = kept[kept.last_stage == 3]
     (plain,) = [r for r in cells.to_dict("records") if r["model"] == "plain, 1 layer"]
     assert (plain["1 lookup"], plain["worst"], plain["seeds"]) == ("0.60", "0.50", 2)
     assert set(kept[kept.model == "plain"].learning_rate) == {1e-3}
