@@ -490,16 +490,27 @@ class Puzzle(Page):
         return asked
 
 
+MOTION = "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-reduced-motion", "value": ""}]}
+STILL = "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-reduced-motion", "value": "reduce"}]}
+
+
 @pytest.fixture
-def puzzle(show):
-    return lambda address="": Puzzle(show("included", address))
+def puzzle(chromium, show):
+    """Open the puzzle, for a reader who wants no motion."""
+    chromium.execute_cdp_cmd(*STILL)
+    yield lambda address="": Puzzle(show("included", address))
+    chromium.execute_cdp_cmd(*MOTION)
 
 
 def test_asking(puzzle):
-    """Catches a page that waits for its reader; a click, key or number that asks something else,
-    and a step whose arrow or pair is not the one with the most attention."""
+    """Catches a page that waits for its reader, or moves although he wants none; a click, key or number
+    that asks something else, and a step whose arrow or pair is not the one with the most attention."""
     page = puzzle()
+    page.driver.execute_cdp_cmd(*MOTION)
+    page.run("document.querySelector('#asked a').click()")
+    page.until("0 < ponder.puzzle.at && ponder.puzzle.at <= ponder.puzzle.thought.steps")
     steps = page.expect(TABLE, SIX)
+    page.driver.execute_cdp_cmd(*STILL)
     looks = page.run("return ponder.puzzle.thought.looks")
     best = [TABLE.split()[look.index(max(look))] for look in looks]
     rows = page.text("thoughts").split("\n")[1:]
@@ -528,6 +539,7 @@ def test_asking(puzzle):
     page.expect(TABLE, "g")
     page.run("document.querySelector('#asked a').click()")
     page.expect(TABLE, SIX)
+    page.until("location.hash.includes(arguments[0])", f"ask={SIX}")
     page.run("history.back()")
     page.expect(TABLE, "g")
 

@@ -19,9 +19,9 @@ from model import UserError
 
 @pytest.fixture
 def lines():
-    """40 lines and the token after each -> ids (40, 65), tokenizer."""
+    """12 lines and the token after each -> ids (12, 65), tokenizer."""
     tokenizer, x = lookup.tokenizer(), []
-    for i in range(40):
+    for i in range(12):
         x.append([*tokenizer.encode(lookup.line(random.Random(i))), tokenizer.end_of_text])
     x = torch.tensor(x)
     return torch.cat([x, x[:, :1]], dim=1), tokenizer
@@ -39,7 +39,7 @@ def test_answers(subject, lines, method):
     asked, right, steps = answers(one)
     out = model(x, tau=0.3)
     expected = []
-    for b in range(40):
+    for b in range(12):
         for t, n in enumerate(lookup.lookups_asked(x[b : b + 1], tokenizer)[0].tolist()):
             if n >= 0:
                 guess = out.logits[b, t].argmax() == rows[b, t + 1]
@@ -145,13 +145,13 @@ def test_kinds(trained, subject, lines, tmp_path):
     assert everything["right_left"] == pytest.approx(sum(accuracies) / 6)
     assert everything["worst_left"] == min(accuracies)
     assert sum(found[kind]["tokens"] for kind in lookup.KINDS) == pytest.approx(1)
-    kinds = lookup.kinds_of(64, tokenizer).repeat(40)
+    kinds = lookup.kinds_of(64, tokenizer).repeat(12)
     for i, kind in enumerate(lookup.KINDS):
         assert found[kind]["steps"] == pytest.approx(steps[kinds == i].mean().item())
         assert found[kind]["steps_left"] < everything["steps"]
     model.router = Stilled(model.router, torch.arange(64) == 5)
-    stilled = decoded(one)[1].view(40, 64)
-    assert not stilled[:, 5].any() and torch.equal(stilled[:, :5], steps.view(40, 64)[:, :5].long())
+    stilled = decoded(one)[1].view(12, 64)
+    assert not stilled[:, 5].any() and torch.equal(stilled[:, :5], steps.view(12, 64)[:, :5].long())
     s, log_w = model.router(torch.randn(1, 64, model.config.hidden_size).to(model.lm_head.weight))
     assert (
         s.sum(-1) == pytest.approx(torch.ones(1, 64).double())

@@ -9,16 +9,18 @@ from data import Windows
 from lab.corpora.lookup import lookups_asked
 from lab.corpora.preparation import load_tokens
 from lab.corpora.tokenizers import load_tokenizer
+from lab.figures import worth
 from lab.figures.worth import Worth, summary, trained_steps
 from lab.interop import load
 from model import UserError
 
 
 @torch.no_grad()
-def test_rows(trained, tmp_path):
+def test_rows(trained, tmp_path, monkeypatch):
     """Catches passes of answers alone, layers that do not count, other questions, and a run of another
     method that is taken for one of these."""
     folder, table = trained.parent / "data/lookup", tmp_path / "x/worth.csv"
+    monkeypatch.setattr(worth, "LINES_TIMED", 1)
     runs = [str(trained / f"lookup-{name}") for name in (0, 1, "plain")]
     how = dict(tau=0.3, data=str(folder), table=table, out=tmp_path)
     Worth(runs=tuple(runs), **how).draw()
