@@ -25,6 +25,7 @@ import math
 import re
 from copy import deepcopy
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -36,7 +37,7 @@ from data import Windows, load_tokenizer, open_corpus
 from model import PonderLM, UserError, command_line, load, newest_run, pick_device, read_json, write_whole
 from train import pick_tokenizer, read_run
 
-BATCH = 32  # windows at a time
+BATCH = 8192  # tokens at a time
 BUCKETS = "easy", "medium", "hard"
 ALPHAS = -8, -4, -3, -2, -1, 0, 1, 2, 4
 TAUS = 0, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 1
@@ -49,7 +50,8 @@ WORDS = "the", "of", "and", "to", "in", "is", "that", "for", "not", "with"
 @torch.no_grad()
 def by_token(windows, find):
     """Apply find(x, y) -> tensors (B, T, ..) to batches of windows (W, T+1). -> each (n, ..), on the CPU"""
-    found = [find(rows[:, :-1], rows[:, 1:]) for rows in windows.split(BATCH)]
+    size = max(1, BATCH // windows.size(1))
+    found = [find(rows[:, :-1], rows[:, 1:]) for rows in windows.split(size)]
     return [torch.cat([x.flatten(0, 1).cpu() for x in part]) for part in zip(*found, strict=True)]
 
 
@@ -197,20 +199,21 @@ def tokens(model, windows, tokenizer, tau=1e-4, words=WORDS, least=50):
     _, steps = decoded(model, windows, tau)
     x, T, K = windows[:, :-1].flatten().tolist(), windows.size(1) - 1, model.config.ponder_steps
     pieces = {token: tokenizer.decode([token]) for token in sorted({*x})}
-    places = {("token", show_token(piece)): [] for piece in pieces.values()}  # which tokens a row counts
+    places = {("token", token): [] for token in pieces}  # which tokens a row counts
     places |= {("word", word): [] for word in words}
-    inside, end = [], []
-    places |= {("compound", "inside a word"): inside, ("compound", "at its end"): end}
+    places |= {("compound", where): [] for where in ("inside a word", "at its end")}
     for i, token in enumerate(x):
-        places["token", show_token(pieces[token])].append(i)
+        places["token", token].append(i)
     for start in range(0, len(x), T):
         for word, first, last in find_words([pieces[token] for token in x[start : start + T]]):
-            places.get(("word", word.lower()), []).append(start + last)
+            if word.lower() in words:
+                places["word", word.lower()].append(start + last)
             if last > first:
-                inside += range(start + first, start + last)
-                end.append(start + last)
+                places["compound", "inside a word"] += range(start + first, start + last)
+                places["compound", "at its end"].append(start + last)
     return [
-        {"kind": kind, "text": text, "tokens": len(where), "steps": mean(steps[where])}
+        {"kind": kind, "text": show_token(pieces[text]) if kind == "token" else text}
+        | {"tokens": len(where), "steps": mean(steps[where])}
         | {f"share_{k}": mean(steps[where] == k) for k in range(K + 1)}
         for (kind, text), where in places.items()
         if kind != "token" or len(where) >= least
@@ -219,12 +222,11 @@ def tokens(model, windows, tokenizer, tau=1e-4, words=WORDS, least=50):
 
 def tau_curve(model, windows, taus=TAUS):
     """Loss, perplexity and steps hard-stopped at each tau; change: of the loss to that of all K steps."""
-    full, rows = mean(decoded(model, windows, 0.0)[0]), []
-    for tau in sorted({*taus}):
+    rows = []
+    for tau in sorted({0, *taus}):
         loss, steps = map(mean, decoded(model, windows, tau))
-        row = {"tau": tau, "loss": loss, "perplexity": math.exp(loss), "steps": steps}
-        rows.append(row | {"change": loss - full})
-    return rows
+        rows.append({"tau": tau, "loss": loss, "perplexity": math.exp(loss), "steps": steps})
+    return [row | {"change": row["loss"] - rows[0]["loss"]} for row in rows]
 
 
 # Settings that make no other curve: names, and what changes speed alone.
@@ -251,7 +253,7 @@ def read_result(run):
 
 def pareto(runs, titles=None):
     """Perplexity against executed steps: a row for each method, with the settings in which its runs of
-    one K differ, and K; mean and standard deviation over seeds. frontier is 1 where no other row has
+    some K differ, and K; mean and standard deviation over seeds. frontier is 1 where no other row has
     fewer steps or less perplexity without more of the other. titles: {method: title}.
 
     Raises:
@@ -264,13 +266,17 @@ def pareto(runs, titles=None):
         raise UserError("there is no finished run among --runs; --runs out/* gives all that are in out/")
     found, groups, rows = [read_result(run) for run in finished], {}, []
     titles = {PonderLM.method: PonderLM.title} | (titles or {})
+    odd = {mine["method"]: set() for mine, *_ in found}
+    for (a, *_), (b, *_) in combinations(found, 2):
+        if all(a[key] == b[key] for key in ("method", "ponder_steps")):
+            odd[a["method"]] |= {key for key in (a.keys() & b.keys()) - LEFT_OUT if a[key] != b[key]}
     for run, (mine, where, hard) in zip(finished, found, strict=True):
         if where != found[0][1]:
             raise UserError(f"{run} and {finished[0]} are scored on different windows or in other tokens")
         method, K, seed = mine["method"], mine["ponder_steps"], mine["seed"]
-        like = [other for other, *_ in found if (other["method"], other["ponder_steps"]) == (method, K)]
-        odd = [k for k in mine.keys() - LEFT_OUT if any(other.get(k) != mine[k] for other in like)]
-        name = ", ".join([titles.get(method, method), *(f"{k} {mine[k]}" for k in sorted(odd))])
+        name = ", ".join(
+            [titles.get(method, method), *(f"{k} {mine[k]}" for k in sorted(odd[method] & mine.keys()))]
+        )
         if seed in groups.setdefault((name, K), {}):
             raise UserError(f"{run} has the settings and the seed of another run: give one of them")
         groups[name, K][seed] = hard | {"perplexity": math.exp(hard["loss"])}
@@ -377,6 +383,8 @@ def draw_tokens(rows, most=12):
         left.barh(labels, [steps for steps, _ in mine], color=COLORS[color], label=f"{name} steps")
     left.set(xlabel="executed steps after the token, mean")
     left.tick_params(axis="y", labelsize=7)
+    for label in left.get_yticklabels():
+        label.set_parse_math(False)  # a dollar is a dollar
     left.legend(title="of the frequent tokens, those with the", loc="lower right")
     shares = [key for key in rows[0] if key.startswith("share")]
     for text, place, color in (("inside a word", -0.2, 3), ("at its end", 0.2, 4)):

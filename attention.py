@@ -124,21 +124,18 @@ def soft_mask_attention(q, k, v, log_w=None, backend=auto):
 
 
 def attend_to_cache(q, k, v, d):
-    """The newest Q slots against all M slots so far, their own included: what decoding does.
+    """The newest slot against all M slots so far, its own included: what decoding does.
 
     Args:
-        q: (B, H, Q, d') and k, v: (B, G, M, d'), as `augment` made them of width d.
+        q: (B, H, 1, d') and k, v: (B, G, M, d'), as `augment` made them of width d.
 
     Returns:
-        (B, H, Q, d).
+        (B, H, 1, d).
     """
-    (B, H, Q, width), (G, M) = q.shape, k.shape[1:3]
-    q = q.reshape(B, G, H // G * Q, width)  # heads that share keys become queries of one
-    mask = None  # a single new slot sees everything
-    if Q > 1:
-        mask = torch.ones(Q, M, dtype=torch.bool, device=q.device).tril(M - Q).repeat(H // G, 1)
-    out = F.scaled_dot_product_attention(q, k, v, mask, scale=1 / math.sqrt(d))
-    return out[..., :d].reshape(B, H, Q, d)
+    (B, H, _, width), G = q.shape, k.size(1)
+    q = q.reshape(B, G, H // G, width)  # the heads of a group as so many queries of their one key head
+    out = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(d))
+    return out[..., :d].reshape(B, H, 1, d)
 
 
 def show():

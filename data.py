@@ -13,7 +13,7 @@ A prepared folder holds
 
     train.bin, val.bin    token ids, one after the other, in nanoGPT's format
     tokenizer.json        name, pattern and the bytes of each token
-    meta.json             where the text came from, its size and digest, and the type of the ids
+    meta.json             where the text came from, its size, and the type of the ids
 
 A folder of nanoGPT, which has only the first two, is taken as it is: its ids are GPT-2's.
 
@@ -178,8 +178,8 @@ def merge_pairs(words, size):
         for i in places.pop(a + b):
             parts = words[i].split(a + b)
             words[i] = new.join(parts)
-            # Of each merge only the neighbours change. "aaaa" with (a, a): parts "", "", ""; the second
-            # merge has the first one as its neighbour.
+            # Of each merge only the neighbours change. "aaaa" with (a, a): parts "", "", ""; where `left`
+            # is empty the neighbour is the merge before, which ended in b and is now the new token.
             for at, (left, right) in enumerate(pairwise(parts)):
                 gone, made = [a + b], []
                 if left or at:
@@ -312,24 +312,25 @@ def progress(what):
 
 def boundary(text, at):
     """The last place up to `at` where no character of UTF-8 is cut; `at` where the text is not UTF-8."""
-    starts = (
-        at - i for i in range(min(4, at)) if at >= len(text) or text[at - i] & 0b1100_0000 != 0b1000_0000
-    )
-    return next(starts, at)
+    for start in range(at, max(at - 4, 0), -1):  # back over bytes that go on a character, 10xxxxxx
+        if start >= len(text) or text[start] & 0b1100_0000 != 0b1000_0000:
+            return start
+    return at
 
 
 def divide(documents):
     """Documents -> texts of training and of validation.
 
     Validation takes one document in 20, by the hash of its name, so that no text has its neighbours on
-    the other side. Of fewer than 100 documents, or where that leaves a side empty, the last tenth of each.
+    the other side. Of fewer than 100 documents, or where that leaves a side empty, the last tenth of each,
+    one byte at least: a text that is cut so has an end on both sides.
     """
     train, val = [], []
     for name, text in documents:
         digest = hashlib.sha1(name.encode("utf-8", "surrogateescape")).hexdigest()
         (train if int(digest, 16) % 20 else val).append(text)
     if len(documents) < 100 or not (train and val):
-        cuts = [(text, boundary(text, len(text) - len(text) // 10)) for _, text in documents]
+        cuts = [(text, boundary(text, len(text) - max(len(text) // 10, 1))) for _, text in documents]
         train, val = [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
     return train, val
 
@@ -364,7 +365,7 @@ def write_tokens(texts, tokenizer, file):
 
 def write_corpus(folder, source, documents, tokenizer):
     """A prepared folder, whole or not at all. `source` tells where the documents came from."""
-    (train, val), text = divide(documents), b"".join(text for _, text in documents)
+    train, val = divide(documents)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
         half = Path(temporary) / "half"
@@ -372,9 +373,8 @@ def write_corpus(folder, source, documents, tokenizer):
         write_whole(half / "train.bin", lambda file: write_tokens(train, tokenizer, file))
         write_whole(half / "val.bin", lambda file: write_tokens(val, tokenizer, file))
         tokenizer.save(half / "tokenizer.json")
-        meta = {"source": source, "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-        meta |= {"val_bytes": sum(map(len, val)), "dtype": id_type(tokenizer.vocab_size).name}
-        write_json(half / "meta.json", meta)
+        meta = {"source": source, "bytes": sum(len(text) for _, text in documents)}
+        write_json(half / "meta.json", meta | {"dtype": id_type(tokenizer.vocab_size).name})
         if not folder.exists():  # another program may have prepared the same meanwhile
             half.rename(folder)
 

@@ -169,7 +169,8 @@ class PonderLM(nn.Module):
         Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: a ladder of K passes, as PonderLM-2 begins
         (reading note 8, docs/reading-notes.md). Then come R refinements of all S slots, and a last pass whose
         outputs count. Each pass replaces all latents at once, and the router reads the new h^(0). K (T-1)
-        refinements are exact: each settles one more latent of the chain; what goes beyond is not run.
+        refinements are exact: each settles one more latent of the chain; what goes beyond is not run. The
+        gradient flows through all passes, of which the paper says nothing.
 
         Args:
             idx: (B, T) token ids.
@@ -187,6 +188,7 @@ class PonderLM(nn.Module):
         for _ in range(K + refinements + 1):
             h = self.jacobi_pass(e, latents, log_w_of_keys)  # (B, T, slots, D); on the ladder slots < S
             s, log_w = self.route(h, alpha)
+            # Pass n of the ladder has n slots, of which at most K are fed back: 0, 1, .. K latents, then K.
             before, latents = latents, self.feed_back(h[:, :, :K], e[:, :, None])
             log_w_of_keys = self.mask_keys(log_w, tau)
             if R is None and has_settled(before, latents, tolerance):
@@ -288,7 +290,7 @@ class PonderLM(nn.Module):
         positions = torch.tensor([position], device=device)  # of all slots of the token
         h = self.run_slot(0, e, positions, None, cache)  # w_0 = 1
         s, log_w = self.route(h[:, :, None], alpha)  # (1, 1, S)
-        K_hat, log_w = self.executed(log_w, tau), self.mask_keys(log_w)
+        K_hat, log_w = self.executed(log_w, tau), self.mask_keys(log_w)  # what is skipped leaves no key
         s = self.step_weights(s, K_hat)
         h_hat = s[..., :1] * h
         for k in range(1, int(K_hat) + 1):  # stop as soon as w_k < tau

@@ -41,6 +41,7 @@ import sys
 import time
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -162,7 +163,8 @@ def parse(argv=None):
         defaults = replace(config, out=known.out, name=run.name, resume=True)
         model_defaults = from_json(Config, shape, run / "train.json")
     else:
-        preset = known.preset or ("small" if pick_device(known.device).type == "cuda" else "tiny")
+        has_gpu = known.device != "cpu" and torch.cuda.is_available()  # which this does not touch yet
+        preset = known.preset or ("small" if has_gpu else "tiny")
         defaults, model_defaults = PRESETS.get(preset, PRESETS["tiny"])  # tyro refuses a wrong one below
 
     def flags(
@@ -243,10 +245,10 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
     rank, processes, device = join_processes(config.device)
     micro = micro_batch(config, processes)
     share = config.batch_size // processes  # windows a step of this process
-    name = [config.name or f"{config.preset}-{time.strftime('%m%d-%H%M%S')}"]
+    names = [config.name or f"{config.preset}-{time.strftime('%m%d-%H%M%S')}"]
     if processes > 1:
-        dist.broadcast_object_list(name)
-    run = Path(config.out, *name)
+        dist.broadcast_object_list(names)  # the first process's clock
+    run = Path(config.out, names[0])
     if not (config.resume or rank):  # before minutes of reading text
         check_free(run)
     if rank:  # the first process prepares the corpus, the others find it
@@ -343,8 +345,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
             if stop:
                 raise KeyboardInterrupt
 
-        interrupt.at_once = True  # all is saved
-        if interrupt.received:
+        interrupt.at_once = True  # all is saved: a signal ends the evaluation
+        if interrupt.received:  # one that came just before
             raise KeyboardInterrupt
         report = final_report(model, val, config)
         report["unigram_entropy"] = unigram_entropy(text.val, text.vocab_size)
@@ -424,7 +426,7 @@ def read_run(run, kind=TrainConfig):
     if any(file.parent.glob("step-" + 8 * "[0-9]")):
         raise UserError(f"{run} is of an earlier version: it can be sampled as it is, but not be resumed")
     if not file.is_file():
-        raise UserError(f"{file} does not exist: nothing to resume; train without --resume")
+        raise UserError(f"{file} does not exist: {run} is no run of a training that could go on or be drawn")
     content = read_json(file)
     config, model, corpus = (content.get(name) for name in ("config", "model", "corpus"))
     if not all(isinstance(x, dict) for x in (config, model, corpus)) or "method" not in model:
@@ -581,10 +583,11 @@ def join_processes(name):
     if "RANK" in os.environ and name in ("auto", "cuda") and torch.cuda.is_available():
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     device = pick_device(name)
-    if device.index is not None:
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        patience = timedelta(days=1)  # the others wait while the first prepares a corpus
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
     rank, processes = rank_and_size()
     if rank:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -84,7 +84,7 @@ def title(model, layers, last_stage, shortest):
 
 
 def summary(frame):
-    """A row for each model and length of its stages: means over seeds, of the learning rate with the most right answers."""
+    """A row for each model and length of its stages, with the learning rate that has most right answers."""
     score = frame.groupby([*ROW, "learning_rate"]).right.mean().reset_index()
     kept = frame.merge(score.loc[score.groupby(ROW).right.idxmax(), [*ROW, "learning_rate"]])
     rows = []

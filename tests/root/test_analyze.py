@@ -209,6 +209,10 @@ def test_tokens(model, monkeypatch):
     monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[:8]))
     assert tokens(model, halves, Tokenizer.bytes(), words=("the",), least=1)[-3]["tokens"] == 0
     assert show_token(b"\n\xe2 a") == "\\n\\xe2 a"
+    alike = Tokenizer("bpe", ".", [b"\n", b"\\n"])
+    monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[:4]))
+    found = tokens(model, torch.tensor([[0, 1, 1, 1, 0]]), alike, words=(), least=1)
+    assert [(row["text"], row["tokens"]) for row in found[:2]] == [("\\n", 1), ("\\n", 3)]
 
 
 # -- Several runs ----------------------------------------------------------------------------------
@@ -245,6 +249,8 @@ def test_pareto(tmp_path):
     assert first["perplexity"] == pytest.approx((math.exp(1) + math.exp(1.2)) / 2)
     assert math.isnan(rows["Two", 2]["steps_std"])
     assert [row["frontier"] for row in rows.values()] == [1, 0, 1, 1]
+    runs = [finish(tmp_path / f"k{i}", K=K, learning_rate=0.1 * i) for i, K in enumerate((2, 3, 3))]
+    assert [row["method"].split()[-1] for row in pareto(runs)] == ["0.0", "0.1", "0.2"]
 
 
 @pytest.mark.parametrize(
@@ -347,10 +353,15 @@ def test_alpha_0_is_marked():
 
 
 def test_texts_stay_texts(tmp_path):
-    """Catches a text with a comma or a quote that comes back as another one."""
+    """Catches a text with a comma or a quote that comes back as another one, and dollars that are
+    taken for mathematics."""
     rows = [{"kind": "token", "text": text, "steps": "0.1"} for text in ("nan", "1", ',"', "\\n")]
     write_csv(tmp_path / "x.csv", rows)
     assert read_csv(tmp_path / "x.csv") == rows
+    texts = ("token", "$$"), ("compound", "inside a word"), ("compound", "at its end")
+    numbers = dict(tokens=9, steps=1.0, share_0=0.5, share_1=0.5)
+    drawn = analyze.draw_tokens([dict(kind=kind, text=text) | numbers for kind, text in texts])
+    drawn.savefig(tmp_path / "x.png")
 
 
 def test_refused(run):

@@ -262,6 +262,7 @@ def test_divide():
     for names in (held_out, others):  # all would be on one side
         train, val = divide([(name, b"0123456789") for name in names[:100]])
         assert train == [b"012345678"] * 100 and val == [b"9"] * 100
+    assert divide([("a", b"ab"), ("b", b"cd")]) == ([b"a", b"c"], [b"b", b"d"])
 
 
 def test_corpus_of_files(tmp_path):
@@ -279,7 +280,7 @@ def test_corpus_of_files(tmp_path):
     assert [p.name for p in Path("data").iterdir()] == [corpus.name]
     assert open_corpus(str(texts)).name == corpus.name
     meta = json.loads((Path("data") / corpus.name / "meta.json").read_text())
-    assert meta["bytes"] == 2400 and meta["val_bytes"] == len(corpus.val) - 3 and meta["dtype"] == "uint16"
+    assert meta["bytes"] == 2400 and meta["dtype"] == "uint16"
     (texts / "3.txt").write_text("more")
     assert open_corpus(str(texts)).name != corpus.name
 

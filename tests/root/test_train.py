@@ -149,7 +149,9 @@ def test_micro_batches():
 
 
 def test_processes_that_do_not_fit():
-    """Catches a micro-batch, and so a penalty, that depends on the number of processes without a word."""
+    """Catches a micro-batch, and so a penalty, that depends on the number of processes without a word; and
+    a CPU with a number that is taken for a GPU."""
+    assert train.join_processes("cpu:0") == (0, 1, torch.device("cpu:0"))
     config = TrainConfig(batch_size=8)
     assert train.micro_batch(replace(config, micro_batch_size=4), 2) == train.micro_batch(config, 2) == 4
     with pytest.raises(UserError, match="--micro-batch-size 4 would do"):
@@ -395,7 +397,7 @@ def test_nothing_to_resume():
     """Catches a stack trace where there is no run, or a train.json that is none, or of an older version."""
     with pytest.raises(UserError, match=r"python train\.py"):
         parse(["--resume"])
-    with pytest.raises(UserError, match=r"nothing to resume; train without"):
+    with pytest.raises(UserError, match=r"x is no run of a training"):
         parse(shlex.split("--resume --name x"))
     run, _ = go("--steps 1")
     config = json.loads((run / "train.json").read_text())
