@@ -4,7 +4,7 @@ BIN := .venv/bin
 .PHONY: demo test
 
 demo: .venv/installed
-	$(BIN)/python sample.py --run models/shakespeare --prompt "ROMEO:" --show-steps --seed 1 --tau 5e-3
+	$(BIN)/python sample.py --run models/docstrings --prompt "Return the" --show-steps --seed 1
 	$(BIN)/python train.py --preset tiny
 	$(BIN)/python sample.py --tau 1e-4 --show-steps
 

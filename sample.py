@@ -2,16 +2,13 @@
 
     python sample.py                                   the newest run in out/
     echo "Return the" | python sample.py --prompt - --tau 0
-    python sample.py --prompt "ROMEO:" --show-steps --seed 1 --max-new-tokens 60 --tau 5e-3
+    python sample.py --prompt "Return the" --show-steps --seed 1 --max-new-tokens 47
 
 The last prints, as long as there is no run, with a digit for the steps before a token was chosen:
 
-    ROMEO:₂
-    ₂
-    K₃I₂N₁G₁ ₁R₂I₁C₁H₂A₃R₂D₁ ₂I₃I₁I₁:₁₂
-    T₃h₂e₁ ₁r₂e₁v₁e₁n₂g₁e₁d₂ ₂t₁h₂a₁t₂ ₁I₁ ₁h₁a₁v₂e₁ ₂d₁e₁s₂i₁r₁e₁d₂ ₂t₁h₂e₁ ₁q₂u₁e₁
+    Return the ₂t₁e₂s₂t₂ ₂t₁o₁ ₁p₁r₁o₁c₂e₁s₂s₂e₂s₂ ₂t₁h₂e₁ ₂f₁u₁n₁c₁t₂i₂o₂n₂,₂ ₁o₁r₂ ₁r₁e₁t₂u₂r₁n₁s₂ ₂t₁h₂e₁
 
-    1.49 of 3 pondering steps per token, prompt included, 38% of the slots saved; 52.3 tokens/s
+    1.48 of 3 pondering steps per token, prompt included, 38% of the slots saved; 71.3 tokens/s
 """
 
 import codecs
@@ -26,7 +23,7 @@ import tyro
 from data import load_tokenizer
 from model import UserError, command_line, load, newest_run, pick_device
 
-INCLUDED = Path(__file__).parent / "models/shakespeare"
+INCLUDED = Path(__file__).parent / "models/docstrings"
 BLUES = 231, 225, 153, 117, 75, 33, 26, 19  # pale to dark, of a terminal's 256 colours
 
 

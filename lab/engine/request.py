@@ -124,7 +124,7 @@ def check_request(model, prompts, **choice):
 @strict_dataclass
 class Options(Sampling):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.8  # 0 is greedy
-    # directory of a model, or its name on the Hub; by default the newest, else models/shakespeare
+    # directory of a model, or its name on the Hub; by default the newest, else models/docstrings
     run: Given | None = None
     prompt: str = ""  # text to go on from; - reads it from standard input
     prompts: Given | None = None  # file of prompts, one a line; empty lines do not count

@@ -22,7 +22,7 @@ from model import UserError, pick_device, write_json
 
 @strict_dataclass
 class Options:
-    # directory of a model, or its name on the Hub; by default the newest, else models/shakespeare
+    # directory of a model, or its name on the Hub; by default the newest, else models/docstrings
     run: Given | None = None
     data: Given | None = None  # text file, or folder of them; by default the validation text of the run
     corpus: Given | None = None  # what the run was trained on, where that is no corpus with a name

@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[2]
 BYTES = 256  # tokens before the words of the puzzle, which has no use for them
 PUZZLE_TAU = 0.1  # as docs/lookup.md has it
 TEXT = """\
-ROMEO:
-The sun, the sun, the sun! and then the zephyr,
-And then the sun again.
+Return a copy of the array.
 
-JULIET:
-What's that to me?"""
+Parameters
+----------
+axis : int, optional
+    The axis along which the values are computed."""
 
 
 def packed(model, first=0):
@@ -62,10 +62,10 @@ def open_model(path, method, tokens):
 class Explainer:
     """A page that runs models: one solves puzzles, one of bytes reads a text, live as one types."""
 
-    # directory of a trained PonderLM-3; by default the newest in out/, else models/shakespeare
+    # directory of a trained PonderLM-3; by default the newest in out/, else models/docstrings
     run: Given | None = None
     tau: Share | None = None  # where its slider starts; by default where the run scored it
-    # the page; by default <run>/report/explainer.html, of models/shakespeare out/explainer.html
+    # the page; by default <run>/report/explainer.html, of models/docstrings out/explainer.html
     out: Path | None = None
 
     def draw(self):

@@ -32,7 +32,7 @@ from model import FORMAT, PAPER, UserError, from_json, newest_run, read_json, wr
 
 FOR_TRANSFORMERS = "ponderlm"  # model_type where export.py has put our form into config.json
 MODELS = Path(__file__).parents[2] / "models"  # that come with the code
-INCLUDED, PUZZLES = MODELS / "shakespeare", MODELS / "lookup"
+INCLUDED, PUZZLES = MODELS / "docstrings", MODELS / "lookup"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 # -- Places ----------------------------------------------------------------------------------------

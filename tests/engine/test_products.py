@@ -17,16 +17,15 @@ from model import UserError
 TEXTS = (
     "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\n"
     "The slings and arrows of outrageous fortune",
-    "KING RICHARD:\nA thousand hearts are great within my bosom.\n"
-    "Advance our standards, set upon our foes;\nOur ancient word",
-    "First Citizen:\nWe are accounted poor citizens, the patricians good.\n"
-    "What authority surfeits on would relieve us",
-    "JULIET:\nMy bounty is as boundless as the sea,\nMy love as deep; the more I give to thee,\n"
-    "The more I have, for both are infinite.",
-    "Now is the winter of our discontent\nMade glorious summer by this sun of York;\n"
-    "And all the clouds that lour'd upon our house",
-    "PROSPERO:\nOur revels now are ended. These our actors,\nAs I foretold you, were all spirits"
-    " and\nAre melted into air, into thin air",
+    "Return a copy of the array.\n\nParameters\n----------\naxis : int, optional\n"
+    "    The axis along which the values are computed.",
+    "Return the number of elements in the list.\n\nIf the key is not found, a KeyError is raised; otherwise\n"
+    "the value is returned as it is.",
+    "Open a file and return a stream.\n\nThe mode is a string that says whether it is read or written.",
+    "Compute the sum of all elements of the input tensor along a dimension.\n\n"
+    "Args:\n    input (Tensor): the input tensor.\n    dim (int): the dimension to reduce.",
+    "Draw a line from one point to another.\n\nSee Also\n--------\nplot : Draw lines and markers.",
+    "Test whether the graph is connected, and raise an error if it has no nodes.",
 )
 
 
@@ -109,13 +108,13 @@ def loss(model, monkeypatch, **options):
 
 
 @pytest.mark.parametrize("weights", FEWER_BITS)
-@pytest.mark.parametrize("tau", [0.0, 5e-3, 1.0])
+@pytest.mark.parametrize("tau", [0.0, 1e-4])
 def test_loss(weights, tau, monkeypatch):
     """Catches weights of few bits whose errors pile up over the steps: the loss of the included
-    model with all steps, early exit, and without steps, to 0.002 nats; and that they are used."""
+    model with all steps and with early exit, to 0.002 nats; and that they are used."""
     exact, found = (loss(load(INCLUDED), monkeypatch, tau=tau, weights=w) for w in ("float32", weights))
     assert 0 < abs(found - exact) < 2e-3
-    assert exact < 6
+    assert exact < 1.5
 
 
 def test_cpu_without_bfloat16(monkeypatch):

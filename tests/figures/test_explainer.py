@@ -247,7 +247,7 @@ def test_same_numbers_as_pytorch(name, worker):
         ids = [token - WORDS for token in TOKENIZER.encode(text)[:40]]
         assert [page.payload["words"][i] for i in ids] == text.split()[:40]
     start, different = torch.tensor([ids[:14]]) + first, set()
-    shift = -0.5 if name in PUZZLERS else 0.5
+    shift = -0.5 if name in PUZZLERS else {"included": 6}.get(name, 0.5)
     for tau, alpha in ((0.0, 0.0), (0.1, 0.0), (TAU, shift), (1.0, 0.0)):
         words = [token + first for token in ids]
         logits, steps = zip(*growing(model, words, tau, alpha), strict=True)
@@ -295,6 +295,15 @@ def test_summary(worker):
     losses = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]))
     assert shown["loss"] == pytest.approx(losses.item(), abs=1e-4)
     assert 0 < shown["steps"] == sum(steps) < always["steps"] == 2 * len(ids)
+
+
+def test_what_the_page_says_of_its_text(worker, pages):
+    """Catches a loss or a share of skipped slots, stated on the page, that the model does not have."""
+    _, shown, always = worker("included").read(explainer.TEXT, tau=1e-4)
+    said = " ".join(pages["included"].read_text("utf-8").split())
+    assert f"where this one has {shown['loss']:.3f};" in said and "skips four slots in ten" in said
+    assert round(10 * (1 - (shown["n"] + shown["steps"]) / (shown["n"] + always["steps"]))) == 4
+    assert shown["loss"] == pytest.approx(always["loss"], abs=1e-3)
 
 
 def test_an_opened_byte(worker):
@@ -816,7 +825,7 @@ def test_examples(show):
     assert page.run(f"return {examples}.length") >= 15
     page.run(f"{examples}[0].click()")
     page.ready()
-    assert bytes(page.state["ids"]) == b"All that glitters is not gold."
+    assert bytes(page.state["ids"]).startswith(b"Return the number of elements")
     missing = page.run(f"""return {examples}.map(({{dataset}}) => JSON.parse(dataset.example))
         .flatMap(({{put = {{}}, click}}) => [...Object.keys(put).map(id => '#' + id), click ?? []])
         .flat().filter(css => !document.querySelector(css))""")
