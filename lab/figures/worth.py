@@ -79,7 +79,7 @@ def trained_steps(run):
 
 
 def title(model, layers, last_stage, shortest):
-    longer = f", stages {last_stage / shortest:g} times as long" if last_stage > shortest else ""
+    longer = f", stages {last_stage / shortest:g} times longer" if last_stage > shortest else ""
     return f"{model}, {layers} layer{'s' * (layers > 1)}{longer}"
 
 
@@ -124,11 +124,13 @@ class Worth:
         except (ValueError, KeyError, AttributeError) as error:
             raise UserError(f"{self.table} is damaged ({error}): make it anew, with --runs") from None
         print(markdown(cells))
-        figure, (axes,) = new_figure("lookups that a question takes", "share of right answers")
+        figure, (axes,) = new_figure(
+            "lookups that a question takes; passes: layers that a token passes", "share of right answers"
+        )
         for i, (which, group) in enumerate(kept.groupby(ROW)):
             curve = group.groupby("lookups").right.agg(["mean", "min", "max"])
             look = {"color": COLORS[i], "marker": MARKERS[i], "linestyle": LINES[i % len(LINES)]}
-            label = f"{title(*which, kept.last_stage.min())}: {group.passes.mean():.2f} passes a token"
+            label = f"{title(*which, kept.last_stage.min())}: {group.passes.mean():.2f} passes"
             axes.plot(curve.index, curve["mean"], label=label, **look)
             axes.fill_between(curve.index, curve["min"], curve["max"], color=COLORS[i], alpha=0.15)
         axes.axhline(0.25, color="#777777", linestyle=":", label="a guess among the ends of four chains")

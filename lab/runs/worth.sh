@@ -2,9 +2,10 @@
 # What is thinking worth? Lookup puzzles by models that do not think, always think, or decide, in the same stages:
 # questions of 1 and 2 lookups, then 3, and so on to 6.
 #     bash lab/runs/worth.sh      MODELS="decides plain-6", SEEDS=1 or both: these alone, no table
+#     TIMES=4 MODELS=plain-6 SEEDS=0 bash lab/runs/worth.sh      later stages that are four times as long
 # A first stage that does not answer 95 of 100 questions of two lookups goes on, to twice its steps at most. Of two
 # learning rates a model without thinking has the one with the lower loss after the first stage of seed 0.
-# One core of an EPYC without AVX-512: decides 27 minutes a seed, always 30, plain-1 10, plain-6 50.
+# One core of an EPYC without AVX-512: decides 27 minutes a seed, always 30, plain-1 10, plain-6 50, with TIMES=4 100.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . lab/runs/once.sh
