@@ -528,7 +528,7 @@ def load(directory, kind=PonderLM):
         raise UserError(f"{directory} is not of the form {FORMAT!r}; python -m lab convert writes it anew")
     for name in PAPER.keys() - kind.Config.__dataclass_fields__.keys():  # settings of the lab's models
         if (value := content.pop(name, PAPER[name])) != (kind.method if name == "method" else PAPER[name]):
-            raise UserError(f"{directory}: {name} = {value!r} is not the paper's; see python -m lab")
+            raise UserError(f"{directory}: {name} = {value!r} is not the paper's: python -m lab reads it")
     config = from_json(kind.Config, content, directory / "config.json")
     with torch.device("meta"):  # shapes alone, so that a damaged file asks for no memory
         model = kind(config)

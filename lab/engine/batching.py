@@ -35,15 +35,24 @@ from lab.engine.products import WEIGHTS, has_bfloat16
 from lab.engine.request import Sample, check_request, choose_finite, newest, not_finite, uniform
 from lab.engine.rows import HostRows, Rows
 from lab.kernels.channels import HALF, decoding_kernels
+from lab.methods import PonderLM3
+from lab.methods.grid import Grid
 from model import UserError
 
 PLACES = 16  # a CPU's passes see multiples of so many places
 MANY = 4  # from so many rows on, a CPU iterates over prompts for longer than slot by slot takes
 
 
+# What the engine has in forms of its own. Other parts of a method, such as feed_back, it calls.
+REPLACED = "states", "jacobi", "jacobi_pass", "embed", "transform", "ponder_token", "run_slot", "new_cache"
+
+
 def serves(model):
-    """Whether the Engine decodes models of this method; simple.py decodes all."""
-    return model.iterates or model.grid
+    """Whether the Engine decodes models of this method: one that iterates, or on the grid, and overrides
+    none of REPLACED. simple.py decodes all."""
+    known = Grid if model.grid else PonderLM3
+    own = any(getattr(type(model), name) is not getattr(known, name) for name in REPLACED)
+    return (model.iterates or model.grid) and not own
 
 
 @dataclass

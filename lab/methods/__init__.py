@@ -1,19 +1,22 @@
 """Other methods on PonderLM-3's own backbone, one file each, found by the name of their file.
 
 A method is a subclass of PonderLM3 or FixedDepth, in a file of its name; `mor-token` is in mor.py:
-what follows a hyphen tells the methods of one file apart. To add a method, add a file, no more.
+what follows a hyphen tells the methods of one file apart. To add a method, add a file.
 
-It declares the first row always, the others where it differs; doors of model.PonderLM come to it:
+It declares the first row always, the others where it differs, as any method of model.PonderLM:
 
 method, title                             --method, and its name in tables and figures
 Config, defaults, unused                  settings of its own, implied ones, ignored ones
 has_router, mixes                         is s learned? do all states predict, weighted by it?
 iterates, grid                            are its states a Jacobi fixed point? or K+1 exact passes?
+feed_back, mask_keys, step_weights        inputs of the next slots; log w of keys; what a state counts
 states, route, ponder_token, new_cache    all tokens at once; their s; one token behind a cache
+param_groups                              learning rates; a learned number belongs into a module of its own
 objective                                 its loss in training
 training_forwards                         what it costs
 
-cost.py adds up what a token costs.
+Whoever overrides states, ponder_token or a part of them is decoded by engine/simple.py, one text at a time.
+cost.py adds up what a token costs. `python -m pytest tests -k NAME` runs the tests of one method.
 """
 
 import pkgutil

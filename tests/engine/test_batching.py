@@ -9,7 +9,7 @@ import torch
 from conftest import LLAMA3, needs_bfloat16, small_model
 
 from lab.common import command_line
-from lab.engine.batching import Engine
+from lab.engine.batching import REPLACED, Engine, serves
 from lab.engine.compiled import Compiled, Pass
 from lab.engine.cuda_graphs import rounded
 from lab.engine.prefill import settle
@@ -17,6 +17,7 @@ from lab.engine.products import FEW
 from lab.engine.request import Sample, choose_finite
 from lab.engine.simple import generate
 from lab.kernels.channels import bias_unit
+from lab.methods import all_methods
 from model import UserError
 
 SAMPLING = dict(temperature=0.9, top_k=20, seed=3, ends=[5])
@@ -106,6 +107,23 @@ def test_many(model, many, batch_size, monkeypatch):
     assert {len(sample.tokens) for sample in expected} > {8}  # some end early
     engine = Engine(model, batch_size, tau=0.3, tolerance=0)
     assert engine.generate(texts, 8, **SAMPLING) == expected
+
+
+def test_serves():
+    """Catches a method that the engine decodes by another rule than its own, without a word."""
+    engine = {"ponderlm3", "ponderlm2", "vanilla", "grid", "grid-fixed"}
+    engine |= {f"ablation-{part}" for part in ("mask", "integration", "router", "index")}
+    model = small_model()
+    served = {kind.method for kind in all_methods() if serves(small_model(method=kind.method))}
+    assert served & {"looped", "ouro", "pause", "mor-expert", "mor-token"} == set() and engine <= served
+    for name in REPLACED:
+        model.__class__ = type("Own", (type(model),), {name: lambda self: None})
+        assert not serves(model)
+        with pytest.raises(UserError, match="the engine does not know"):
+            Engine(model)
+        model.__class__ = type(model).__bases__[0]
+    model.__class__ = type("Own", (type(model),), {"feed_back": lambda self, h, e: h + e})
+    assert serves(model)
 
 
 @pytest.mark.parametrize(
