@@ -244,6 +244,7 @@ def test_links(name):
 SOURCES = {
     "README.md": "frontier.csv budget.csv",
     "docs/hugging-face.md": "",
+    "docs/inside-a-run.md": "where-long.csv",
     "docs/lookup.md": "lookup.csv lookup-long.csv lookup-rivals.csv lookup-kinds.csv worth.csv",
     "docs/methods.md": "",
     "docs/results.md": "budget.csv frontier.csv frontier-grid.csv frontier-long.csv layers.csv pareto.csv "
