@@ -1,21 +1,39 @@
 #!/usr/bin/env bash
 # How many layers is a step of thinking worth? Plain models of 3 to 8 layers, and thinking ones of 3 on the grid,
-# which always take one, two or three steps or decide; 1,000 steps of the same text, five pairs. On one core about 20
-# minutes a seed.
-#     bash lab/runs/layers.sh          SEEDS=1: these runs, no table
+# which always take one, two or three steps or decide; the same text, by pairs.
+#     bash lab/runs/layers.sh          PARTS="tiny wide", SEEDS=1 or both: these runs, no table
+# On one core 20 minutes a seed for `tiny`, 17 for `wide` (twice its width), 30 for `long` (four times the steps).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . lab/runs/once.sh
 
 train() { # name, flags
-  once out/layers "$1" "$seed" --preset tiny --steps 1000 --eval-every 1000 --eval-windows 512 "${@:2}"
+  once "$folder" "$1" "$seed" --preset tiny --eval-every 4000 --eval-windows 512 "${size[@]}" "${@:2}"
 }
+plain() { for n in "$@"; do train "plain-$n" --method vanilla --num-hidden-layers "$n"; done; }
+always() { for K in "$@"; do train "always-$K" --method grid-fixed --ponder-steps "$K"; done; }
+decides() { ROUTER_RATE=3 train decides-3 --method grid --ponder-steps 3; }
 
-for seed in ${SEEDS:-0 1 2 3 4}; do
-  for n in 3 4 5 6 8; do train "plain-$n" --method vanilla --num-hidden-layers "$n"; done
-  for K in 1 2 3; do train "always-$K" --method grid-fixed --ponder-steps "$K"; done
-  ROUTER_RATE=3 train decides-3 --method grid --ponder-steps 3
+for part in ${PARTS:-tiny wide long}; do
+  folder=out/layers-$part size=(--steps 1000) seeds="0 1 2"
+  case $part in
+    tiny) folder=out/layers seeds="0 1 2 3 4" ;;
+    wide) # at half the learning rate
+      size+=(--hidden-size 192 --intermediate-size 512 --num-attention-heads 4 --learning-rate 2e-3) ;;
+    long) size=(--steps 4000) seeds=0 ;;
+  esac
+  for seed in ${SEEDS:-$seeds}; do
+    case $part in
+      tiny) plain 3 4 5 6 8 && always 1 2 3 && decides ;;
+      wide) plain 3 4 6 && always 1 2 ;;
+      long) plain 3 4 6 && always 1 && decides ;;
+    esac
+  done
 done
 
-[ -n "${SEEDS:-}" ] || "${PYTHON:-python}" -m lab analyze layers \
-  --runs out/layers/{plain-?,always-?,decides-3}-[0-9]
+if [ -z "${PARTS:-}${SEEDS:-}" ]; then
+  for part in "" -wide -long; do
+    "${PYTHON:-python}" -m lab analyze layers --runs out/layers$part/{plain-?,always-?,decides-?}-? \
+      --out out/analyze/layers$part
+  done
+fi
