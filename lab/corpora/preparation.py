@@ -241,7 +241,7 @@ class Meta(TypedDict):
 
     source: str
     bytes: int  # of the text
-    sha256: str  # of the text; of a streamed corpus that of its shards
+    sha256: NotRequired[str]  # of the text, if it was prepared here; of a streamed corpus that of its shards
     val_bytes: NotRequired[int]
     dtype: NotRequired[Literal[ID_TYPES]]  # no other: bytes would become what they say
     tokens: NotRequired[int]  # of training
@@ -264,7 +264,8 @@ def describe(folder):
     meta = read_meta(folder)
     if "source" not in meta:
         return str(folder)
-    return f"{folder}: {meta['bytes']:,} bytes, sha256 {meta['sha256'][:16]}, {meta['source']}"
+    digest = f"sha256 {meta['sha256'][:16]}, " if "sha256" in meta else ""
+    return f"{folder}: {meta['bytes']:,} bytes, {digest}{meta['source']}"
 
 
 class Shards:

@@ -36,6 +36,7 @@ class Pause(FixedDepth):
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
         idx = torch.tensor([[token]], device=self.lm_head.weight.device)
-        positions = torch.full((self.config.ponder_steps + 1,), position, device=idx.device)
-        h = self.model(self.interleave(idx), positions, None, cache=cache)  # (1, S, D)
-        return self.lm_head(h[0, -1]), self.config.ponder_steps
+        position = torch.tensor([position], device=idx.device)
+        for x in self.interleave(idx).split(1, dim=1):  # (1, 1, D): slot after slot
+            h = self.model(x, position, None, cache=cache)
+        return self.lm_head(h[0, 0]), self.config.ponder_steps

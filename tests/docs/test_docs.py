@@ -40,6 +40,7 @@ SHORT = {  # appended to a command, so that it takes seconds
     "lab train": TRAIN,
     "lab sample": "--max-new-tokens 3",
     "lab analyze heatmap": "--data my_texts",
+    "lab analyze where": "--data my_texts",
     "lab analyze report": "--windows 2 --data my_texts",
     "lab evaluate": "--windows 3",
     "lab bench attention": "--lengths 64 --widths 56 --repeats 1",
