@@ -80,7 +80,7 @@ def stand_in_model(folder, method="vanilla", K=0, **shape):
         ("pareto.sh", (), {"SCALE": "small", "SEEDS": "5"}, None, []),
         ("grid.sh", (), {}, 76, ["budget"] * 4),
         ("grid.sh", (), {"SEEDS": "4"}, 18, []),
-        ("layers.sh", (), {}, 65, ["layers"] * 3),
+        ("layers.sh", (), {}, 69, ["layers"] * 3),
         ("paper.sh", (), {"TRY": "1"}, 2, []),
         ("gpu.sh", ("b",), {"STEPS": "7"}, 4, []),
     ],
