@@ -163,8 +163,8 @@ def parse(argv=None):
         defaults = replace(config, out=known.out, name=run.name, resume=True)
         model_defaults = from_json(Config, shape, run / "train.json")
     else:
-        has_gpu = known.device != "cpu" and torch.cuda.is_available()  # which this does not touch yet
-        preset = known.preset or ("small" if has_gpu else "tiny")
+        on_gpu = known.device.partition(":")[0] in ("auto", "cuda") and torch.cuda.is_available()
+        preset = known.preset or ("small" if on_gpu else "tiny")  # without touching the GPU yet
         defaults, model_defaults = PRESETS.get(preset, PRESETS["tiny"])  # tyro refuses a wrong one below
 
     def flags(
@@ -426,7 +426,7 @@ def read_run(run, kind=TrainConfig):
     if any(file.parent.glob("step-" + 8 * "[0-9]")):
         raise UserError(f"{run} is of an earlier version: it can be sampled as it is, but not be resumed")
     if not file.is_file():
-        raise UserError(f"{file} does not exist: {run} is no run of a training that could go on or be drawn")
+        raise UserError(f"{run} is no run, it has no train.json: train one, without --resume")
     content = read_json(file)
     config, model, corpus = (content.get(name) for name in ("config", "model", "corpus"))
     if not all(isinstance(x, dict) for x in (config, model, corpus)) or "method" not in model:

@@ -79,7 +79,7 @@ def trained_steps(run):
 
 
 def title(model, layers, last_stage, shortest):
-    longer = f", stages {last_stage / shortest:g} times longer" if last_stage > shortest else ""
+    longer = f", stages {last_stage / shortest:g} times as long" if last_stage > shortest else ""
     return f"{model}, {layers} layer{'s' * (layers > 1)}{longer}"
 
 

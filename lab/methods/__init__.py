@@ -11,7 +11,7 @@ has_router, mixes                         is s learned? do all states predict, w
 iterates, grid                            are its states a Jacobi fixed point? or K+1 exact passes?
 feed_back, mask_keys, step_weights        inputs of the next slots; log w of keys; what a state counts
 states, route, ponder_token, new_cache    all tokens at once; their s; one token behind a cache
-param_groups                              learning rates; a learned number belongs into a module of its own
+param_groups                              learning rates; a learned number belongs in a module of its own
 objective                                 its loss in training
 training_forwards                         what it costs
 

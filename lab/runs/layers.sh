@@ -24,9 +24,9 @@ for part in ${PARTS:-tiny wide long}; do
   esac
   for seed in ${SEEDS:-$seeds}; do
     case $part in
-      tiny) plain 3 4 5 6 8 && always 1 2 3 && decides ;;
-      wide) plain 3 4 6 && always 1 2 ;;
-      long) plain 3 4 6 && always 1 && if [ "$seed" = 0 ]; then decides; fi ;;
+      tiny) plain 3 4 5 6 8; always 1 2 3; decides ;;
+      wide) plain 3 4 6; always 1 2 ;;
+      long) plain 3 4 6; always 1; if [ "$seed" = 0 ]; then decides; fi ;;
     esac
   done
 done

@@ -252,6 +252,7 @@ SOURCES = {
     "router.csv",
     "docs/speed.md": "attention-cpu.json decode-medium-cpu.json train-tiny-cpu.json train-small-cpu.json",
     "docs/training.md": "",
+    "models/docstrings/README.md": "included.csv",
 }
 # Of these a page has means over seeds.
 OF_SEEDS = {"worth.csv": ["model", "layers", "last_stage", "lookups"], "layers.csv": ["model", "layers", "K"]}

@@ -108,13 +108,14 @@ def loss(model, monkeypatch, **options):
 
 
 @pytest.mark.parametrize("weights", FEWER_BITS)
-@pytest.mark.parametrize("tau", [0.0, 1e-4])
-def test_loss(weights, tau, monkeypatch):
-    """Catches weights of few bits whose errors pile up over the steps: the loss of the included
-    model with all steps and with early exit, to 0.002 nats; and that they are used."""
-    exact, found = (loss(load(INCLUDED), monkeypatch, tau=tau, weights=w) for w in ("float32", weights))
+@pytest.mark.parametrize("tau, alpha, most", [(0.0, 0.0, 1.3), (1e-4, 0.0, 1.3), (0.5, -60.0, 2.3)])
+def test_loss(weights, tau, alpha, most, monkeypatch):
+    """Catches weights of few bits whose errors pile up over the steps: the loss of the included model with
+    all steps, early exit, and without steps (alpha), to 0.002 nats; and that they are used."""
+    how = dict(tau=tau, alpha=alpha)
+    exact, found = (loss(load(INCLUDED), monkeypatch, **how, weights=w) for w in ("float32", weights))
     assert 0 < abs(found - exact) < 2e-3
-    assert exact < 1.5
+    assert exact < most
 
 
 def test_cpu_without_bfloat16(monkeypatch):

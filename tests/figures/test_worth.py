@@ -67,7 +67,7 @@ def test_summary():
     )
     longer = frame[frame.learning_rate == 1e-3].assign(last_stage=12, right=0.8)
     cells, kept = summary(pd.concat([frame, longer]))
-    assert "plain, 1 layer, stages 4 times longer" in set(cells.model)
+    assert "plain, 1 layer, stages 4 times as long" in set(cells.model)
     kept = kept[kept.last_stage == 3]
     (plain,) = [r for r in cells.to_dict("records") if r["model"] == "plain, 1 layer"]
     assert (plain["1 lookup"], plain["worst"], plain["seeds"]) == ("0.60", "0.50", 2)

@@ -397,7 +397,7 @@ def test_nothing_to_resume():
     """Catches a stack trace where there is no run, or a train.json that is none, or of an older version."""
     with pytest.raises(UserError, match=r"python train\.py"):
         parse(["--resume"])
-    with pytest.raises(UserError, match=r"x is no run of a training"):
+    with pytest.raises(UserError, match=r"x is no run, .*: train one, without --resume"):
         parse(shlex.split("--resume --name x"))
     run, _ = go("--steps 1")
     config = json.loads((run / "train.json").read_text())
