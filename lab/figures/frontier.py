@@ -46,10 +46,10 @@ def reference_curves(runs):
 
 
 def frontier_rows(runs, taus, device, data=None):
-    """One row for each method, K and tau: steps, loss, and the difference to the reference."""
+    """One row for each method, K and tau: steps, loss, and the difference to the reference, which has none."""
     curves, methods = reference_curves(runs), reference(runs)
-    others = [r for r in runs if r.shape.method not in methods and r.config.seed in curves]
-    if not others:
+    compared = [run for run in runs if run.config.seed in curves]
+    if all(run.shape.method in methods for run in compared):
         raise UserError(f"no run beside {' and '.join(sorted(methods))} has one of their seeds")
 
     def measure(run):
@@ -57,11 +57,11 @@ def frontier_rows(runs, taus, device, data=None):
         stops = taus if run.method.has_router else [run.config.tau]
         for tau, hard in stopped_at(run, stops, device, data):
             row = {"tau": tau, "steps": hard["steps"], "loss": hard["loss"]}
-            row["inside"] = float(steps[0] <= row["steps"] <= steps[-1])
+            row["inside"] = float(run.shape.method not in methods and steps[0] <= row["steps"] <= steps[-1])
             row["difference"] = row["loss"] - np.interp(row["steps"], steps, losses)
             yield row
 
-    frame = over_seeds(others, measure, by=["tau"])
+    frame = over_seeds(compared, measure, by=["tau"])
     frame["interval"] = list(map(interval, frame.difference_std, frame.seeds))
     outside = frame.inside < 1  # of some seed: there is nothing to compare with
     frame.loc[outside, ["difference", "difference_std", "interval"]] = math.nan
@@ -93,11 +93,12 @@ class Frontier(Comparison):
             return frontier_rows(runs, self.taus, device, self.data)
 
         frame = self.frame("frontier", frontier_table, rows)
+        drawn = frame[frame.difference.notna()]
         labels = (
             "executed extra steps per token, more to the right where τ is smaller",
             "loss minus PonderLM-2's, nats",
         )
         figure, (axes,) = new_figure(*labels)
         axes.axhline(0, color="#777777", label="PonderLM-2; below: better")
-        draw_curves(axes, with_interval(frame), curve_names(frame), "steps", "difference")
+        draw_curves(axes, with_interval(drawn), curve_names(drawn), "steps", "difference")
         save_figure(figure, self.out / "frontier.png")

@@ -14,25 +14,15 @@ grid() { # name, flags: beside those of layers.sh
   once out/layers "$1" "$seed" --preset tiny --steps 1000 --eval-every 1000 --eval-windows 512 "${@:2}"
 }
 
-for part in ${PARTS:-rates grid rivals tries others}; do
+for part in ${PARTS:-rates grid tries others}; do
   case $part in
-    rates) seeds="0 1 2 3 4" ;;
-    grid) seeds="0 1 2" ;;
-    rivals) seeds="0 1 2 3 4" ;;
+    rates | grid) seeds="0 1 2" ;;
     *) seeds=0 ;;
   esac
   for seed in ${SEEDS:-$seeds}; do
     case $part in
-      rates)
-        train m3 --router-rate 3
-        [ "$seed" -lt 3 ] || continue
-        for m in 1 10 30; do train "m$m" --router-rate $m; done
-        ;;
+      rates) for m in 1 10 30; do train "m$m" --router-rate $m; done ;;
       grid) for m in 1 10 30; do grid "rate-$m" --method grid --ponder-steps 3 --router-rate $m; done ;;
-      rivals)
-        train vanilla --method vanilla
-        for K in 1 2 3; do train "fixed-$K" --method ponderlm2 --ponder-steps $K; done
-        ;;
       tries)
         for rate in 2e-3 6e-3 8e-3; do
           grid "plain-3-$rate" --method vanilla --num-hidden-layers 3 --learning-rate $rate
@@ -52,7 +42,8 @@ done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   analyze() { "${PYTHON:-python}" -m lab analyze "$@"; }
-  analyze choose --runs out/router/*-? --out out/analyze/router
+  bash lab/runs/frontier.sh
+  analyze choose --runs out/router/*-? out/frontier/ponderlm3-[012] --out out/analyze/router
   bash lab/runs/layers.sh
   analyze choose --runs out/layers/{rate,decides,always,plain-3}*-? --out out/analyze/router-grid
   analyze frontier --runs out/layers/{plain-3,always-?,decides-3}-? --out out/analyze/grid

@@ -42,7 +42,9 @@ def test_differences_by_pair(runs):
     assert looped.difference_std == pytest.approx(math.sqrt(0.07))
     assert looped.interval == pytest.approx(4.303 * math.sqrt(0.07 / 3))
     assert math.isnan(pause.difference) and math.isnan(pause.interval)
-    assert set(frame.index) == {"LoopedLM", "Pause"}
+    (title,) = set(frame.index) - {"LoopedLM", "Pause", "vanilla"}
+    ours = frame.loc[["vanilla", title]]
+    assert ours.loss.tolist() == pytest.approx([4.0, 3.6, 3.2]) and ours.difference.isna().all()
 
 
 def test_worse_with_more_steps(runs, make_run):
