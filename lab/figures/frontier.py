@@ -46,7 +46,7 @@ def reference_curves(runs):
 
 
 def frontier_rows(runs, taus, device, data=None):
-    """One row for each method, K and tau: steps, loss, and the difference to the reference, which has none."""
+    """One row for each method, K and tau: steps, loss, and the difference to the reference, of others."""
     curves, methods = reference_curves(runs), reference(runs)
     compared = [run for run in runs if run.config.seed in curves]
     if all(run.shape.method in methods for run in compared):

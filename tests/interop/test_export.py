@@ -168,6 +168,20 @@ def test_tau(tmp_path):
         assert theirs(batch["input_ids"], tau=0).steps[0].tolist() == [3] * 10
 
 
+def test_beginning_beyond_the_window(tmp_path):
+    """Catches a window that slides and loses the token that begins a text, and steps counted twice for it."""
+    model = ponders()
+    export(model, tmp_path, 0.1, begin=1, end=30)
+    rows = [[1, *row] for row in prompts(3, 20, 40)]
+    assert 40 > model.config.block_size > 21
+    found = from_pretrained(tmp_path).generate(**padded(rows, "left"), max_new_tokens=16, **GREEDY)
+    expected = generate(model, rows, 16, tau=0.1, temperature=0, begin=[1])
+    assert [row[41:].tolist() for row in found.sequences] == [sample.tokens for sample in expected]
+    steps = found.past_key_values.steps
+    assert [row[-16:] for row in steps] == [sample.steps for sample in expected]
+    assert [len(row) for row in steps] == [4 + 15, 21 + 15, model.config.block_size // 2 + 15]
+
+
 def test_steps_beyond_the_window(tmp_path):
     """Catches steps that cannot be laid beside the tokens, since some were read twice."""
     model = ponders()
