@@ -296,6 +296,7 @@ def test_logits_are_made_late():
     "kwargs,message",
     [
         (dict(ponder_steps=-1), "-1"),
+        (dict(block_size=2**31), "2147483648: it must lie in 1 .. 16777216"),
         (dict(hidden_size=0), "hidden_size"),
         (dict(num_attention_heads=4, num_key_value_heads=3), "4 heads cannot share"),
         (dict(hidden_size=30, num_attention_heads=4), "30 is not divisible by 4"),
