@@ -33,8 +33,9 @@ import tyro
 import analyze
 import sample
 import train
-from data import Windows, open_corpus
+from data import Tokenizer, Windows, open_corpus
 from lab.common import command_line, progress
+from lab.corpora.huggingface import save_pretrained
 from lab.corpora.preparation import prepare
 from lab.engine.__main__ import ManyOptions
 from lab.engine.__main__ import main as decode
@@ -64,8 +65,10 @@ def make_run():
     plain = LabConfig(**vars(config) | {"name": "plain", "device": "cpu", "precision": "float32"})
     train_in_lab(plain, configure(PonderConfig(**vars(shape)), "vanilla"))
     convert("plain", to=Path("llama"))
+    save_pretrained(Tokenizer.bytes(), "llama")  # in place of ours, beside which nothing is read
     Path("llama/generation_config.json").write_text('{"eos_token_id": [255, 256]}')
-    Path("llama/tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
+    Path("llama/special_tokens_map.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
+    Path("llama/chat_template.jinja").write_text("{{ messages[0].content }}")
     prepared = next(Path("data").iterdir())
     shutil.copytree(prepared, "bins")
 
@@ -136,6 +139,8 @@ FILES = {  # and the commands that read them
     "llama/model.safetensors": (decode_llama,),
     "llama/tokenizer.json": (decode_llama, convert_llama),
     "llama/tokenizer_config.json": (decode_llama, convert_llama),
+    "llama/special_tokens_map.json": (decode_llama, convert_llama),
+    "llama/chat_template.jinja": (decode_llama, convert_llama),
     "bins/train.bin": (read_ids,),
     "bins/meta.json": (read_ids,),
     "bins/tokenizer.json": (read_ids,),

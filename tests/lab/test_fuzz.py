@@ -67,6 +67,17 @@ def test_damage():
 
 
 @pytest.mark.slow
+def test_every_file_is_read(tmp_path, monkeypatch):
+    """Catches a file that none of its commands reads, whose damage nobody would notice."""
+    monkeypatch.chdir(tmp_path)
+    fuzz.make_run()
+    for name, commands in fuzz.FILES.items():
+        if name.endswith(("json", "safetensors", "pt", "bin")):
+            found = {fuzz.attempt(name, command, b"{", tmp_path) for command in commands}
+            assert found == {"sentence"}, name
+
+
+@pytest.mark.slow
 def test_a_small_hunt(tmp_path, monkeypatch, capsys):
     """Catches a file that the commands do not read, undamaged, and one of few forms that stops one."""
     monkeypatch.chdir(tmp_path)
