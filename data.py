@@ -55,7 +55,7 @@ INVALID = re.compile("([\udc80-\udcff]+)")  # how surrogateescape writes bytes t
 
 PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # of pydocs; torch brings the last two
 NO_TEXT = (".json", ".jsonl", ".csv", ".parquet")  # data with a structure, which is not to be learned
-ID_TYPES = ("uint16", "uint32", "uint64")  # that a .bin file may have
+ID_TYPES = ("uint8", "uint16", "uint32", "uint64")  # that a .bin file may have
 
 
 # -- Tokenizers ------------------------------------------------------------------------------------
@@ -495,12 +495,15 @@ def open_ids(file, kind, vocab_size):
         ids = np.memmap(file, kind, mode="r")
     except ValueError as error:  # half an id, or none
         raise UserError(f"{file} does not hold {kind} token ids: {error}") from None
-    for wide in (np.dtype(name) for name in ("uint64", "uint32")):  # text has no such zeros
-        n = wide.itemsize // ids.itemsize
-        if n > 1 and len(ids) % n == 0 and not ids[: 10**6].reshape(-1, n)[:, 1:].any():
+    first = ids[: 10**6]
+    for other in map(np.dtype, ("uint64", "uint32", "uint8")):  # text has no such zeros, ids no such letters
+        n = other.itemsize // ids.itemsize
+        zeros = n > 1 and len(ids) % n == 0 and not first.reshape(-1, n)[:, 1:].any()
+        letters = not n and np.isin(first.view(other), [9, 10, 13, *range(32, 127)]).mean() > 0.95
+        if zeros or letters:
             raise UserError(
-                f"{file} looks like ids of type {wide}, read as {kind}: say so in "
-                f'{file.with_name("meta.json")}, {{"dtype": "{wide}"}}'
+                f"{file} looks like ids of type {other}, read as {kind}: say so in "
+                f'{file.with_name("meta.json")}, {{"dtype": "{other}"}}'
             )
     if (largest := int(ids[: 10**9].max())) >= vocab_size:
         raise UserError(
