@@ -29,13 +29,15 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError("this model's tokenizer needs: pip install tokenizers") from None
         except Exception as error:  # the library raises no class of its own
             raise UserError(f"tokenizers cannot read its tokenizer.json: {error}") from None
+        if (size := self.library.get_vocab_size()) > 2**20 or max(self.library.get_vocab().values()) >= 2**20:
+            raise UserError(f"its vocabulary of {size:,} tokens has ids beyond 2^20, the most of a model")
         self.library.no_truncation()
         self.library.no_padding()
         self.definition, self.end, self.chat_template = definition, end, chat_template
         self.end_of_text = None if end is None else self.library.token_to_id(end)
         if end is not None and self.end_of_text is None:
             raise UserError(f"its end of text, {end!r}, is not in its vocabulary")
-        probe = self.library.encode("a")
+        probe = self.guarded("a", add_special_tokens=True)
         added = zip(probe.ids, probe.special_tokens_mask, strict=True)
         self.begin = [i for i, special in takewhile(lambda pair: pair[1], added)]
         self.library.encode_special_tokens = True  # nothing in a text is taken for one
@@ -46,7 +48,16 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode(self, text):
         text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
         text = text.encode("utf-8", "replace").decode()  # lone surrogates
-        return self.library.encode(text, add_special_tokens=False).ids
+        return self.guarded(text, add_special_tokens=False).ids
+
+    def guarded(self, text, **how):
+        """The library's encode. UserError: it fails, also by a panic, which is no Exception."""
+        try:
+            return self.library.encode(text, **how)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            raise UserError(f"its tokenizer.json fails on {text[:20]!r}: {error}") from None
 
     def encode_prompt(self, text):
         """As encode, but the model's control tokens, like <|im_start|>, are one id each."""

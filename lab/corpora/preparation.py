@@ -76,7 +76,7 @@ def read_texts(path):
     if not path.is_file():
         found = (file for file in sorted(path.rglob("*")) if file.is_file())
         files = [f for f in found if not any(x[0] == "." for x in f.relative_to(path).parts)]
-    lines = [file for file in files if file.suffix == ".jsonl"]
+    lines = [file for file in files if file.suffix.lower() == ".jsonl"]
     if not lines:
         return root.read_texts(path)
     texts, odd = [], []
@@ -105,7 +105,8 @@ def json_lines(file, name, content):
     for i, line in enumerate(content.splitlines(), start=1):
         if line.strip():
             try:
-                text = (json.loads(line)["text"] or "").encode("utf-8", "replace")
+                text = json.loads(line)["text"]
+                text = ("" if text is None else text).encode("utf-8", "replace")
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise UserError(f"{file}, line {i}: no JSON object with a text in 'text'") from None
             yield f"{name} line {i}", text
@@ -314,4 +315,6 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
     V = tokenizer.vocab_size
     train, val = (load_tokens(folder, split, V) for split in ("train", "val"))
     padded = V if V < 1024 else -(-V // 64) * 64
-    return Corpus(folder.absolute().name, tokenizer, padded, train, val, describe(folder))
+    corpus = Corpus(folder.absolute().name, tokenizer, padded, train, val, describe(folder))
+    corpus.val_bytes = read_meta(folder).get("val_bytes")  # None: ids as they were found
+    return corpus

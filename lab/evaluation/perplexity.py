@@ -55,6 +55,11 @@ def score_texts(model, name, texts, size, tau, *, windows=None, batch_tokens=409
     cuts = [window for ids in texts for window in cut(ids, model.config.block_size)]
     if not cuts:
         raise UserError(f"{name} has no token to predict; give more text")
+    if (largest := max(map(max, filter(None, texts)))) >= model.config.vocab_size:
+        raise UserError(
+            f"{name} has token id {largest}, beyond the model's vocabulary of {model.config.vocab_size}: the "
+            "tokenizer beside it is another model's"
+        )
     if windows and windows < len(cuts):
         cuts, size = [cuts[i] for i in np.linspace(0, len(cuts) - 1, windows).astype(int)], None
     if other and len(cuts) < LEAST:

@@ -29,23 +29,29 @@ def validation_windows(run, data=None, other=False, flag="--data"):
     if data is None and config.data not in CORPORA:
         raise UserError(f"{run} was trained on {config.data!r}: give this text again, by {flag}")
     config = replace(config, data=data or config.data)
-    # One that began from a model has its tokenizer, of which the run has a copy.
+    # One that began from a model has its tokenizer, of which the run has a copy, as of any that has a name.
     copied = config.tokenizer == "auto" and getattr(config, "init_from", None)
+    copied = copied or config.tokenizer not in ("auto", "bytes", "bpe", "gpt2")
     corpus = open_corpus(config.data, str(run) if copied else pick_tokenizer(config), shape.vocab_size)
     if corpus.known_by["tokenizer"] != known.get("tokenizer"):
         raise UserError(f"{config.data} has ids of another tokenizer than {run}")
     if not other and corpus.known_by["val_sha256"] != known.get("val_sha256"):
         raise UserError(f"{config.data} is not the text that {run} was scored on")
-    return config, corpus.tokenizer, Windows(corpus.val, shape.block_size, seed=0)
+    windows = Windows(corpus.val, shape.block_size, seed=0)
+    windows.bytes = getattr(corpus, "val_bytes", None)
+    return config, corpus.tokenizer, windows
 
 
 def validation_text(run, data=None):
     """A run's validation text as one text, in which ends of documents are predicted like other tokens.
     -> its name, [ids], and its bytes; None where ids cannot be told from text."""
+    if not Path(run, "train.json").is_file():
+        raise UserError(f"{run} is no run, which has a text of its own: give a text, --data")
     _, tokenizer, val = validation_windows(run, data, flag="--corpus")
-    ids = val.tokens.tolist()
-    text = tokenizer.decode([i for i in ids if i != tokenizer.end_of_text])
-    return f"validation text of {run}", [ids], None if tokenizer.name == "ids" else len(text)
+    ids, size = val.tokens.tolist(), val.bytes
+    if size is None and tokenizer.name not in ("ids", "huggingface"):  # whose ids show more than was there
+        size = len(tokenizer.decode([i for i in ids if i != tokenizer.end_of_text]))
+    return f"validation text of {run}", [ids], size
 
 
 def own_texts(data, tokenizer):
@@ -55,5 +61,6 @@ def own_texts(data, tokenizer):
     if not texts:
         raise UserError(f"--data {data}: no such file or folder, or one without text")
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    before = begin_of(tokenizer) or end  # without any, the first token is not predicted
-    return data, [[*before, *tokenizer.encode(text)] for text in texts], sum(map(len, texts))
+    before = begin_of(tokenizer) or end  # without any, the first token is not predicted: bytes are unknown
+    size = sum(map(len, texts)) if before else None
+    return data, [[*before, *tokenizer.encode(text)] for text in texts], size

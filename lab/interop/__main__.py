@@ -25,7 +25,10 @@ def scored_tau(directory):
     """The tau at which a run counted its steps, or with which it was exported; else 1e-4."""
     exported = Path(directory, "generation_config.json")
     config = read_json(exported) if exported.exists() else {}
-    return (config | settings_of(directory)).get("tau") or 1e-4
+    tau = (config | settings_of(directory)).get("tau")
+    if tau is not None and (type(tau) not in (int, float) or not 0 <= tau <= 1):
+        raise UserError(f"{directory} was scored at tau = {tau!r}, which is no probability: give --tau")
+    return 1e-4 if tau is None else tau
 
 
 def main(
@@ -70,6 +73,8 @@ def main(
     if to is None:
         return
     model = model.half() if half else model
+    if odd := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
+        raise UserError(f"{odd[0]} has numbers that float16 does not hold: leave out --half")
     begin = end = None
     if tokenizer:
         begin, end = next(iter(begin_of(tokenizer)), None), tokenizer.end_of_text

@@ -220,6 +220,9 @@ def test_large_vocabulary(tmp_path):
         ({"model": {"type": "Odd"}}, "tokenizers cannot read"),
         ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "decoder.*WordPiece"),
         ({"decoder": None}, "unknown decoder"),
+        ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "fails on 'a'"),  # the library panics
+        ({"model": {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "?"}}, "fails on 'a'"),
+        ({"model": {"type": "WordLevel", "vocab": {"b": 2**20}, "unk_token": "b"}}, "ids beyond 2"),
         ({}, "pip install tokenizers"),
     ],
 )

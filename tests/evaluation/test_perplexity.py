@@ -2,12 +2,14 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import same_weights, save_for_bytes, small_model
+from foreign import KINDS, make_tokenizer
 
 from data import Tokenizer
 from lab.common import command_line
@@ -15,11 +17,11 @@ from lab.evaluation import perplexity
 from lab.evaluation.__main__ import Options, main
 from lab.evaluation.perplexity import summarise
 from lab.evaluation.scoring import Window, cut, score
-from lab.evaluation.texts import own_texts
-from lab.interop import load
+from lab.evaluation.texts import own_texts, validation_text
+from lab.interop import load, save
 from lab.methods import configure
 from lab.train import LabConfig, train
-from model import UserError
+from model import UserError, read_json
 
 RAW = "naïve café\r\n".encode() * 60 + b"\xff"
 
@@ -79,7 +81,7 @@ def test_costs_without_a_soft_form(method, method_model):
         (dict(data="empty"), "--data empty: .* without text"),
         (dict(data="text", out=Path("model/config.json")), "is there already"),
         (dict(data="text", corpus="text"), "exclude each other"),
-        (dict(), r"train\.json"),
+        (dict(), "model is no run, .* give a text, --data"),
     ],
 )
 def test_wrong_options(folder, kwargs, message):
@@ -92,6 +94,34 @@ def test_json_lines(folder):
     """Catches texts of a .jsonl file that are scored as JSON, or as one."""
     (folder / "two.jsonl").write_text('{"text": "ab"}\n{"text": "cd"}\n')
     assert own_texts("two.jsonl", Tokenizer.bytes())[1:] == ([[256, *b"ab"], [256, *b"cd"]], 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes(folder, kind, config, shape):
+    """Catches bytes of what a tokenizer adds to a text, and those of a token that is not predicted."""
+    _, tokenizer = make_tokenizer(folder / "llama", kind)
+    text = "\n".join(["the quick brown fox"] * 400)
+    Path("words.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in text.split("\n")))
+    model = small_model(method="vanilla", vocab_size=tokenizer.vocab_size, block_size=16)
+    save(model, folder / "llama")
+    shape = configure(shape, "vanilla", vocab_size=tokenizer.vocab_size)
+    settings = dict(data="words.jsonl", tokenizer=str(folder / "llama"), name="words", steps=1)
+    run, _ = train(LabConfig(**vars(config) | settings), shape)
+    (meta,) = Path("data").glob("words*/meta.json")
+    assert validation_text(run, "words.jsonl")[2] == read_json(meta)["val_bytes"]
+    assert own_texts("words.jsonl", tokenizer)[2] == len(text.replace("\n", ""))
+    tokenizer.begin, tokenizer.end_of_text = [], None
+    assert own_texts("words.jsonl", tokenizer)[2] is None
+    shutil.rmtree(folder / "llama")  # named by train.json alone: not opened again
+    assert validation_text(run, "words.jsonl")[2]
+
+
+def test_ids_of_another_model(folder):
+    """Catches a stack trace where a tokenizer has more tokens than its model."""
+    Tokenizer.train(["the the the"] * 9, 258).save(folder / "model/tokenizer.json")
+    Path("the").write_text("the the the")
+    with pytest.raises(UserError, match=r"id 25[78], beyond the model's vocabulary of 257"):
+        main(Options("model", "the", device="cpu"))
 
 
 def test_windows_are_spread(folder, monkeypatch):

@@ -382,9 +382,21 @@ def test_command(directory, tmp_path, capsys):
     config = json.loads((directory / "generation_config.json").read_text())
     assert config["tau"] == 0.1 and config["eos_token_id"] == config["pad_token_id"] == 256
     assert exported_config(directory, "again")["tau"] == scored_tau(directory) == 0.1
+    place = tmp_path / "generation_config.json"
+    place.write_text('{"tau": 0}')
+    assert scored_tau(tmp_path) == 0
+    place.write_text('{"tau": "x"}')
+    with pytest.raises(UserError, match="tau = 'x', which is no probability: give --tau"):
+        scored_tau(tmp_path)
     (run / "train.json").write_text('{"config": {"tau": 0.25}}')
     assert exported_config(run, "scored")["tau"] == 0.25
     assert read_json(tmp_path / "scored")["dtype"] == "float16"
+    model = small_model(vocab_size=257)
+    model.lm_head.weight.data *= 1e9
+    save_for_bytes(model, tmp_path / "large")
+    with pytest.raises(UserError, match=r"lm_head.weight has numbers that float16 does not hold"):
+        interop_main(str(tmp_path / "large"), to=tmp_path / "never", half=True)
+    assert not (tmp_path / "never").exists()
     IdTokenizer(257).save(run / "tokenizer.json")
     exported_config(run, "ids")
     assert "no tokenizer is written" in capsys.readouterr().out

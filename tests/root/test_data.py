@@ -402,13 +402,13 @@ def test_nanogpt_folders(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "bits",
-    ["16 32", "16 64", "32 64", "16 8", "32 8"],
+    ["16 32", "16 64", "32 64", "16 8"],
 )
 def test_ids_of_another_width(tmp_path, bits):
     """Catches a file of 32- or 64-bit ids that is read as ids half as wide, every other one a zero, and one
-    of bytes that is read as pairs of letters."""
+    of ids of a byte that is read as pairs of them."""
     kind, wide = (f"uint{n}" for n in bits.split())
-    low, high = (97, 123) if wide == "uint8" else (1, 257)
+    low, high = (0, 65) if wide == "uint8" else (1, 257)
     ids = np.random.default_rng(0).integers(low, high, 3_000)
     write_bins(tmp_path, ids, wide)
     Tokenizer.bytes().save(tmp_path / "tokenizer.json")
