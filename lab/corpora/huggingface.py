@@ -117,9 +117,11 @@ def token_bytes(library, decoder):
     """The bytes of each token of a vocabulary, whose entries are text: {id: bytes}.
 
     There are two ways to write bytes as text. ByteLevel (GPT-2's) has a character for each byte.
-    SentencePiece writes a space as U+2581, and a byte outside its alphabet as <0x0A>.
+    SentencePiece writes a space as U+2581, or as its decoder says, and a byte outside its alphabet as <0x0A>.
     """
-    kinds = {part["type"] for part in (decoder or {}).get("decoders", [decoder or {"type": None}])}
+    parts = (decoder or {}).get("decoders", [decoder or {"type": None}])
+    kinds = {part["type"] for part in parts}
+    space = next((part["replacement"] for part in parts if part["type"] == "Metaspace"), "\u2581")
     if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
         raise UserError(f"its tokenizer.json has an unknown decoder, {sorted(map(str, kinds))}")
     tokens, byte, added = {}, byte_characters(), library.get_added_tokens_decoder()
@@ -131,7 +133,7 @@ def token_bytes(library, decoder):
         elif re.fullmatch("<0x[0-9A-F]{2}>", text):
             tokens[i] = bytes([int(text[3:5], 16)])
         else:
-            tokens[i] = text.replace("\u2581", " ").encode()
+            tokens[i] = text.replace(space, " ").encode()
     return tokens
 
 

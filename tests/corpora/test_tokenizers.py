@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 from foreign import KINDS, TEXT, byte_level, make_tokenizer
-from tokenizers import processors
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from lab.corpora.huggingface import save_pretrained
 from lab.corpora.preparation import load_tokens, prepare, write_tokens
@@ -65,6 +66,16 @@ def test_added_tokens(tmp_path):
     ids = tokenizer.encode("the two words \u00e9 fox")
     assert library.token_to_id("two words \u00e9") in ids
     assert tokenizer.decode(ids).decode() == "the two words \u00e9 fox"
+
+
+def test_another_metaspace(tmp_path):
+    """Catches a space that is shown as the character by which its tokenizer writes it."""
+    library = Library(models.WordLevel({"_the": 0, "_fox": 1, "?": 2}, unk_token="?"))
+    library.pre_tokenizer = pre_tokenizers.Metaspace(replacement="_")
+    library.decoder = decoders.Metaspace(replacement="_")
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.decode(tokenizer.encode("the fox")) == b" the fox"
 
 
 def test_beginning_is_not_shown(tmp_path, capsys):
