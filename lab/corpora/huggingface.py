@@ -5,6 +5,7 @@ file when it meets such a tokenizer.json.
 """
 
 import json
+import math
 import re
 from itertools import takewhile
 from pathlib import Path
@@ -29,6 +30,8 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError("this model's tokenizer needs: pip install tokenizers") from None
         except Exception as error:  # the library raises no class of its own
             raise UserError(f"tokenizers cannot read its tokenizer.json: {error}") from None
+        if (times := growth(definition.get("normalizer"))) > 1000:
+            raise UserError(f"its normalizer would make a text {times:,} times as long")
         if (size := self.library.get_vocab_size()) > 2**20 or max(self.library.get_vocab().values()) >= 2**20:
             raise UserError(f"its vocabulary of {size:,} tokens has ids beyond 2^20, the most of a model")
         self.library.no_truncation()
@@ -104,6 +107,12 @@ def read_fields(file, fields):
         template = place.read_text("utf-8")
     ends = stops if isinstance(stops, list) else [stops]
     return HuggingFaceTokenizer(fields, end["content"] if isinstance(end, dict) else end, ends, template)
+
+
+def growth(normalizer):
+    """How many times as long a normalizer can make a text, which then has to fit in memory."""
+    parts = (normalizer or {}).get("normalizers")
+    return len((normalizer or {}).get("content", "")) or 1 if parts is None else math.prod(map(growth, parts))
 
 
 def byte_characters():

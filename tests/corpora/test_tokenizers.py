@@ -17,6 +17,7 @@ from lab.engine.request import Request, print_tokens
 from model import UserError
 
 CODE = "def f(x):\n    return x + 1  # naïve café 😀👩‍👩‍👧\n" * 40
+TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": 10 * "a"}
 HARD = "the  fox\n\tnaps: é ☃ 日本 \U0001f98a <s> </s> <|endoftext|> \x00!"
 
 
@@ -231,6 +232,7 @@ def test_large_vocabulary(tmp_path):
         ({"model": {"type": "Odd"}}, "tokenizers cannot read"),
         ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "decoder.*WordPiece"),
         ({"decoder": None}, "unknown decoder"),
+        ({"normalizer": {"type": "Sequence", "normalizers": 9 * [TENFOLD]}}, "1,000,000,000 times as long"),
         ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "fails on 'a'"),  # the library panics
         ({"model": {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "?"}}, "fails on 'a'"),
         ({"model": {"type": "WordLevel", "vocab": {"b": 2**20}, "unk_token": "b"}}, "ids beyond 2"),
