@@ -45,6 +45,7 @@ if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   bash lab/runs/frontier.sh
   analyze choose --runs out/router/*-? out/frontier/ponderlm3-[012] --out out/analyze/router
   bash lab/runs/layers.sh
-  analyze choose --runs out/layers/{rate,decides,always,plain-3}*-? --out out/analyze/router-grid
+  analyze choose --runs out/layers/{rate-*,decides-3}-[012] --out out/analyze/router-grid
+  analyze choose --runs out/layers/{always,plain-3}*-0 --out out/analyze/tries-grid
   analyze frontier --runs out/layers/{plain-3,always-?,decides-3}-? --out out/analyze/grid
 fi
