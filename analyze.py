@@ -35,9 +35,8 @@ import tyro
 
 from data import Windows, load_tokenizer, open_corpus
 from model import PonderLM, UserError, command_line, load, newest_run, pick_device, read_json, write_whole
-from train import pick_tokenizer, read_run
+from train import BATCH, pick_tokenizer, read_run
 
-BATCH = 1024  # tokens at a time; with more a CPU is slower
 BUCKETS = "easy", "medium", "hard"
 ALPHAS = -8, -4, -3, -2, -1, 0, 1, 2, 4
 TAUS = 0, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 1

@@ -422,8 +422,8 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache="data"):
         tokenizer = load_tokenizer(folder / "tokenizer.json")
     meta = read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
     V = tokenizer.vocab_size
-    kind, padded = meta.get("dtype", id_type(V).name), V if V < 1024 else -(-V // 64) * 64
-    train, val = (open_ids(folder / f"{split}.bin", kind, V) for split in ("train", "val"))
+    train, val = (open_ids(folder / f"{split}.bin", meta.get("dtype"), V) for split in ("train", "val"))
+    padded = V if V < 1024 else -(-V // 64) * 64
     source = f"{folder}: {meta.get('source', 'token ids as they were found')}"
     return Corpus(folder.absolute().name, tokenizer, padded, train, val, source)
 
@@ -480,13 +480,14 @@ def tokenizer_of(folder, name):
         return IdTokenizer(50_257)
 
 
-def open_ids(file, kind, vocab_size):
-    """The ids of a .bin file, memory-mapped. `kind` is the name of their type.
+def open_ids(file, stated, vocab_size):
+    """The ids of a .bin file, memory-mapped. `stated` is the name of their type; None: of the vocabulary.
 
     Raises:
         UserError: a file that is missing, of another type, or with ids beyond the vocabulary (of the first
             10^9 tokens).
     """
+    kind = id_type(vocab_size).name if stated is None else stated
     if kind not in ID_TYPES:  # bytes become what numpy is told: also pointers
         raise UserError(f"{file.with_name('meta.json')}: dtype = {kind!r} is none of {', '.join(ID_TYPES)}")
     if not file.is_file():
@@ -495,18 +496,20 @@ def open_ids(file, kind, vocab_size):
         ids = np.memmap(file, kind, mode="r")
     except ValueError as error:  # half an id, or none
         raise UserError(f"{file} does not hold {kind} token ids: {error}") from None
-    first = ids[: 10**6]
-    shares = [np.bincount(x, minlength=256) / len(x) for x in first.view("uint8").reshape(len(first), -1).T]
-    for other in map(np.dtype, ("uint64", "uint32", "uint8")):
-        n = other.itemsize // ids.itemsize
-        # Ids have no such zeros, and other high bytes than low ones.
-        zeros = n > 1 and len(ids) % n == 0 and not first.reshape(-1, n)[:, 1:].any()
-        alike = not n and np.abs(shares[0] - shares[-1]).sum() < 0.3
-        if zeros or alike:
-            raise UserError(
-                f"{file} looks like ids of type {other}, read as {kind}: say so in "
-                f'{file.with_name("meta.json")}, {{"dtype": "{other}"}}'
-            )
+    first, looks = ids[: 10**6], None
+    for wide in ("uint32", "uint64"):  # text has no such zeros
+        n = np.dtype(wide).itemsize // ids.itemsize
+        if n > 1 and len(ids) % n == 0 and not first.reshape(-1, n)[:, 1:].any():
+            looks = wide
+    if stated is None:  # ids have other high bytes than low ones
+        low, *_, high = first.view("uint8").reshape(len(first), -1).T
+        shares = [np.bincount(x, minlength=256) / len(x) for x in (low, high)]
+        looks = "uint8" if np.abs(shares[0] - shares[1]).sum() < 0.3 else looks
+    if looks:
+        raise UserError(
+            f"{file} looks like ids of type {looks}, read as {kind}: say which in "
+            f'{file.with_name("meta.json")}, {{"dtype": "{looks}"}}'
+        )
     if (largest := int(ids[: 10**9].max())) >= vocab_size:
         raise UserError(
             f"{file} has token id {largest}, beyond the vocabulary of {vocab_size}; name the tokenizer it "

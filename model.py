@@ -71,8 +71,8 @@ class Config:
     def __post_init__(self):
         check_types(self)
         D, H, K = self.hidden_size, self.num_attention_heads, self.ponder_steps
-        most = {"num_hidden_layers": 1000, "ponder_steps": 1000, "rope_theta": 1e12}
-        most |= {"block_size": 2**24}  # which float32 counts to
+        # Positions beyond 2^24 are not exact in float32.
+        most = {"num_hidden_layers": 1000, "ponder_steps": 1000, "block_size": 2**24, "rope_theta": 1e12}
         for name, value in vars(self).items():
             least = 0 if name in ("ponder_steps", "penalty_weight") else 1 if type(value) is int else 1e-30
             high = most.get(name, 2**20)

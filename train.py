@@ -120,6 +120,7 @@ class TrainConfig:
             raise ValueError(f"betas = {self.betas}: they must lie in [0, 1)")
 
 
+BATCH = 1024  # tokens evaluated at a time; with 8192 a CPU takes twice as long
 # What a resumed training may change: anything else would make it another training. The corpus may
 # have moved, but must be the same.
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
@@ -377,7 +378,7 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     S, end = model.config.ponder_steps + 1, first + count
-    size = max(1, 1024 // windows.block_size)  # windows at a time; with more a CPU takes twice as long
+    size = max(1, BATCH // windows.block_size)  # windows at a time
     rank, processes = rank_and_size()
     sums = torch.zeros(2 + 2 * S, dtype=torch.float64)  # tokens, loss, stopped, weight
     for i in range(first + rank * size, end, processes * size):

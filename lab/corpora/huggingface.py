@@ -32,8 +32,6 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(f"tokenizers cannot read its tokenizer.json: {error}") from None
         if (times := growth(definition.get("normalizer"))) > 1000:
             raise UserError(f"its normalizer would make a text {times:,} times as long")
-        if (size := self.library.get_vocab_size()) > 2**20 or max(self.library.get_vocab().values()) >= 2**20:
-            raise UserError(f"its vocabulary of {size:,} tokens has ids beyond 2^20, the most of a model")
         self.library.no_truncation()
         self.library.no_padding()
         self.definition, self.end, self.chat_template = definition, end, chat_template
@@ -46,6 +44,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.library.encode_special_tokens = True  # nothing in a text is taken for one
         self.tokens = token_bytes(self.library, definition.get("decoder"))
         self.vocab_size = max(self.tokens, default=0) + 1
+        if self.vocab_size > 2**20:
+            raise UserError(f"its vocabulary of {self.vocab_size:,} ids is beyond 2^20, the most of a model")
         self.ends = [i for i in ends if i in self.tokens and i != self.end_of_text]
 
     def encode(self, text):
@@ -111,8 +111,10 @@ def read_fields(file, fields):
 
 def growth(normalizer):
     """How many times as long a normalizer can make a text, which then has to fit in memory."""
-    parts = (normalizer or {}).get("normalizers")
-    return len((normalizer or {}).get("content", "")) or 1 if parts is None else math.prod(map(growth, parts))
+    normalizer = normalizer or {}
+    if "normalizers" in normalizer:  # one after the other
+        return math.prod(map(growth, normalizer["normalizers"]))
+    return max(1, len(normalizer.get("content", "")))
 
 
 def byte_characters():

@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import urllib.request
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NotRequired
@@ -298,8 +299,7 @@ def load_tokens(folder, split, vocab_size):
     meta, files = read_meta(folder), bin_files(folder, split)
     if meta.get("complete") is False:
         raise UserError(f"{folder} is not complete; run the command that began it again")
-    kind = meta.get("dtype", id_type(vocab_size).name)
-    parts = [open_ids(file, kind, vocab_size) for file in files or [folder / f"{split}.bin"]]
+    parts = [open_ids(file, meta.get("dtype"), vocab_size) for file in files or [folder / f"{split}.bin"]]
     tokens = parts[0] if len(parts) == 1 else Shards(parts)
     if split == "train" and len(tokens) != meta.get("tokens", len(tokens)):
         raise UserError(
@@ -309,12 +309,16 @@ def load_tokens(folder, split, vocab_size):
     return tokens
 
 
+@dataclass
+class Prepared(Corpus):
+    val_bytes: int | None  # of the text; None where that is not known
+
+
 def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
     """As data.open_corpus, of all that `prepare` takes."""
     folder, tokenizer = prepare(data, tokenizer, vocab_size, cache)
     V = tokenizer.vocab_size
     train, val = (load_tokens(folder, split, V) for split in ("train", "val"))
     padded = V if V < 1024 else -(-V // 64) * 64
-    corpus = Corpus(folder.absolute().name, tokenizer, padded, train, val, describe(folder))
-    corpus.val_bytes = read_meta(folder).get("val_bytes")  # None: ids as they were found
-    return corpus
+    size = read_meta(folder).get("val_bytes")
+    return Prepared(folder.absolute().name, tokenizer, padded, train, val, describe(folder), size)

@@ -16,11 +16,12 @@ from train import pick_tokenizer
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-def validation_windows(run, data=None, other=False, flag="--data"):
-    """The validation windows that a run was scored on -> its settings, tokenizer and Windows.
+def validation_corpus(run, data=None, other=False, flag="--data"):
+    """The corpus that a run was scored on -> its settings, those of its model, and the corpus.
 
     A run may come from a stranger, so no file is opened because its train.json names it: `data` names it,
-    too, by a command's `flag`. other: it may be another text in the same tokens.
+    too, by a command's `flag`, and a tokenizer with a name was copied into the run. other: it may be another
+    text in the same tokens.
 
     Raises:
         UserError: it is no run; `data` is missing, another text, or in the tokens of another tokenizer.
@@ -29,17 +30,21 @@ def validation_windows(run, data=None, other=False, flag="--data"):
     if data is None and config.data not in CORPORA:
         raise UserError(f"{run} was trained on {config.data!r}: give this text again, by {flag}")
     config = replace(config, data=data or config.data)
-    # One that began from a model has its tokenizer, of which the run has a copy, as of any that has a name.
-    copied = config.tokenizer == "auto" and getattr(config, "init_from", None)
-    copied = copied or config.tokenizer not in ("auto", "bytes", "bpe", "gpt2")
-    corpus = open_corpus(config.data, str(run) if copied else pick_tokenizer(config), shape.vocab_size)
+    began = config.tokenizer == "auto" and getattr(config, "init_from", None)  # with a model's tokenizer
+    named = config.tokenizer not in ("auto", "bytes", "bpe", "gpt2")
+    tokenizer = str(run) if began or named else pick_tokenizer(config)
+    corpus = open_corpus(config.data, tokenizer, shape.vocab_size)
     if corpus.known_by["tokenizer"] != known.get("tokenizer"):
         raise UserError(f"{config.data} has ids of another tokenizer than {run}")
     if not other and corpus.known_by["val_sha256"] != known.get("val_sha256"):
         raise UserError(f"{config.data} is not the text that {run} was scored on")
-    windows = Windows(corpus.val, shape.block_size, seed=0)
-    windows.bytes = getattr(corpus, "val_bytes", None)
-    return config, corpus.tokenizer, windows
+    return config, shape, corpus
+
+
+def validation_windows(run, data=None, other=False):
+    """The validation windows that a run was scored on -> its settings, tokenizer and Windows; as above."""
+    config, shape, corpus = validation_corpus(run, data, other)
+    return config, corpus.tokenizer, Windows(corpus.val, shape.block_size, seed=0)
 
 
 def validation_text(run, data=None):
@@ -47,8 +52,8 @@ def validation_text(run, data=None):
     -> its name, [ids], and its bytes; None where ids cannot be told from text."""
     if not Path(run, "train.json").is_file():
         raise UserError(f"{run} is no run, which has a text of its own: give a text, --data")
-    _, tokenizer, val = validation_windows(run, data, flag="--corpus")
-    ids, size = val.tokens.tolist(), val.bytes
+    _, _, corpus = validation_corpus(run, data, flag="--corpus")
+    ids, size, tokenizer = corpus.val[:].tolist(), corpus.val_bytes, corpus.tokenizer
     if size is None and tokenizer.name not in ("ids", "huggingface"):  # whose ids show more than was there
         size = len(tokenizer.decode([i for i in ids if i != tokenizer.end_of_text]))
     return f"validation text of {run}", [ids], size

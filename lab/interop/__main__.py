@@ -72,9 +72,10 @@ def main(
         print(f"tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} tokens")
     if to is None:
         return
-    model = model.half() if half else model
-    if odd := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
-        raise UserError(f"{odd[0]} has numbers that float16 does not hold: leave out --half")
+    if half:
+        model = model.half()
+        if odd := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
+            raise UserError(f"{odd[0]} has numbers that float16 does not hold: leave out --half")
     begin = end = None
     if tokenizer:
         begin, end = next(iter(begin_of(tokenizer)), None), tokenizer.end_of_text

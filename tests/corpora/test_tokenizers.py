@@ -235,7 +235,7 @@ def test_large_vocabulary(tmp_path):
         ({"normalizer": {"type": "Sequence", "normalizers": 9 * [TENFOLD]}}, "1,000,000,000 times as long"),
         ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "fails on 'a'"),  # the library panics
         ({"model": {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "?"}}, "fails on 'a'"),
-        ({"model": {"type": "WordLevel", "vocab": {"b": 2**20}, "unk_token": "b"}}, "ids beyond 2"),
+        ({"model": {"type": "WordLevel", "vocab": {"b": 2**20}, "unk_token": "b"}}, "ids is beyond 2"),
         ({}, "pip install tokenizers"),
     ],
 )
