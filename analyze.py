@@ -35,7 +35,7 @@ import tyro
 
 from data import Windows, load_tokenizer, open_corpus
 from model import PonderLM, UserError, command_line, load, newest_run, pick_device, read_json, write_whole
-from train import BATCH, pick_tokenizer, read_run
+from train import pick_tokenizer, read_run, windows_at_a_time
 
 BUCKETS = "easy", "medium", "hard"
 ALPHAS = -8, -4, -3, -2, -1, 0, 1, 2, 4
@@ -49,7 +49,7 @@ WORDS = "the", "of", "and", "to", "in", "is", "that", "for", "not", "with"
 @torch.no_grad()
 def by_token(windows, find):
     """Apply find(x, y) -> tensors (B, T, ..) to batches of windows (W, T+1). -> each (n, ..), on the CPU"""
-    size = max(1, BATCH // windows.size(1))
+    size = windows_at_a_time(windows.size(1), windows.device)
     found = [find(rows[:, :-1], rows[:, 1:]) for rows in windows.split(size)]
     return [torch.cat([x.flatten(0, 1).cpu() for x in part]) for part in zip(*found, strict=True)]
 

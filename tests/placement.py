@@ -29,6 +29,7 @@ EQUIVALENCE |= {"engine/test_batching.py", "engine/test_prefill.py"}
 # Tests in these files that make modules of their own, that are about files, other devices or the
 # compiler, or that count what runs: on a GPU more does, so that nobody has to wait.
 ON_CPU = {"test_initialisation", "test_k0_is_llama"}
+ON_CPU |= {"test_what_cannot_be_compiled", "test_compiled", "test_frozen"}
 ON_CPU |= {"test_bfloat16", "test_bias_in_half_precision", "test_nobody_waits"}
 ON_CPU |= {"test_flex_equals_eager", "test_flex_to_slots", "test_flex_is_compiled_once_a_length"}
 ON_CPU |= {"test_alpha_shifts_and_a_scalar_would_not", "test_router_start_and_always"}
@@ -43,8 +44,9 @@ class OnDevice(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        by_test = sys._getframe(1).f_code.co_filename.startswith(TESTS)
-        if func not in FACTORIES or "device" in kwargs or not by_test:
+        if torch.compiler.is_compiling() or func not in FACTORIES or "device" in kwargs:
+            return func(*args, **kwargs)
+        if not sys._getframe(1).f_code.co_filename.startswith(TESTS):  # made by the program
             return func(*args, **kwargs)
         grad = kwargs.pop("requires_grad", False)
         return func(*args, **kwargs).to(TEST_DEVICE).requires_grad_(grad)

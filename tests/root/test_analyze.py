@@ -62,7 +62,7 @@ def average(values):
 def test_losses_by_depth(model, monkeypatch):
     """Catches tokens in another order, a shifted target, a truncation one step off, and weights that are
     not made to sum to 1; and steps that are not those of tau."""
-    monkeypatch.setattr(analyze, "BATCH", 2)
+    monkeypatch.setattr(analyze, "windows_at_a_time", lambda T, device: 2)
     windows = rows_of(5)
     ce, steps = losses_by_depth(model, windows, 0.3)
     at = 0
