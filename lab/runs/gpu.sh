@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What to run first on a GPU, in parts meant to take less than ten minutes, without a network. What
+# What to run on a GPU, in parts meant to take less than ten minutes, without a network. What
 # they print is the report; a test that fails ends with an error.
 #     bash lab/runs/gpu.sh a    is it right? equivalence tests on the GPU, forms of attention and float64
 #     bash lab/runs/gpu.sh b    is it good? `small`, vanilla and the grid (K = 1, 3) on the same tokens
@@ -33,8 +33,8 @@ train_and_score() { # name, flags
   once "$out" "$1" 0 --preset small --data "$data" --steps "${STEPS:-500}" "${@:2}" "${device[@]}" "${toy_training[@]}"
   "$python" -m lab evaluate --run "$out/$1-0" --windows 300 "${device[@]}" "${toy_evaluation[@]}"
 }
-decode() { # run
-  "$python" -m lab bench decode --run "$1" --precision bfloat16 --prompts 512 --repeats 2 "${device[@]}" "${toy_decoding[@]}"
+decode() { # run, the text that it was trained on
+  "$python" -m lab bench decode --run "$1" --data "$2" --precision bfloat16 --prompts 512 --repeats 2 "${device[@]}" "${toy_decoding[@]}"
 }
 
 for part in "${@:?which part: a, b, c or d}"; do
@@ -46,11 +46,11 @@ for part in "${@:?which part: a, b, c or d}"; do
        for preset in $presets; do
          "$python" -m lab bench train --preset "$preset" --compile --repeats 3 "${device[@]}" "${toy_step[@]}"
        done ;;
-    d) decode "$out/ponderlm3-0"
+    d) decode "$out/ponderlm3-0" "$data"
        [ -n "${MODEL:-}" ] || continue
        once "$out" taught 0 --preset tiny --init-from "$MODEL" --data $text --ponder-steps 1 --refinements 0 0 \
          --steps 20 --batch-size 4 --block-size 128 "${device[@]}" "${toy_training[@]}"
-       decode "$out/taught-0" ;;
+       decode "$out/taught-0" $text ;;
     *) echo "$part: which part: a, b, c or d"; exit 2 ;;
   esac
 done

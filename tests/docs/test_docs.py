@@ -249,7 +249,8 @@ SOURCES = {
     "docs/lookup.md": "lookup.csv lookup-long.csv lookup-rivals.csv lookup-kinds.csv worth.csv",
     "docs/methods.md": "",
     "docs/results.md": "budget.csv frontier.csv frontier-grid.csv layers.csv pareto.csv router.csv",
-    "docs/speed.md": "attention-cpu.json decode-medium-cpu.json train-tiny-cpu.json train-small-cpu.json",
+    "docs/speed.md": "attention-cpu.json decode-medium-cpu.json train-tiny-cpu.json train-small-cpu.json "
+    "train-small-cuda.json small-gpu.csv",
     "docs/training.md": "",
     "models/docstrings/README.md": "included.csv",
 }
