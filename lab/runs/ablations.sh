@@ -25,5 +25,4 @@ done
 
 if [ -z "${SEEDS:-}" ]; then
   "${PYTHON:-python}" -m lab analyze choose --runs "$RUNS"/*-[0-9] --out out/ablations
-  "${PYTHON:-python}" -m lab analyze where --runs "$RUNS"/[anp]*-[0-9] --out out/ablations
 fi

@@ -248,7 +248,7 @@ SOURCES = {
     "docs/inside-a-run.md": "where-long.csv",
     "docs/lookup.md": "lookup.csv lookup-long.csv lookup-rivals.csv lookup-kinds.csv worth.csv",
     "docs/methods.md": "",
-    "docs/results.md": "budget.csv frontier.csv frontier-grid.csv layers.csv pareto.csv router.csv",
+    "docs/results.md": "ablations.csv budget.csv frontier.csv layers.csv router.csv",
     "docs/speed.md": "attention-cpu.json decode-medium-cpu.json train-tiny-cpu.json train-small-cpu.json "
     "train-small-cuda.json small-gpu.csv",
     "docs/training.md": "",

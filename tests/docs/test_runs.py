@@ -75,7 +75,7 @@ def stand_in_model(folder, method="vanilla", K=0, **shape):
     "script, arguments, variables, trainings, figures",
     [
         ("remedies.sh", (), {}, None, ["pareto"]),
-        ("ablations.sh", (), {}, 18, ["choose", "where"]),
+        ("ablations.sh", (), {}, 18, ["choose"]),
         ("pareto.sh", (), {}, None, ["pareto"]),
         ("pareto.sh", (), {"SCALE": "small", "SEEDS": "5"}, None, []),
         ("grid.sh", (), {}, 76, ["budget"] * 4),
