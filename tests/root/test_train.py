@@ -220,7 +220,11 @@ def test_evaluation_against_the_definitions():
 
 
 def test_evaluation_in_batches():
-    """Catches batches that overlap, or a mean of means: 1,100 windows are more than one batch of them."""
+    """Catches batches that overlap, or a mean of means: 1,100 windows are more than one batch of them; and a
+    window of more tokens than a batch."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert [train.windows_at_a_time(T, cpu) for T in (64, 2048)] == [16, 1]
+    assert [train.windows_at_a_time(T, gpu) for T in (256, 32_768)] == [64, 1]
     model = PonderLM(Config(31, 8, 8, 1, 1, block_size=8))
     windows = Windows(np.random.default_rng(0).integers(31, size=9000).astype("uint16"), 8, seed=0)
     found = train.evaluate(model, windows, 1100, R=0)["loss"]
