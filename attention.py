@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 MASKED = -1e4  # exp(-1e4) is 0, and the number is finite in float16, too
-SHORT = 256  # slots up to which a CPU attends faster by the definition, measured (docs/speed.md)
+SHORT = 256  # slots up to which a CPU attends faster by the definition, measured
 
 
 def eager(q, k, v, log_w):

@@ -364,8 +364,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
 
 
 def windows_at_a_time(T, device):
-    """How many windows of T tokens to evaluate at once: many take a CPU twice as long, a GPU wants them."""
-    return max(1, (1024 if device.type == "cpu" else 16_384) // T)
+    """How many windows of T tokens to evaluate at once: a CPU is twice as fast with few, a GPU idles."""
+    return max(1, (16_384 if device.type == "cuda" else 1024) // T)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ bfloat16    Small     Packed in bfloat16; x and the product are rounded to it, t
                       product of FEW rows in a compiled pass)
 int8        Small     whole numbers up to 127 and a scale for each output, x in bfloat16
 
-Which class is the fastest was measured (docs/log.md). `matrix` goes by rows, size and threads, not
+Which class is the fastest was measured. `matrix` goes by rows, size and threads, not
 by a clock, so that a model says the same every time. All but Plain needs oneDNN, which PyTorch for
 a CPU usually has, and bfloat16 in it, which needs AVX-512 or the like.
 """
