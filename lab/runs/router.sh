@@ -34,7 +34,9 @@ for part in ${PARTS:-rates grid tries others}; do
       others)
         train m3-flat --router-rate 3 --router-offset 0 0 0 0
         train m10-R2 --router-rate 10 --refinements 2 2
-        for m in 3 10; do train "m$m-price" --router-rate $m --penalty mean --penalty-weight 0.01; done
+        for price in 0.003 0.01 0.03; do
+          train "m3-price-$price" --router-rate 3 --penalty mean --penalty-weight $price
+        done
         for m in 3 12; do train "m$m-slow" --router-rate $m --learning-rate 1e-3; done
         ;;
     esac

@@ -81,7 +81,7 @@ def stand_in_model(folder, method="vanilla", K=0, **shape):
         ("grid.sh", (), {}, 76, ["budget"] * 4),
         ("grid.sh", (), {"SEEDS": "4"}, 18, []),
         ("layers.sh", (), {}, 69, ["layers"] * 3),
-        ("router.sh", (), {"SEEDS": "0"}, 24, []),
+        ("router.sh", (), {"SEEDS": "0"}, 25, []),
         ("paper.sh", (), {"TRY": "1"}, 2, []),
         ("gpu.sh", ("b",), {"STEPS": "7"}, 4, []),
     ],
