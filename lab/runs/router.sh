@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # How fast has the router to learn, so that it decides? Its learning rate, where it starts, a price on steps; by
 # Jacobi iteration and on the grid, beside as many learning rates of what always thinks. 1,000 steps.
-# What is finished is skipped. On one core a run on the grid takes 1 to 4 minutes.
+# What is finished is skipped. On one core a run on the grid takes 1 to 4 minutes. price.csv and pairs.csv have
+# results.json of these and of frontier.sh by seed (the price of 0.03 also with SEEDS="1 2").
 #     bash lab/runs/router.sh          PARTS="rates grid", SEEDS=1 or both: these runs, no table
 set -euo pipefail
 cd "$(dirname "$0")/../.."

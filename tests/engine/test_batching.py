@@ -306,7 +306,7 @@ def test_shared_contexts(model, monkeypatch):
     "method, rows, parallel",
     [
         ("ponderlm3", 3, True),
-        ("ponderlm3", 4, TEST_DEVICE.type != "cpu"),
+        ("ponderlm3", 4, ON_GPU),
         ("grid", 4, True),
         ("vanilla", 4, True),
     ],
