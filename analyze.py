@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import tyro
 
-from data import Windows, load_tokenizer, open_corpus
+from data import SOURCES, Windows, load_tokenizer, open_corpus
 from model import PonderLM, UserError, command_line, load, newest_run, pick_device, read_json, write_whole
 from train import pick_tokenizer, read_run, windows_at_a_time
 
@@ -434,15 +434,15 @@ def open_windows(run, model_config, count, data=None):
     """The first `count` windows of the validation text that a run was scored on, (W, T+1).
 
     A run may come from a stranger, so no file is opened because its train.json names it: `data` says
-    where the text is, unless it is pydocs.
+    where the text is, unless it is one of SOURCES.
 
     Raises:
         UserError: it does not, or it is another text.
     """
     config, _, known = read_run(run)
-    if data is None and config.data != "pydocs":
+    if data is None and config.data not in SOURCES:
         raise UserError(f"{run} was trained on {config.data!r}: give this text again, by --data")
-    config = replace(config, data=data or "pydocs")
+    config = replace(config, data=data or config.data)
     corpus = open_corpus(config.data, pick_tokenizer(config), model_config.vocab_size)
     if any(corpus.known_by[key] != known.get(key) for key in ("val_sha256", "tokenizer")):
         raise UserError(f"{config.data} is not the text, or not in the tokens, that {run} was scored on")

@@ -55,6 +55,7 @@ INVALID = re.compile("([\udc80-\udcff]+)")  # how surrogateescape writes bytes t
 
 PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # of pydocs; torch brings the last two
 NO_TEXT = (".json", ".jsonl", ".csv", ".parquet")  # data with a structure, which is not to be learned
+MOST = 10**7  # bytes that a BPE is trained on
 ID_TYPES = ("uint8", "uint16", "uint32", "uint64")  # that a .bin file may have
 
 
@@ -92,10 +93,12 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts, vocab_size):
-        """Byte-pair encoding of `texts` (str), with `vocab_size` tokens, the end of a text included."""
+        """Byte-pair encoding of texts (bytes, MOST of them): `vocab_size` tokens with the end of a text."""
         if vocab_size <= 257:  # the 256 bytes, the end of a text, and no merge
             raise UserError(f"--vocab-size {vocab_size} is too small for a BPE: give over 257")
-        words = Counter(word for text in texts for word in regex.findall(WORDS, text))
+        every = -(-sum(map(len, texts)) // MOST) or 1
+        pieces = [piece for text in texts for piece in pieces_of(text)][::every]  # from everywhere
+        words = Counter(x for piece in pieces for x in regex.findall(WORDS, piece.decode("utf-8", "ignore")))
         return cls("bpe", WORDS, merge_pairs(words, vocab_size - 1))
 
     def encode(self, text):
@@ -230,9 +233,11 @@ def load_tokenizer(file):
 
 
 def package_files():
-    """Python files of the standard library and of PACKAGES: (name, path), sorted, without tests."""
+    """Python files, tests left out, of the standard library and of PACKAGES where they are: (name, path)."""
     folders = {"python": Path(sysconfig.get_paths()["stdlib"])}
-    folders |= {name: Path(find_spec(name).origin).parent for name in PACKAGES}
+    folders |= {name: Path(find_spec(name).origin).parent for name in PACKAGES if find_spec(name)}
+    if missing := [name for name in PACKAGES if name not in folders]:
+        print(f"note: {', '.join(missing)} not installed: the text is shorter")
     skip = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
     for name, folder in folders.items():
         for file in sorted(folder.rglob("*.py")):
@@ -278,6 +283,14 @@ def pydocs():
         if new:
             documents.append((name, "\n\n".join(new).encode("utf-8", "replace")))
     return documents
+
+
+def pysource():
+    """The same Python files whole: 80 to 90 MB, for models that read much."""
+    return [(name, text) for name, file in package_files() if (text := file.read_bytes()).strip()]
+
+
+SOURCES = {"pydocs": pydocs, "pysource": pysource}
 
 
 def read_texts(path):
@@ -406,7 +419,7 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache="data"):
     """A corpus to train on. A text is encoded once; later calls find it in `cache`.
 
     Args:
-        data: 'pydocs', a text file, a folder of texts, or a folder with train.bin and val.bin.
+        data: 'pydocs', 'pysource', a text file, a folder of texts, or a folder with train.bin and val.bin.
         tokenizer: 'bytes', 'bpe' (trained on the text) or 'gpt2'; None: a .bin folder's own, bytes for text.
         vocab_size: of 'bpe'.
 
@@ -436,11 +449,11 @@ def is_prepared(folder):
 def prepare(data, tokenizer, vocab_size, cache):
     """The prepared folder of a text, made if it is not there."""
     path, documents = Path(data), None
-    if data == "pydocs":
-        versions = (f"{name} {version(name)}" for name in PACKAGES)
+    if data in SOURCES:
+        versions = (f"{name} {version(name)}" for name in PACKAGES if find_spec(name))
         source = ", ".join([data, f"Python {sys.version.split()[0]}", *versions])
     elif not data or not path.exists():
-        raise UserError(f"--data {data!r} is no file or folder, and not pydocs, which is the default")
+        raise UserError(f"--data {data!r} is no file or folder, and none of {', '.join(SOURCES)}")
     elif documents := read_texts(path):
         digests = [(name, hashlib.sha256(text).hexdigest()) for name, text in documents]
         source = f"{path.name} {hashlib.sha256(repr(digests).encode()).hexdigest()}"
@@ -452,12 +465,11 @@ def prepare(data, tokenizer, vocab_size, cache):
     if folder.exists():
         return folder
     if tokenizer == "bpe":
-        documents = documents or pydocs()
-        train, _ = divide(documents)
-        made = Tokenizer.train((text.decode("utf-8", "ignore") for text in train), vocab_size)
+        documents = documents or SOURCES[data]()
+        made = Tokenizer.train(divide(documents)[0], vocab_size)
     else:  # first: GPT-2's may be out of reach
         made = getattr(Tokenizer, tokenizer)()
-    write_corpus(folder, source, documents or pydocs(), made)
+    write_corpus(folder, source, documents or SOURCES[data](), made)
     return folder
 
 

@@ -63,9 +63,8 @@ class Config:
     ponder_steps: int = 3  # K: how many steps a token may take beyond the first
     router_offset: tuple[float, ...] | None = None  # None: rising linearly from 0 to 6
     refinements: tuple[int, int] = (2, 3)  # training draws R from this range
-    # printed: the bottom mass as the paper prints it; token: by the cross-entropy of each token;
-    # mean: the mean of w_1 + .. + w_K, so that its weight is a price in nats for a step
-    penalty: Literal["printed", "token", "mean"] = "printed"
+    # printed: the bottom mass as the paper prints it; token: by the cross-entropy of each token
+    penalty: Literal["printed", "token"] = "printed"
     penalty_weight: float = 0.5  # lambda, which the paper does not give
 
     def __post_init__(self):

@@ -125,10 +125,16 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
     return penalty, rho
 
 
-def expected_steps(log_w):
-    """The price of thinking: the steps that s expects, sum_k k s_k = w_1 + .. + w_K, in the mean over
-    tokens. Not the paper's: ACT's ponder cost (Graves, arXiv 1603.08983). (..., K+1) -> a scalar."""
-    return log_w[..., 1:].exp().sum(-1).mean()
+def executed_steps(log_w):
+    """What a price on steps counts: K-hat at tau = 1e-4, relaxed along log w. (..., K+1) -> (...).
+
+        executed(w) = sum over k >= 1 of max(0, 1 - log w_k / log tau)
+
+    Not the paper's. Decoding runs step k whole whenever w_k >= tau, but the steps that s expects, w_1 + ..
+    + w_K (ACT's ponder cost), charge a thousandth of a step for w_k = 0.001, with as small a gradient, so
+    that tails stay. Here a step counts 1 at w = 1, 1/2 at 0.01 and 0 from tau on, with the same gradient.
+    """
+    return (1 - log_w[..., 1:] / math.log(1e-4)).clamp(min=0).sum(-1)
 
 
 def show():

@@ -67,7 +67,7 @@ from model import (
     write_json,
     write_whole,
 )
-from router import bottom_mass_penalty, expected_steps
+from router import bottom_mass_penalty, executed_steps
 
 # -- Settings --------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class TrainConfig:
     name: str | None = None  # of the run, in --out; None: preset and time
     out: str = "out"  # where runs are kept
     resume: bool = False  # go on with the run --name, or the newest, with its settings
-    data: str = "pydocs"  # or a file, a folder of texts, or one of .bin files
+    data: str = "pydocs"  # or pysource, a file, a folder of texts, or one of .bin files
     tokenizer: str = "auto"  # bytes, bpe, gpt2; auto: a .bin folder's own, else by the preset
 
     steps: int = 1000  # optimizer steps
@@ -94,6 +94,8 @@ class TrainConfig:
     weight_decay: float = 0.1  # on matrices, without the router's
     betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
     clip: float = 1.0  # gradient norm; 0: off
+    step_price: float = 0.0  # nats for an executed step (router.executed_steps); 0: steps are free
+    price_from: float = 0.0  # share of the steps after which they cost something
     seed: int = 0  # of weights, batches and R
 
     log_every: int = 20  # steps between log lines
@@ -109,8 +111,8 @@ class TrainConfig:
         check_types(self)
         if self.name is not None and (Path(self.name).name != self.name or self.name in ("", "..")):
             raise ValueError(f"name = {self.name!r}: give a plain name; --out says where the run goes")
-        ranges = dict.fromkeys(("warmup", "weight_decay", "tau"), (0, 1))
-        ranges |= dict.fromkeys(("learning_rate", "router_rate", "clip"), (0, 1e30))
+        ranges = dict.fromkeys(("warmup", "weight_decay", "tau", "price_from"), (0, 1))
+        ranges |= dict.fromkeys(("learning_rate", "router_rate", "clip", "step_price"), (0, 1e30))
         ranges |= {"seed": (0, 2**63 - 1)}
         for name, value in vars(self).items():
             low, high = ranges.get(name, (1, 2**31))
@@ -120,6 +122,8 @@ class TrainConfig:
             raise ValueError(f"betas = {self.betas}: they must lie in [0, 1)")
 
 
+# What a run has whose train.json is older than a setting.
+BEFORE = {"router_rate": 1.0, "step_price": 0.0, "price_from": 0.0}
 # What a resumed training may change: anything else would make it another training. The corpus may
 # have moved, but must be the same.
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
@@ -182,31 +186,31 @@ def parse(argv=None):
 # -- Training --------------------------------------------------------------------------------------
 
 
-def objective(model, x, y, R):
-    """The loss of one micro-batch: L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)), or with the penalty
-    `mean` L = CE + lambda sum_k mean(w_k).
+def objective(model, x, y, R, price=0.0):
+    """The loss of one micro-batch:
+
+        L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)) + price mean(executed(w))
 
     Args:
         x, y: (B, T) tokens, and those that follow them; -100 where there is none to predict.
         R: Jacobi refinements.
+        price: of an executed step in nats, which is not the paper's.
 
     Returns:
         L, the penalty without lambda, and the model's Output, whose loss is CE.
     """
     out, config, has_target = model(x, y, R=R), model.config, y != -100
-    unpenalised = out.loss, torch.zeros_like(out.loss), out
-    if not (config.penalty_weight and config.ponder_steps):
-        return unpenalised
-    log_w = out.log_w[has_target]  # (n, K+1) of n tokens
-    if not len(log_w):
-        return unpenalised
-    if config.penalty == "mean":
-        penalty = expected_steps(log_w)
-    else:
+    loss, penalty, log_w = out.loss, torch.zeros_like(out.loss), out.log_w[has_target]  # (n, K+1) of n tokens
+    if not (config.ponder_steps and len(log_w)):
+        return loss, penalty, out
+    if config.penalty_weight:
         ce = model.partial_losses(out.h, out.s, y)  # (B, T, K): integrated up to step 0 .. K-1
         ce = torch.cat([ce, out.ce.detach()[..., None]], dim=-1)  # (B, T, K+1)
         penalty, _ = bottom_mass_penalty(log_w, ce[has_target], config.penalty)
-    return out.loss + config.penalty_weight * penalty, penalty, out
+        loss = loss + config.penalty_weight * penalty
+    if price:
+        loss = loss + price * executed_steps(log_w).mean()
+    return loss, penalty, out
 
 
 def learning_rate(step, config):
@@ -216,6 +220,11 @@ def learning_rate(step, config):
         return config.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, config.steps - warmup)
     return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def step_price(step, config):
+    """Free at first: a router that starts flat, and pays from the first step, never learns to think."""
+    return config.step_price if step >= config.price_from * config.steps else 0.0
 
 
 def pick_precision(name, device):
@@ -301,14 +310,15 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
                 rows = rows.pin_memory()  # so that the copy does not wait for the step before
             rows = rows.to(device, non_blocking=True)
             R = int(np.random.default_rng((config.seed, step)).integers(low, high + 1))
-            logged = dict.fromkeys(("loss", "ce", "penalty", "K_hat"), 0.0)
+            logged = dict.fromkeys(("loss", "ce", "penalty", "K_hat", "executed"), 0.0)
             for part in rows.split(micro):
                 x, y = part[:, :-1], part[:, 1:]  # (micro, T)
                 with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-                    loss, penalty, out = objective(model, x, y, R)
+                    loss, penalty, out = objective(model, x, y, R, step_price(step, config))
                 (loss * (micro / share)).backward()
                 K_hat = model.executed(out.log_w, config.tau).float().mean()
                 values = {"loss": loss, "ce": out.loss, "penalty": penalty, "K_hat": K_hat}
+                values["executed"] = executed_steps(out.log_w.detach()).mean()
                 for key, value in values.items():
                     logged[key] += value.detach() * (micro / share)
             average_gradients(model)  # over the processes
@@ -436,8 +446,7 @@ def read_run(run, kind=TrainConfig):
     config, model, corpus = (content.get(name) for name in ("config", "model", "corpus"))
     if not all(isinstance(x, dict) for x in (config, model, corpus)) or "method" not in model:
         raise UserError(f"{file} does not hold the settings of a run; train anew under another --name")
-    config = {"router_rate": 1.0} | config  # which runs before 2026-11-27 do not say
-    return from_json(kind, config, file), model, corpus
+    return from_json(kind, BEFORE | config, file), model, corpus
 
 
 def changes(run, config, settings):
@@ -447,7 +456,7 @@ def changes(run, config, settings):
     if "router_rate" not in kept["config"]:  # its optimizer has the weights in another order
         raise UserError(f"{run} is of an earlier version: it can be sampled as it is, but not be resumed")
     before, now = (
-        part["config"] | part["model"] | {"corpus": part["corpus"] | {"name": ""}}
+        BEFORE | part["config"] | part["model"] | {"corpus": part["corpus"] | {"name": ""}}
         for part in (kept, json.loads(json.dumps(settings)))
     )
     names = [x for x in now if before.get(x) != now[x] and x not in ("name", "out", "resume")]

@@ -26,7 +26,7 @@ from lab.interop import locate, parse_config
 from lab.interop.warm_start import FEEDBACK_RATE, check_ids, start_defaults, start_from
 from lab.kernels.attention import fastest
 from lab.kernels.attention import find as find_attention
-from lab.methods import build, check_settings, configure, objective
+from lab.methods import build, check_settings, configure, find, objective
 from model import UserError, command_line, newest_run, pick_device
 from train import MAY_CHANGE, PRESETS, TrainConfig, micro_batch, pick_precision, rank_and_size
 
@@ -84,6 +84,8 @@ def parse(argv=None):
     except ValueError as error:
         raise UserError(error) from None
     check_settings(shape)
+    if config.step_price and not find(shape.method).priced:
+        raise UserError(f"step_price = {config.step_price}: {shape.method} has no price; leave it at 0")
     return config, shape
 
 

@@ -25,13 +25,12 @@ from data import (
     ID_TYPES,
     NO_TEXT,
     PACKAGES,
+    SOURCES,
     Corpus,
     divide,
     id_type,
     open_ids,
-    package_files,
     pieces_of,
-    pydocs,
     tokenizer_of,
 )
 from lab.common import progress, read_json, writing
@@ -45,12 +44,6 @@ SHAKESPEARE = (
 )
 
 # -- Sources of text -------------------------------------------------------------------------------
-
-
-def pysource():
-    """The same packages' Python files whole."""
-    files = progress([*package_files()], "reading source", leave=False)
-    return [(name, file.read_bytes()) for name, file in files]
 
 
 def shakespeare():
@@ -68,7 +61,7 @@ def shakespeare():
     return [("shakespeare", text)]
 
 
-CORPORA = {"pydocs": pydocs, "pysource": pysource, "shakespeare": shakespeare}
+CORPORA = SOURCES | {"shakespeare": shakespeare}
 
 
 def read_texts(path):
@@ -209,8 +202,7 @@ def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
         tokenizer = open_tokenizer(tokenizer)
     documents = documents or CORPORA[data]()
     if tokenizer == "bpe":
-        train, _ = divide(documents)
-        tokenizer = Tokenizer.train((text.decode("utf-8", "ignore") for text in train), vocab_size)
+        tokenizer = Tokenizer.train(divide(documents)[0], vocab_size)
     write_corpus(folder, source, documents, tokenizer)
     return folder, tokenizer
 

@@ -73,6 +73,7 @@ class PonderLM3(PonderLM):
     mixes = True  # where there is a router: all states predict together, weighted by s
     iterates = True  # its states are a fixed point of the Jacobi iteration
     grid = False  # slot k sees slots up to k only, see grid.py
+    priced = True  # does its loss have a price on steps?
     interleaves = True  # in its longest pass there are keys of S slots for every token, not one
     feedback_rate = 1.0  # learning rate of g, times the peak
 
@@ -94,9 +95,9 @@ class PonderLM3(PonderLM):
         groups[1]["params"] = [p for p in groups[1]["params"] if p is not g]
         return [*groups, {"params": [g], "rate": self.feedback_rate, "weight_decay": 0.0}]
 
-    def objective(self, x, y, R):
+    def objective(self, x, y, R, price=0.0):
         """The loss of a micro-batch, as train.objective: here it is the paper's."""
-        return of_paper(self, x, y, R)
+        return of_paper(self, x, y, R, price)
 
     @classmethod
     def training_forwards(kind, config, steps):
@@ -110,7 +111,7 @@ class PonderLM3(PonderLM):
 class FixedDepth(PonderLM3):
     """Every token takes all K steps and only the last state counts: no router, no mask."""
 
-    has_router = False
+    has_router = priced = False
 
     def make_router(self):
         return None
@@ -124,14 +125,14 @@ class FixedDepth(PonderLM3):
     def mask_keys(self, log_w, tau=None):
         return None
 
-    def objective(self, x, y, R):
+    def objective(self, x, y, R, price=0.0):
         out = self(x, y, R=R)
         return out.loss, torch.zeros_like(out.loss), out
 
 
-def objective(model, x, y, R):
+def objective(model, x, y, R, price=0.0):
     """The objective of the lab's training: each method has its own."""
-    return model.objective(x, y, R)
+    return model.objective(x, y, R, price)
 
 
 def last_alone(s, steps):

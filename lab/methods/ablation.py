@@ -5,14 +5,19 @@ ablation-mask           log w in attention: soft masks are not seen, hard stoppi
 ablation-integration    s in the prediction: the last executed state predicts alone
 ablation-router         a learned s: it stays uniform
 ablation-index          (nothing) the paper's index of the mask: w_k on the key of slot k+1
+ablation-price          the price on what decoding executes: it is on what s expects, or on a share of both
+ablation-price-grid     the same on the grid
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from attention import MASKED
-from lab.methods import PonderLM3, last_alone
-from router import Router, hide_stopped
+from lab.methods import PonderConfig, PonderLM3, last_alone
+from lab.methods.grid import Grid
+from router import Router, executed_steps, hide_stopped
 
 
 def hide(bias, log_w, tau):
@@ -50,3 +55,28 @@ class PrintedIndex(PonderLM3):
 
     def mask_keys(self, log_w, tau=None):
         return hide(F.pad(log_w[..., :-1], (1, 0)), log_w, tau)
+
+
+@dataclass
+class PriceConfig(PonderConfig):
+    by_probability: float = 1.0  # share of the price that is on w_1 + .. + w_K
+
+
+class ByProbability:
+    """A price on the steps that s expects, as ACT's ponder cost (Graves, arXiv 1603.08983)."""
+
+    Config = PriceConfig
+
+    def objective(self, x, y, R, price=0.0):
+        loss, penalty, out = super().objective(x, y, R)
+        log_w, share = out.log_w[y != -100], self.config.by_probability
+        steps = share * log_w[:, 1:].exp().sum(-1) + (1 - share) * executed_steps(log_w)
+        return loss + price * steps.mean(), penalty, out
+
+
+class ExpectedPrice(ByProbability, PonderLM3):
+    method, title = "ablation-price", "PonderLM-3, price by probability"
+
+
+class ExpectedPriceGrid(ByProbability, Grid):
+    method, title = "ablation-price-grid", "PonderLM-3, grid, price by probability"

@@ -65,7 +65,7 @@ class MoR(LoopedLM):
     def states(self, idx, R=None, tau=None, alpha=0.0):
         return self.recursions(idx)[:3]
 
-    def objective(self, x, y, R):
+    def objective(self, x, y, R, price=0.0):
         """Cross-entropy plus the routers' loss."""
         h, s, log_w, router_loss = self.recursions(x)
         steps = self.executed(log_w, None)

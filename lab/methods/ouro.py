@@ -97,7 +97,7 @@ class Ouro(LoopedLM):
     def step_weights(self, s, steps):
         return last_alone(s, steps)
 
-    def objective(self, x, y, R):
+    def objective(self, x, y, R, price=0.0):
         """The expected cross-entropy over the exits, minus beta H(s)."""
         out = self(x, y)
         ce = torch.stack([self.cross_entropy(h, y) for h in out.h.unbind(2)], dim=-1)  # (B, T, S)

@@ -23,7 +23,7 @@ grow() { # name, text, the last K, steps of the first stage, flags
   local K free= price=
   if [[ $1 = grown* ]]; then # has a router: undecided at first, then each step costs something
     free="--penalty-weight 0 --router-offset 0 0"
-    price="--penalty mean --penalty-weight 0.05"
+    price="--penalty-weight 0 --step-price 0.05"
   fi
   train "$1-learns" "$2-K1" --ponder-steps 1 --learning-rate 3e-3 --steps "$4" $free "${@:5}"
   train "$1-K1" "$2-K1" --init-from "$OUT/$1-learns-$seed" --learning-rate 3e-3 --steps 300 $price

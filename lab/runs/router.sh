@@ -36,7 +36,7 @@ for part in ${PARTS:-rates grid tries others}; do
         train m3-flat --router-rate 3 --router-offset 0 0 0 0
         train m10-R2 --router-rate 10 --refinements 2 2
         for price in 0.003 0.01 0.03; do
-          train "m3-price-$price" --router-rate 3 --penalty mean --penalty-weight $price
+          train "m3-price-$price" --router-rate 3 --step-price $price
         done
         for m in 3 12; do train "m$m-slow" --router-rate $m --learning-rate 1e-3; done
         ;;

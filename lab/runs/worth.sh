@@ -73,7 +73,7 @@ for seed in ${SEEDS:-0 1 2}; do
     case $model in
       decides) # undecided at first, then each step costs something
         grow decides 1 3e-3 "--method grid --penalty-weight 0 --router-offset 0 0" \
-          "--penalty mean --penalty-weight 0.05" ;;
+          "--penalty-weight 0 --step-price 0.05" ;;
       always) grow always 1 3e-3 "--method grid-fixed" "" ;;
       plain-*)
         rate=$(better "$model" "${model#plain-}" "--method vanilla")

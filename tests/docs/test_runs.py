@@ -98,6 +98,7 @@ def test_flags(script, arguments, variables, trainings, figures, run_script, tmp
     methods = {config.model.method for config in configs}
     if script == "ablations.sh":
         parts = {kind.method for kind in all_methods() if kind.method.startswith("ablation-")}
+        parts -= {"ablation-price", "ablation-price-grid"}  # of price.sh
         assert methods == {"ponderlm3", *parts}
     if script == "pareto.sh":
         assert len(methods) == 11 and methods <= {kind.method for kind in all_methods()}
@@ -198,8 +199,8 @@ def test_lookup(run_script, tmp_path):
         text = "long" if "long" in method else "lookup"
         assert config.data == f"data/{text}-K{K}" and config.seed == int(seed)
         if method[0] == "grown":
-            assert config.model.penalty_weight == (0 if "learns" in method else 0.05)
-            assert "learns" in method or config.model.penalty == "mean"
+            assert config.model.penalty_weight == 0
+            assert config.step_price == (0 if "learns" in method else 0.05)
         before = name
     seen = {name: config.steps * config.batch_size for name, config in configs.items()}
     for rival in ("fixed", "looped"):

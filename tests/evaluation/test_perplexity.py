@@ -118,7 +118,7 @@ def test_bytes(folder, kind, config, shape):
 
 def test_ids_of_another_model(folder):
     """Catches a stack trace where a tokenizer has more tokens than its model."""
-    Tokenizer.train(["the the the"] * 9, 258).save(folder / "model/tokenizer.json")
+    Tokenizer.train([b"the the the"] * 9, 258).save(folder / "model/tokenizer.json")
     Path("the").write_text("the the the")
     with pytest.raises(UserError, match=r"id 25[78], beyond the model's vocabulary of 257"):
         main(Options("model", "the", device="cpu"))
@@ -168,7 +168,7 @@ def test_unlike_models(folder, config, shape):
         train(LabConfig(**vars(config) | {"name": name, "data": data}), model)
     save_for_bytes(small_model(vocab_size=257, block_size=8), folder / "narrow")
     save_for_bytes(small_model(vocab_size=257, block_size=16), folder / "ids")
-    Tokenizer.train(["the the the"] * 9, 258).save(folder / "ids/tokenizer.json")
+    Tokenizer.train([b"the the the"] * 9, 258).save(folder / "ids/tokenizer.json")
     how = dict(device="cpu", corpus=config.data)
     main(Options("out/run", against="out/plain", out=Path("scores.json"), **how))
     result = json.loads(Path("scores.json").read_text())

@@ -317,7 +317,7 @@ def tokenizers():
     one_way = [bytes([i]) for i in range(256)] + [b"he", b"ef", b"hef"]  # h + ef is never met
     return {
         "bytes": Tokenizer.bytes(),
-        "bpe": Tokenizer.train([TEXT[:189] + "日本 naïve\r\n"], 300),
+        "bpe": Tokenizer.train([(TEXT[:189] + "日本 naïve\r\n").encode()], 300),
         "two ways": Tokenizer("bpe", WORDS, one_way),
     }
 

@@ -36,7 +36,7 @@ def no_gpt2(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def bpe():
-    return Tokenizer.train([CODE, TEXT], 300)
+    return Tokenizer.train([CODE.encode(), TEXT.encode()], 300)
 
 
 # -- Tokenizers ------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_bpe_takes_seconds(bpe):
     rng = np.random.default_rng(0)
     letters = rng.choice([*"etaoinshrdlu"], (40_000, 6))
     began = time.process_time()
-    tokenizer = Tokenizer.train([" ".join(map("".join, letters))], 2048)
+    tokenizer = Tokenizer.train([" ".join(map("".join, letters)).encode()], 2048)
     assert tokenizer.vocab_size == 2048 and time.process_time() - began < 20
     assert bpe.vocab_size == 300 and len(bpe.encode(CODE)) < len(CODE.encode()) * 2 / 3
 
@@ -108,7 +108,7 @@ def test_bpe_takes_seconds(bpe):
 def test_endless_blanks(bpe):
     """Catches a run of blanks that overflows tiktoken's stack, in training and encoding."""
     text = " \n" * 750_000 + "a"
-    Tokenizer.train([text[-200_000:], CODE], 300)
+    Tokenizer.train([text[-200_000:].encode(), CODE.encode()], 300)
     assert bpe.decode(bpe.encode(text)).decode() == text
 
 
@@ -328,7 +328,7 @@ def test_size_of_the_table(tmp_path):
     "name,flags,message",
     [
         ("blank.txt", [], "holds no text"),
-        ("missing.txt", [], "'missing.txt' is no file or folder, and not pydocs"),
+        ("missing.txt", [], "'missing.txt' is no file or folder, and none of pydocs, pysource"),
         ("", [], "'' is no file or folder"),
         (__file__, ["bpe", 100], "--vocab-size 100 is too small"),
         (__file__, ["no/where"], "--tokenizer no/where is not known: give bytes, bpe or gpt2"),
@@ -343,7 +343,7 @@ def test_refused(name, flags, message):
 
 def test_network_first(monkeypatch):
     """Catches minutes of reading before the line that says that the network is needed."""
-    monkeypatch.setattr(data, "pydocs", lambda: pytest.fail("the text was read before"))
+    monkeypatch.setitem(data.SOURCES, "pydocs", lambda: pytest.fail("the text was read before"))
     with pytest.raises(UserError, match=r"could not be fetched \(OSError\).* take --tokenizer bytes"):
         open_corpus("pydocs", "gpt2")
 

@@ -250,13 +250,20 @@ def test_parts_of_the_loss():
 
 
 def test_price_of_steps():
-    """Catches a penalty `mean` that is another form's, or has another weight."""
-    model, idx = small_model(penalty="mean", penalty_weight=0.3).train(), tokens(T=9, B=2)
+    """Catches a price with another weight, on tokens that predict nothing, or without its gradient."""
+    model, idx = small_model(penalty_weight=0.0).train(), tokens(T=9, B=2)
     y = tokens(9, 2, seed=1)
-    loss, penalty, out = objective(model, idx, y, 2)
-    _, s, _ = model.jacobi(idx, R=2)
-    assert penalty.item() == pytest.approx((s @ torch.arange(4.0).double()).mean().item(), abs=1e-9)
-    torch.testing.assert_close(loss, out.loss + 0.3 * penalty)
+    y[1, 4:] = -100
+    loss, penalty, out = objective(model, idx, y, 2, price=0.3)
+    w = model.jacobi(idx, R=2)[2][y != -100].exp()  # (13, 4)
+    executed = (1 + w[:, 1:].log() / math.log(1e4)).clamp(min=0).sum(-1).mean()
+    assert penalty.item() == 0 and executed > 0
+    torch.testing.assert_close(loss, out.loss + 0.3 * executed)
+    loss.backward()
+    before = model.router.proj.weight.grad.clone()
+    model.zero_grad()
+    objective(model, idx, y, 2)[0].backward()
+    assert (before - model.router.proj.weight.grad).abs().max() > 1e-6
 
 
 def gradients(model, idx, R):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention import MASKED
-from router import Router, bottom_mass_penalty, expected_steps, mask_score, stop_step
+from router import Router, bottom_mass_penalty, executed_steps, mask_score, stop_step
 
 numbers = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-90, 90, width=32)
 numbers |= st.sampled_from([0.0, 88.5, -88.5, 2.0**-100])
@@ -150,15 +150,22 @@ def test_penalty_gradient_reaches_only_the_chosen():
     assert (log_w.grad[:, 1] != 0).tolist() == [False, True, False, True]
 
 
-def test_expected_steps():
-    """Catches a price of steps that is not the mean of sum_k k s_k, or without its gradient."""
-    logits = torch.randn(5, 3, 4, dtype=torch.float64, requires_grad=True)
-    log_s = logits.log_softmax(-1)
-    expected = (log_s.exp() * torch.arange(4)).sum(-1).mean()
-    actual = expected_steps(mask_score(log_s))
-    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
-    grads = [torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (actual, expected)]
-    torch.testing.assert_close(*grads, atol=1e-12, rtol=0)
+def test_executed_steps():
+    """Catches a relaxed count whose gradient in log w is not the same wherever w > tau, or is there below; one
+    that is not K-hat where each w is 1 or at most tau; and w_0 counted."""
+    w = torch.tensor([[1, 1, 0.01, 1e-5], [1, 0.5, 2e-4, 0.9e-4]], dtype=torch.float64)
+    log_w = w.log().requires_grad_()
+    steps = executed_steps(log_w)
+    steps.sum().backward()
+    slope = 1 / math.log(1e4)
+    expected = [1.5, 1 - slope * math.log(2) + 1 - slope * math.log(5e3)]
+    assert steps.tolist() == pytest.approx(expected, abs=1e-12)
+    assert log_w.grad.flatten().tolist() == pytest.approx(
+        [0, slope, slope, 0, 0, slope, slope, 0], abs=1e-12
+    )
+    decided = torch.tensor([[1, 1, 1, 1], [1, 1, 1e-4, 0], [1, 1e-4, 1e-9, 0]]).double().log().clamp(min=-1e4)
+    assert executed_steps(decided).tolist() == pytest.approx([3, 1, 0], abs=1e-12)
+    assert stop_step(decided, 1.1e-4).tolist() == [3, 1, 0]
 
 
 def test_printed_penalty_is_inactive():
