@@ -19,7 +19,7 @@ class Lowered(FixedGrid):
     def __init__(self, config):
         super().__init__(config)
         self.first = config.ponder_steps
-        self.register_buffer("seen", torch.tensor(0.0))  # micro-batches; a resumed training goes on with it
+        self.register_buffer("seen", torch.zeros(1))  # micro-batches; a resumed training goes on with it
 
     def objective(self, x, y, R, price=0.0):
         self.config.ponder_steps = max(1, self.first - int(self.seen) // self.config.stage)
