@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# What pays: thinking, annealing or deciding? `tiny`, 4,000 steps, with pairs of seeds, on the grid and by Jacobi
+# iteration: no thinking, always one to three steps, by token, one s for all, K lowered from three to one.
+#     bash lab/runs/pays.sh          PARTS="grid jacobi", SEEDS=1 or both: these runs, no table
+# What is finished is skipped. One core of an EPYC with AVX-512: a run takes 2 to 4 minutes on the grid, 9 by Jacobi.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+. lab/runs/once.sh
+ROUTER_RATE=3
+
+run() { # folder, name, flags
+  once "out/pays/$1" "$2" "$seed" --preset tiny --steps 4000 --eval-every 1000 --log-every 100 "${@:3}"
+}
+
+for part in ${PARTS:-grid jacobi rates}; do
+  case $part in grid) seeds="0 1 2 3 4" ;; jacobi) seeds="0 1 2" ;; rates) seeds=0 ;; esac
+  for seed in ${SEEDS:-$seeds}; do
+    case $part in
+      grid)
+        run grid none --method vanilla
+        for K in 1 2 3; do run grid always-$K --method grid-fixed --ponder-steps $K; done
+        run grid by-token --method grid
+        run grid one-for-all --method shared-grid
+        run grid lowered --method lowered --ponder-steps 3 --stage 1333
+        ;;
+      jacobi)
+        run jacobi none --method vanilla
+        run jacobi always-1 --method ponderlm2 --ponder-steps 1 --refinements 2 2
+        run jacobi by-token
+        run jacobi one-for-all --method shared
+        ;;
+      rates)
+        run rates none-6e-3 --method vanilla --learning-rate 6e-3
+        run rates always-1-6e-3 --method grid-fixed --ponder-steps 1 --learning-rate 6e-3
+        run rates by-token-6e-3 --method grid --learning-rate 6e-3
+        run rates one-for-all-6e-3 --method shared-grid --learning-rate 6e-3
+        ;;
+    esac
+  done
+done
