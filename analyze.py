@@ -27,15 +27,19 @@ from copy import deepcopy
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
 import tyro
+from matplotlib import rc
+from matplotlib.figure import Figure
 
-from data import SOURCES, Windows, load_tokenizer, open_corpus
-from model import PonderLM, UserError, command_line, load, newest_run, pick_device, read_json, write_whole
-from train import pick_tokenizer, read_run, windows_at_a_time
+from data import SOURCES, UserError, Windows, command_line, newest_run, open_corpus, read_json, write_whole
+from model import PonderLM, settings
+from router import stop_step
+from sample import open_model
+from train import Count, Share, pick_tokenizer, read_run, windows_at_a_time
 
 BUCKETS = "easy", "medium", "hard"
 ALPHAS = -8, -4, -3, -2, -1, 0, 1, 2, 4
@@ -66,7 +70,7 @@ def losses_by_depth(model, windows, tau):
     def find(x, y):
         h, s, log_w = model.states(x)
         ce = [model.cross_entropy(truncate(h, s, i), y) for i in range(s.size(-1))]
-        return torch.stack(ce, dim=-1), model.executed(log_w, tau)
+        return torch.stack(ce, dim=-1), stop_step(log_w, tau)
 
     return by_token(windows, find)
 
@@ -85,17 +89,13 @@ def mean(x):
     return x.double().mean().item()
 
 
-def thirds(difficulty):
-    """The bucket of each token, 0, 1 or 2: equal parts by rank. (n,) -> (n,)"""
+def means(difficulty, columns):
+    """Of each third by difficulty: its name, its tokens, and the mean of each column. All (n,)."""
     rank = difficulty.argsort(stable=True).argsort()
-    return rank * len(BUCKETS) // max(len(rank), 1)
-
-
-def means(bucket, columns):
-    """Of each bucket: its name, its tokens, and the mean of each column. All (n,)."""
+    bucket = rank * len(BUCKETS) // max(len(rank), 1)
     for b, name in enumerate(BUCKETS):
-        mine = bucket == b
-        yield {"bucket": name, "tokens": int(mine.sum())} | {key: mean(x[mine]) for key, x in columns.items()}
+        chosen = bucket == b
+        yield {"bucket": name, "tokens": int(chosen.sum())} | {k: mean(x[chosen]) for k, x in columns.items()}
 
 
 # -- The numbers of the figures --------------------------------------------------------------------
@@ -138,37 +138,26 @@ def exponential_fit(n, errors):
     return math.exp(slope), math.exp(start), r2
 
 
-def difficulties(ce, reference):
-    """{by whose loss: difficulty (n,)}"""
-    return {"h^(0) alone": ce[:, 0]} | ({} if reference is None else {"another model": reference})
-
-
-def buckets(model, windows, tau=1e-4, reference=None):
+def buckets(model, windows, tau=1e-4):
     """What step i gains, and how many steps are taken, by thirds of the difficulty.
 
     The loss of h^(0) is also the first term of gain_1, so that chance alone makes hard tokens gain: one
-    that h^(0) got wrong by bad luck counts as hard (regression to the mean). The losses of another model
-    on the same windows, `reference` (n,), are a difficulty without this fault. The losses are renormalised,
+    that h^(0) got wrong by bad luck counts as hard (regression to the mean). The losses are renormalised,
     not as in section 3.4.2: where s_0 is nearly 0, h^(0) would predict nothing.
     """
     ce, steps = losses_by_depth(model, windows, tau)
     gains = {f"gain_{i}": ce[:, i - 1] - ce[:, i] for i in range(1, ce.size(1))}
-    return [
-        {"difficulty_by": by, **row}
-        for by, difficulty in difficulties(ce, reference).items()
-        for row in means(thirds(difficulty), {"difficulty": difficulty, "steps": steps, **gains})
-    ]
+    return [*means(ce[:, 0], {"difficulty": ce[:, 0], "steps": steps, **gains})]
 
 
-def shift(model, windows, tau=1e-4, reference=None, alphas=ALPHAS):
+def shift(model, windows, tau=1e-4, alphas=ALPHAS):
     """Steps of each bucket, and how its loss changes, with the router shifted by alpha."""
     ce, _ = losses_by_depth(model, windows, tau)
     found = {alpha: decoded(model, windows, tau, alpha) for alpha in sorted({0, *alphas})}
     return [
-        {"difficulty_by": by, "alpha": alpha, **row}
-        for by, difficulty in difficulties(ce, reference).items()
+        {"alpha": alpha, **row}
         for alpha, (loss, steps) in found.items()
-        for row in means(thirds(difficulty), {"steps": steps, "change": loss - found[0][0]})
+        for row in means(ce[:, 0], {"steps": steps, "change": loss - found[0][0]})
     ]
 
 
@@ -200,7 +189,7 @@ def tokens(model, windows, tokenizer, tau=1e-4, words=WORDS, least=50):
     pieces = {token: tokenizer.decode([token]) for token in sorted({*x})}
     places = {("token", token): [] for token in pieces}  # which tokens a row counts
     places |= {("word", word): [] for word in words}
-    places |= {("compound", where): [] for where in ("inside a word", "at its end")}
+    places |= {("compound", part): [] for part in ("inside a word", "at its end")}
     for i, token in enumerate(x):
         places["token", token].append(i)
     for start in range(0, len(x), T):
@@ -212,11 +201,15 @@ def tokens(model, windows, tokenizer, tau=1e-4, words=WORDS, least=50):
                 places["compound", "at its end"].append(start + last)
     return [
         {"kind": kind, "text": show_token(pieces[text]) if kind == "token" else text}
-        | {"tokens": len(where), "steps": mean(steps[where])}
-        | {f"share_{k}": mean(steps[where] == k) for k in range(K + 1)}
-        for (kind, text), where in places.items()
-        if kind != "token" or len(where) >= least
+        | {"tokens": len(at), "steps": mean(steps[at])}
+        | {f"share_{k}": mean(steps[at] == k) for k in range(K + 1)}
+        for (kind, text), at in places.items()
+        if kind != "token" or len(at) >= least
     ]
+
+
+def perplexity(loss):
+    return math.exp(loss) if loss < 709 else math.inf
 
 
 def tau_curve(model, windows, taus=TAUS):
@@ -224,13 +217,14 @@ def tau_curve(model, windows, taus=TAUS):
     rows = []
     for tau in sorted({0, *taus}):
         loss, steps = map(mean, decoded(model, windows, tau))
-        rows.append({"tau": tau, "loss": loss, "perplexity": math.exp(loss), "steps": steps})
+        rows.append({"tau": tau, "loss": loss, "perplexity": perplexity(loss), "steps": steps})
     return [row | {"change": row["loss"] - rows[0]["loss"]} for row in rows]
 
 
-# Settings that make no other curve: names, and what changes speed alone.
+# Settings that name a run, or change its speed alone.
 LEFT_OUT = {"preset", "name", "out", "resume", "data", "tokenizer", "seed", "method", "ponder_steps"}
-LEFT_OUT |= {"log_every", "eval_every", "device", "precision", "recompute"}
+LEFT_OUT |= {"log_every", "eval_every", "device", "precision", "attention", "compile", "recompute"}
+LEFT_OUT |= {"micro_batch_size"}
 
 
 def read_result(run):
@@ -238,16 +232,16 @@ def read_result(run):
     content, results = read_json(run / "train.json"), read_json(run / "results.json")
     try:
         settings, corpus, hard = content["config"] | content["model"], content["corpus"], results["hard"]
-        where = corpus["val_sha256"], corpus["tokenizer"], settings["block_size"], settings["eval_windows"]
-        settings |= {"method": str(settings["method"])} | {
-            x: int(settings[x]) for x in ("ponder_steps", "seed")
-        }
-        hard = {x: float(hard[x]) for x in ("steps", "loss")}
-        if not (0 <= hard["loss"] < 700 and 0 <= hard["steps"] <= settings["ponder_steps"]):
-            raise ValueError(f"loss and steps of a token cannot be {hard}")
-        return settings, where, hard
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise UserError(f"{run}: train.json or results.json is not of a run of this version") from None
+        scored_on = (
+            corpus["val_sha256"],
+            corpus["tokenizer"],
+            settings["block_size"],
+            settings["eval_windows"],
+        )
+        settings |= {x: int(settings[x]) for x in ("ponder_steps", "seed")}
+        return settings, scored_on, {x: float(hard[x]) for x in ("steps", "loss")}
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{run}: train.json or results.json is damaged: {error!r}") from None
 
 
 def pareto(runs, titles=None):
@@ -265,20 +259,19 @@ def pareto(runs, titles=None):
         raise UserError("there is no finished run among --runs; --runs out/* gives all that are in out/")
     found, groups, rows = [read_result(run) for run in finished], {}, []
     titles = {PonderLM.method: PonderLM.title} | (titles or {})
-    odd = {mine["method"]: set() for mine, *_ in found}
+    differ = {settings["method"]: set() for settings, *_ in found}
     for (a, *_), (b, *_) in combinations(found, 2):
         if all(a[key] == b[key] for key in ("method", "ponder_steps")):
-            odd[a["method"]] |= {key for key in (a.keys() & b.keys()) - LEFT_OUT if a[key] != b[key]}
-    for run, (mine, where, hard) in zip(finished, found, strict=True):
-        if where != found[0][1]:
+            differ[a["method"]] |= {key for key in (a.keys() & b.keys()) - LEFT_OUT if a[key] != b[key]}
+    for run, (mine, scored_on, hard) in zip(finished, found, strict=True):
+        if scored_on != found[0][1]:
             raise UserError(f"{run} and {finished[0]} are scored on different windows or in other tokens")
-        method, K, seed = mine["method"], mine["ponder_steps"], mine["seed"]
-        name = ", ".join(
-            [titles.get(method, method), *(f"{k} {mine[k]}" for k in sorted(odd[method] & mine.keys()))]
-        )
+        method, K, seed = (mine[x] for x in ("method", "ponder_steps", "seed"))
+        own = [f"{key} {mine[key]}" for key in sorted(differ[method] & mine.keys())]
+        name = ", ".join([titles.get(method, method), *own])
         if seed in groups.setdefault((name, K), {}):
             raise UserError(f"{run} has the settings and the seed of another run: give one of them")
-        groups[name, K][seed] = hard | {"perplexity": math.exp(hard["loss"])}
+        groups[name, K][seed] = hard | {"perplexity": perplexity(hard["loss"])}
     for (name, K), seeds in sorted(groups.items()):
         row = {"method": name, "K": K, "seeds": len(seeds)}
         for key in ("steps", "loss", "perplexity"):
@@ -300,9 +293,6 @@ RING = {"s": 130, "facecolor": "none", "linewidth": 1.5, "zorder": 3}
 
 def sheet(title, panels=1):
     """A figure and its axes."""
-    from matplotlib import rc
-    from matplotlib.figure import Figure
-
     rc("legend", fontsize=8, title_fontsize=8)
     figure = Figure(figsize=(max(5.2 * panels, 6.4), 4.4), layout="constrained", dpi=150)
     figure.suptitle(title)
@@ -319,12 +309,7 @@ def column(rows, key, **wanted):
     return [row[key] for row in chosen if row.get("tokens") != 0]
 
 
-def distinct(rows, key):
-    return [*dict.fromkeys(row[key] for row in rows)]
-
-
-def draw_converge(rows):
-    figure, (axes,) = sheet("How fast the Jacobi iteration reaches its fixed point")
+def draw_converge(rows, axes):
     n = column(rows, "refinements")
     for key, name, look, color in (("latents", "latents h", "o", 0), ("s", "step distribution s", "s", 2)):
         axes.semilogy(n, column(rows, key), look, color=COLORS[color], label=name)
@@ -334,52 +319,37 @@ def draw_converge(rows):
             axes.semilogy(n, [A * L**i for i in n], "--", color=COLORS[color], label=label)
     axes.set(xlabel="refinements R", ylabel="RMSE to the fixed point")
     axes.legend(title="the paper's model: L = 0.433, R² = 0.9959")
-    return figure
 
 
-def draw_buckets(rows):
-    by, gains = distinct(rows, "difficulty_by"), [key for key in rows[0] if key.startswith("gain")]
-    figure, panels = sheet("What each pondering step gains, for easy and for hard tokens", len(by))
-    for axes, name in zip(panels, by, strict=True):
-        for b, bucket in enumerate(BUCKETS):
-            mine = dict(difficulty_by=name, bucket=bucket)
-            bars = [gain for key in gains for gain in column(rows, key, **mine)]
-            if bars:  # there are such tokens
-                ((loss,), (steps,)) = column(rows, "difficulty", **mine), column(rows, "steps", **mine)
-                places = [i + 0.27 * (b - 1) for i in range(1, len(gains) + 1)]
-                label = f"{bucket}: loss {loss:.2f}, {steps:.2f} steps in the mean"
-                axes.bar(places, bars, 0.25, color=COLORS[b], label=label)
-        axes.set(xlabel="step i", ylabel="gain of step i, CE(i-1) - CE(i), nats per token")
-        axes.set_xticks(range(1, len(gains) + 1))
-        axes.legend(title=f"thirds by the loss of {name}, nats")
-        axes.sharey(panels[0])
-    return figure
+def draw_buckets(rows, axes):
+    gains = [key for key in rows[0] if key.startswith("gain")]
+    for b, row in enumerate(rows):
+        if row["tokens"]:
+            label = f"{row['bucket']}: loss {row['difficulty']:.2f}, {row['steps']:.2f} steps in the mean"
+            places = [i + 0.27 * (b - 1) for i in range(1, len(gains) + 1)]
+            axes.bar(places, [row[key] for key in gains], 0.25, color=COLORS[b], label=label)
+    axes.set(xlabel="step i", ylabel="gain of step i, CE(i-1) - CE(i), nats per token")
+    axes.set_xticks(range(1, len(gains) + 1))
+    axes.legend(title="thirds by the loss of h^(0) alone, nats")
 
 
-def draw_shift(rows):
-    by = distinct(rows, "difficulty_by")
-    figure, panels = sheet("The router shifted to fewer and to more steps", len(by))
-    for axes, name in zip(panels, by, strict=True):
-        for bucket, color, marker in zip(BUCKETS, COLORS, "o^s", strict=False):
-            mine = dict(difficulty_by=name, bucket=bucket)
-            x, y = (column(rows, key, **mine) for key in ("steps", "change"))
-            axes.plot(x, y, color=color, marker=marker, label=bucket)
-            x, y = (column(rows, key, **mine, alpha=0) for key in ("steps", "change"))
-            axes.scatter(x, y, edgecolor=color, **RING)
-        axes.scatter([], [], edgecolor="black", label="alpha = 0, not shifted", **RING)
-        axes.set(xlabel="executed steps of these tokens, mean", ylabel="change of their loss, nats per token")
-        axes.legend(title=f"thirds by the loss of {name}")
-        axes.sharey(panels[0])
-    return figure
+def draw_shift(rows, axes):
+    for bucket, color, marker in zip(BUCKETS, COLORS, "o^s", strict=False):
+        x, y = (column(rows, key, bucket=bucket) for key in ("steps", "change"))
+        axes.plot(x, y, color=color, marker=marker, label=bucket)
+        x, y = (column(rows, key, bucket=bucket, alpha=0) for key in ("steps", "change"))
+        axes.scatter(x, y, edgecolor=color, **RING)
+    axes.scatter([], [], edgecolor="black", label="alpha = 0, not shifted", **RING)
+    axes.set(xlabel="executed steps of these tokens, mean", ylabel="change of their loss, nats per token")
+    axes.legend(title="thirds by the loss of h^(0) alone")
 
 
-def draw_tokens(rows, most=12):
-    figure, (left, right) = sheet("Which tokens get how many pondering steps", 2)
+def draw_tokens(rows, left, right, most=12):
     ranked = sorted(zip(column(rows, "steps", kind="token"), column(rows, "text", kind="token"), strict=True))
     most = min(most, (len(ranked) + 1) // 2)
-    for name, mine, color in (("fewest", ranked[:most], 0), ("most", ranked[most:][-most:], 2)):
-        labels = [f"“{text}”" for _, text in mine]
-        left.barh(labels, [steps for steps, _ in mine], color=COLORS[color], label=f"{name} steps")
+    for name, part, color in (("fewest", ranked[:most], 0), ("most", ranked[most:][-most:], 2)):
+        labels = [f"“{text}”" for _, text in part]
+        left.barh(labels, [steps for steps, _ in part], color=COLORS[color], label=f"{name} steps")
     left.set(xlabel="executed steps after the token, mean")
     left.tick_params(axis="y", labelsize=7)
     for label in left.get_yticklabels():
@@ -388,32 +358,26 @@ def draw_tokens(rows, most=12):
     shares = [key for key in rows[0] if key.startswith("share")]
     for text, place, color in (("inside a word", -0.2, 3), ("at its end", 0.2, 4)):
         bars = [100 * share for key in shares for share in column(rows, key, kind="compound", text=text)]
-        places = [k + place for k in range(len(bars))]
-        right.bar(places, bars, 0.38, color=COLORS[color], label=text)
+        right.bar([k + place for k in range(len(bars))], bars, 0.38, color=COLORS[color], label=text)
     right.set(xlabel="executed steps", ylabel="share of these tokens, %", xticks=range(len(shares)))
     right.legend(title="of words of several tokens, those")
-    return figure
 
 
-def draw_tau(rows):
-    figure, (left, right) = sheet("Pondering stops as soon as the mask score is below tau", 2)
+def draw_tau(rows, left, right):
     for axes, key, color in ((left, "perplexity", 0), (right, "steps", 2)):
         axes.plot(column(rows, "tau"), column(rows, key), "o-", color=COLORS[color])
         axes.set_xscale("symlog", linthresh=1e-6)
         axes.set(xlabel="tau; 0, at the left edge, takes all K steps", xlim=(0, 1.3))
     lowest = min(column(rows, "perplexity"))
-    left.set(
-        ylabel="perplexity per token; the axis ends 15 % above the lowest",
-        ylim=(0.99 * lowest, 1.15 * lowest),
-    )
+    if math.isfinite(lowest):
+        left.set(ylim=(0.99 * lowest, 1.15 * lowest))
+    left.set(ylabel="perplexity per token; the axis ends 15 % above the lowest")
     right.set(ylabel="executed steps per token, mean")
-    return figure
 
 
-def draw_pareto(rows):
-    figure, (axes,) = sheet("Perplexity against executed steps")
+def draw_pareto(rows, axes):
     names = "steps", "perplexity", "steps_std", "perplexity_std", "K"
-    for i, method in enumerate(distinct(rows, "method")):
+    for i, method in enumerate(dict.fromkeys(column(rows, "method"))):
         x, y, x_std, y_std, K = (column(rows, key, method=method) for key in names)
         look = {"marker": "os^Dv"[i % 5], "color": COLORS[i % len(COLORS)], "capsize": 2}
         axes.errorbar(x, y, xerr=x_std, yerr=y_std, label=method, **look)
@@ -424,7 +388,16 @@ def draw_pareto(rows):
     axes.set(xlabel="executed extra steps per token, mean", ylabel="perplexity per token")
     axes.legend(title="bars: standard deviation over seeds")
     axes.margins(0.1)
-    return figure
+
+
+DRAWINGS = {  # title, panels, and what draws rows into them
+    "converge": ("How fast the Jacobi iteration reaches its fixed point", 1, draw_converge),
+    "buckets": ("What each pondering step gains, for easy and for hard tokens", 1, draw_buckets),
+    "shift": ("The router shifted to fewer and to more steps", 1, draw_shift),
+    "tokens": ("Which tokens get how many pondering steps", 2, draw_tokens),
+    "tau": ("Pondering stops as soon as the mask score is below tau", 2, draw_tau),
+    "pareto": ("Perplexity against executed steps", 1, draw_pareto),
+}
 
 
 # -- The command -----------------------------------------------------------------------------------
@@ -450,15 +423,6 @@ def open_windows(run, model_config, count, data=None):
     return val.stack(0, min(count, val.count))
 
 
-def reference_losses(reference, windows, tokenizer):
-    """The losses (n,) of another model on these windows, as it decodes them."""
-    model = load(reference).to(windows.device)
-    digest = load_tokenizer(Path(reference, "tokenizer.json")).digest
-    if digest != tokenizer.digest or model.config.block_size < windows.size(1) - 1:
-        raise UserError(f"--reference {reference} has another tokenizer, or a shorter window")
-    return decoded(model, windows, 1e-4)[0]
-
-
 def write_csv(file, rows):
     def write(part):
         with open(part, "w", newline="", encoding="utf-8") as stream:
@@ -480,48 +444,41 @@ def print_table(rows):
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
-def main(
-    figure: tyro.conf.Positional[Literal["converge", "buckets", "shift", "tokens", "tau", "pareto"]],
-    run: Path | None = None, runs: tuple[str, ...] = (), data: str | None = None, windows: int = 256,
-    tau: float = 1e-4, reference: str | None = None, out: Path | None = None, device: str = "auto",
-):  # fmt: skip
-    """Draw one figure.
+@settings
+class Options:
+    figure: tyro.conf.Positional[Literal[tuple(DRAWINGS)]]  # see above
+    run: Path | None = None  # directory of a trained model; None: the newest run in out/
+    runs: tuple[str, ...] = ()  # directories of trained runs, for pareto
+    data: str | None = None  # the text that the run was scored on, where that needs saying
+    windows: Count = 256  # validation windows to measure
+    tau: Share = 1e-4  # where pondering stops
+    out: Path | None = None  # where the results go; None: <run>/report, of pareto out/analyze
+    device: str = "auto"  # auto, cpu, cuda or mps
 
-    Args:
-        figure: see above
-        run: directory of a trained model; by default the newest run in out/
-        runs: directories of trained runs, for pareto
-        data: the text that the run was scored on, where that is not pydocs
-        windows: validation windows to measure
-        tau: where pondering stops
-        reference: for buckets and shift, another trained model, whose losses are a second difficulty
-        out: where the results go; by default <run>/report, of pareto out/analyze
-        device: auto, cpu, cuda or mps
-    """
-    if windows < 1 or not 0 <= tau <= 1:
-        raise UserError(f"windows = {windows}, tau = {tau}: give 1 window or more, and a tau from 0 to 1")
-    if figure == "pareto":
-        rows, out = pareto(runs), out or Path("out/analyze")
+
+def main(o: Annotated[Options, tyro.conf.arg(name="")]):
+    if o.figure == "pareto":
+        rows, out = pareto(o.runs), o.out or Path("out/analyze")
     else:
-        run = run or newest_run()
-        model, tokenizer = load(run).to(pick_device(device)), load_tokenizer(run / "tokenizer.json")
+        run = o.run or newest_run()
+        model, tokenizer = open_model(run, o.device)
         if not model.config.ponder_steps:
             raise UserError(f"{run} is a model without pondering steps: there is nothing to draw")
-        text = open_windows(run, model.config, windows, data).to(model.lm_head.weight.device)
-        losses = reference and reference_losses(reference, text, tokenizer)
+        text = open_windows(run, model.config, o.windows, o.data).to(model.lm_head.weight.device)
         measure = {
             "converge": lambda: converge(model, text),
-            "buckets": lambda: buckets(model, text, tau, losses),
-            "shift": lambda: shift(model, text, tau, losses),
-            "tokens": lambda: tokens(model, text, tokenizer, tau),
-            "tau": lambda: tau_curve(model, text, {*TAUS, tau}),
+            "buckets": lambda: buckets(model, text, o.tau),
+            "shift": lambda: shift(model, text, o.tau),
+            "tokens": lambda: tokens(model, text, tokenizer, o.tau),
+            "tau": lambda: tau_curve(model, text, {*TAUS, o.tau}),
         }
-        rows, out = measure[figure](), out or run / "report"
-    file, image = out / f"{figure}.csv", out / f"{figure}.png"
+        rows, out = measure[o.figure](), o.out or run / "report"
+    title, panels, draw = DRAWINGS[o.figure]
+    file, image, (figure, axes) = out / f"{o.figure}.csv", out / f"{o.figure}.png", sheet(title, panels)
     write_csv(file, rows)
     print_table(rows)
-    drawn = globals()[f"draw_{figure}"](rows)
-    write_whole(image, lambda part: drawn.savefig(part, format="png"))
+    draw(rows, *axes)
+    write_whole(image, lambda part: figure.savefig(part, format="png"))
     print(f"written: {file} and {image.name}")
 
 

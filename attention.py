@@ -16,15 +16,17 @@ model can learn which keys nobody needs.
     sdpa     torch's fused kernels, which know nothing of log w: it travels as one more channel
     fa2      the same through the package flash-attn, on a GPU in half precision
     auto     the fastest of these for the tensors at hand
-
-    python attention.py      the mask as a matrix, as in the paper's figure
 """
 
 import math
-from functools import cache
 
 import torch
 import torch.nn.functional as F
+
+try:
+    from flash_attn import flash_attn_func
+except ImportError:  # optional; flash-attn-4 has a namespace of this name and no such function
+    flash_attn_func = None
 
 MASKED = -1e4  # exp(-1e4) is 0, and the number is finite in float16, too
 SHORT = 256  # slots up to which a CPU attends faster by the definition, measured
@@ -36,7 +38,7 @@ def eager(q, k, v, log_w):
     k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))  # (B, H, N, d)
     M = torch.full((N, N), -torch.inf, device=q.device).triu(1)  # 0 where j <= i
     bias = M if log_w is None else log_w[:, None, None, :] + M
-    scores = (q / math.sqrt(d)) @ k.mT + bias.to(q.dtype)  # (B, H, N, N); to divide q takes less
+    scores = (q / math.sqrt(d)) @ k.mT + bias.to(q.dtype)  # (B, H, N, N)
     return scores.softmax(-1).to(v.dtype) @ v
 
 
@@ -69,8 +71,8 @@ def sdpa(q, k, v, log_w):
 
 def fa2(q, k, v, log_w):
     """Through the package flash-attn, whose layout is (B, N, H, d)."""
-    from flash_attn import flash_attn_func
-
+    if flash_attn_func is None:
+        raise RuntimeError("fa2 needs the package flash-attn; sdpa computes the same without")
     d = q.size(-1)
     q, k, v = (x.transpose(1, 2) for x in augment(q, k, v, log_w))
     out = flash_attn_func(q, k, v, causal=True, softmax_scale=1 / math.sqrt(d))
@@ -79,20 +81,10 @@ def fa2(q, k, v, log_w):
 
 def auto(q, k, v, log_w):
     """The fastest form for these tensors: on a CPU eager for short texts; on a GPU fa2 where it can."""
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and has_flash_attn():
+    if flash_attn_func and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         return fa2(q, k, v, log_w)
     short = q.device.type == "cpu" and q.size(2) <= SHORT
     return eager(q, k, v, log_w) if short else sdpa(q, k, v, log_w)
-
-
-@cache
-def has_flash_attn():
-    """Whether the package is there and works; flash-attn-4 has a namespace of the same name alone."""
-    try:
-        from flash_attn import flash_attn_func  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 BACKENDS = {"auto": auto, "eager": eager, "sdpa": sdpa, "fa2": fa2}
@@ -104,7 +96,7 @@ def soft_mask_attention(q, k, v, log_w=None, backend=auto):
     Args:
         q: (B, H, N, d). k, v: (B, G, N, d), with H a multiple of G.
         log_w: (B, N), at most 0; None is w = 1 everywhere, plain causal attention.
-        backend: one of BACKENDS, or another function of these four.
+        backend: one of BACKENDS' functions, or another one of these four.
 
     Returns:
         (B, H, N, d), differentiable in q, k, v and log_w.
@@ -136,26 +128,3 @@ def attend_to_cache(q, k, v, d):
     q = q.reshape(B, G, H // G, width)  # the heads of a group as so many queries of their one key head
     out = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(d))
     return out[..., :d].reshape(B, H, 1, d)
-
-
-def show():
-    """The paper's figure of the soft mask: 3 tokens with K = 2, by our index and by the printed one."""
-    T, S = 3, 3
-    N = T * S
-    log_w = torch.tensor([[1, 0.7, 0.1], [1, 0.4, 1e-9], [1, 0.9, 0.6]]).log()  # (T, K+1)
-    printed = F.pad(log_w[:, :-1], (1, 0))  # reading note 1: w_k on the key of slot k+1
-    slots = [name for t in (1, 2, 3) for name in (f"x{t}", f"h{t}0", f"h{t}1")]
-    masks = []
-    for each in (log_w, printed):
-        q = torch.zeros(1, 1, N, N)  # with q = k = 0 and v = I the mask comes out, normalised
-        out = eager(q, q, torch.eye(N)[None, None], each.reshape(1, N))[0, 0]
-        masks.append(out / out[:, :1])  # x1 is always fully visible
-    print(f"{'our index: slot k is masked by w_k':52}the printed index: h(k) is masked by w_k")
-    print("   ".join(4 * " " + "".join(f"{slot:>5}" for slot in slots) for _ in masks))
-    for i, slot in enumerate(slots):
-        rows = ["".join(f"{m:5.1f}" for m in mask[i, : i + 1]) for mask in masks]
-        print(f"{slot:4}{rows[0]:45}   {slot:4}{rows[1]}".rstrip())
-
-
-if __name__ == "__main__":
-    show()

@@ -1,7 +1,7 @@
-"""Text -> token ids -> batches of windows.
+"""Text -> token ids -> batches of windows; and what all commands share: errors, files, devices.
 
     Tokenizer        bytes <-> token ids: single bytes, a BPE that is trained here, or GPT-2's
-    open_corpus      a text, a folder or the default corpus -> Corpus; prepared once, then kept in data/
+    open_corpus      a text, a folder or a text that needs no network -> Corpus; prepared once, kept in data/
     Corpus           the ids of training and of validation, and the tokenizer that made them
     Windows          ids -> batches of windows, a function of seed and step
 
@@ -25,12 +25,15 @@ import base64
 import gc
 import hashlib
 import json
+import os
 import re
+import signal
 import sys
 import sysconfig
 import tempfile
 import warnings
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from importlib.metadata import version
@@ -38,25 +41,130 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from pydoc_data.topics import topics
+from stat import S_ISREG
 
 import numpy as np
+import pydantic
 import regex
 import tiktoken
 import torch
-
-from model import UserError, command_line, read_json, write_json, write_whole
+from safetensors import SafetensorError
 
 # How GPT-2 cuts a text into words, within which BPE merges.
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # The tokenizers that a file may hold. No other pattern is run: a regular expression can take for ever.
-PATTERNS = {"bytes": r"[\s\S]", "bpe": WORDS, "gpt2": WORDS, "lookup": r" ?[^ ]+| "}
+PATTERNS = {"bytes": r"[\s\S]", "bpe": WORDS, "gpt2": WORDS}
 BLANKS = re.compile(r"(\s{100000})")  # so long a run overflows tiktoken's stack
 INVALID = re.compile("([\udc80-\udcff]+)")  # how surrogateescape writes bytes that are not UTF-8
 
 PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # of pydocs; torch brings the last two
-NO_TEXT = (".json", ".jsonl", ".csv", ".parquet")  # data with a structure, which is not to be learned
-MOST = 10**7  # bytes that a BPE is trained on
+LINES = (".jsonl", ".parquet")  # many texts in a file, for python -m lab corpus
+NO_TEXT = (".json", ".csv")  # data with a structure, which nobody wants to learn
 ID_TYPES = ("uint8", "uint16", "uint32", "uint64")  # that a .bin file may have
+MOST = 10**7  # bytes that a BPE is trained on
+
+
+# -- Errors, files, devices ------------------------------------------------------------------------
+
+
+class UserError(Exception):
+    """What a user can mend: wrong input, a missing file, a full disk. It says what is wrong and the way
+    out, and a command ends with this one line. Every other error is a bug and keeps its traceback."""
+
+
+def one_line(error):
+    """An error's message in one line; of pydantic's each field, its value and what is wrong with it."""
+    if not isinstance(error, pydantic.ValidationError):
+        return " ".join((str(error) or repr(error)).split())[:400]
+    found = [(".".join(map(str, e["loc"])), e["input"], e["msg"]) for e in error.errors()[:3]]
+    return "; ".join(
+        f"{name} = {value!r:.80}: {message}" if name else message for name, value, message in found
+    )
+
+
+@contextmanager
+def reading(file, way_out=""):
+    """What is wrong with a file that is read within it becomes a UserError that names it."""
+    wrong = OSError, ValueError, LookupError, TypeError, RuntimeError, RecursionError, SafetensorError
+    try:
+        yield
+    except wrong as error:
+        raise UserError(f"{file} cannot be read: {one_line(error)}{way_out}") from None
+
+
+def read_json(file):
+    """A file with a JSON object. UserError: it is missing or damaged."""
+    with reading(file):
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        return {**content}
+
+
+def write_whole(file, write):
+    """Let `write(part)` make a file and put it in the place of another: whole, or not at all.
+
+    Raises:
+        UserError: the disk is full, or the place cannot be written.
+    """
+    part = Path(f"{file}.tmp")
+    try:
+        write(part)
+        os.replace(part, file)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch has no class for a full disk
+        raise UserError(f"cannot write {file}: {one_line(error)}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json(file, content):
+    write_whole(file, lambda part: part.write_text(json.dumps(content, indent=2) + "\n"))
+
+
+def newest_run(out="out"):
+    """The run whose weights are the newest, out/<name>. UserError: there is none."""
+    runs = sorted(Path(out).glob("*/model.safetensors"), key=lambda file: file.stat().st_mtime)
+    if not runs:
+        raise UserError(f"there is no trained model in {out}/ yet: python train.py trains one")
+    return runs[-1].parent
+
+
+def pick_device(name="auto"):
+    """'auto' -> CUDA, else MPS, else the CPU; or a device by its name. UserError: it is not here."""
+    if name == "auto":
+        mps = "mps" if torch.backends.mps.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else mps
+    try:
+        torch.zeros(1, device=name).cpu()
+        return torch.device(name)
+    except (RuntimeError, AssertionError, NotImplementedError):  # a wrong name, or no such device
+        raise UserError(f"device {name!r} is not here: leave --device out, or give cpu") from None
+
+
+def command_line(main):
+    """Run a command: an error that the user can mend is one line, and no stack trace."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show is spelled out
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: files that are half written are removed
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (UserError, pydantic.ValidationError, SafetensorError) as error:
+        sys.exit(f"error: {one_line(error)}")
+    except (MemoryError, RuntimeError) as error:
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not known and "can't allocate memory" not in str(error):  # what torch says on a CPU
+            raise
+        sys.exit("error: there is not enough memory: ask for fewer or smaller things at once")
+    except OSError as error:
+        if not error.filename:  # not about a file that the user named
+            raise
+        sys.exit(f"error: {error.filename}: {error.strerror}")
 
 
 # -- Tokenizers ------------------------------------------------------------------------------------
@@ -117,16 +225,15 @@ class Tokenizer:
 
     def decode(self, ids):
         """ids -> bytes. A token may hold a part of a character, so turn only the whole into str."""
-        return self.encoding.decode_bytes(
-            [i for i in map(int, ids) if i < self.vocab_size]
-        )  # others are padding
+        ids = [i for i in map(int, ids) if i < self.vocab_size]  # others are padding
+        return self.encoding.decode_bytes(ids)
 
     def fields(self):
         tokens = [base64.b64encode(token).decode() for token in self.tokens]
         return {"name": self.name, "pattern": self.pattern, "tokens": tokens}
 
     def save(self, file):
-        write_whole(Path(file), lambda part: part.write_text(json.dumps(self.fields())))
+        write_whole(file, lambda part: part.write_text(json.dumps(self.fields())))
 
     @property
     def digest(self):
@@ -134,71 +241,41 @@ class Tokenizer:
         return hashlib.sha256(json.dumps(self.fields()).encode()).hexdigest()[:8]
 
 
-class IdTokenizer(Tokenizer):
-    """For ids whose vocabulary is not at hand: a text is ids with spaces between them."""
-
-    name, end_of_text = "ids", None
-
-    def __init__(self, vocab_size):
-        self.vocab_size = vocab_size
-
-    def encode(self, text):
-        try:
-            return [int(i) for i in text.split()]
-        except ValueError:
-            raise UserError(f"without a vocabulary give ids, '15 3 7', not {text!r}") from None
-
-    def decode(self, ids):
-        return "".join(f" {int(i)}" for i in ids).encode()
-
-    def fields(self):
-        return {"name": self.name, "vocab_size": self.vocab_size}
-
-
 def merge_pairs(words, size):
     """Byte-pair encoding (Sennrich et al., arXiv 1508.07909): {word: count} -> the bytes of `size` tokens.
 
     Again and again the most frequent pair of neighbours within words becomes a token; of several the one
-    with the smallest ids. There are fewer tokens where nothing is left to merge. A word is a str here that
-    has chr(id) for each token, so that a merge replaces two characters by one.
+    with the smallest ids. There are fewer tokens where nothing is left to merge.
     """
-    tokens = [bytes([i]) for i in range(256)]
-    words, times = [word.encode().decode("latin-1") for word in words], [*words.values()]
+    tokens, times = [bytes([i]) for i in range(256)], [*words.values()]
+    words = [list(word.encode()) for word in words]  # each as ids
     counts, places = Counter(), defaultdict(set)  # of each pair: how often, and in which words
-    for i, word in enumerate(words):
-        for pair in map("".join, pairwise(word)):
-            counts[pair] += times[i]
+
+    def count(i, sign):
+        for pair in pairwise(words[i]):
+            counts[pair] += sign * times[i]
             places[pair].add(i)
-    heap = [(-count, pair) for pair, count in counts.items()]
+
+    for i in range(len(words)):
+        count(i, 1)
+    heap = [(-n, pair) for pair, n in counts.items()]
     heapify(heap)
     show = progress(f"training a BPE of {size + 1} tokens")
     while heap and len(tokens) < size:
-        count, (a, b) = heappop(heap)
-        if -count != counts[a + b]:
-            continue  # it has changed since, and stands in the heap once more
-        new, changed = chr(len(tokens)), Counter()
-        tokens.append(tokens[ord(a)] + tokens[ord(b)])
-        for i in places.pop(a + b):
-            parts = words[i].split(a + b)
-            words[i] = new.join(parts)
-            # Of each merge only the neighbours change. "aaaa" with (a, a): parts "", "", ""; where `left`
-            # is empty the neighbour is the merge before, which ended in b and is now the new token.
-            for at, (left, right) in enumerate(pairwise(parts)):
-                gone, made = [a + b], []
-                if left or at:
-                    gone.append((left or b)[-1] + a)
-                    made.append((left or new)[-1] + new)
-                if right:
-                    gone.append(b + right[0])
-                    made.append(new + right[0])
-                for pair in gone:
-                    changed[pair] -= times[i]
-                for pair in made:
-                    changed[pair] += times[i]
-                    places[pair].add(i)
-        counts.update(changed)
+        n, (a, b) = heappop(heap)
+        if -n != counts[a, b]:
+            continue  # its count has changed, and with that it is in the heap again
+        changed = set()
+        for i in places.pop((a, b)):
+            changed.update(pairwise(words[i]))
+            count(i, -1)
+            ids = iter(pairwise([*words[i], None]))
+            words[i] = [len(tokens) if pair == (a, b) and next(ids) else pair[0] for pair in ids]
+            count(i, 1)
+            changed.update(pairwise(words[i]))
+        tokens.append(tokens[a] + tokens[b])
         for pair in changed:
-            if counts[pair]:
+            if counts[pair] > 0:
                 heappush(heap, (-counts[pair], pair))
         show(len(tokens) / size)
     return tokens
@@ -206,27 +283,19 @@ def merge_pairs(words, size):
 
 def load_tokenizer(file):
     """What a tokenizer's `save` wrote. UserError: there is none, or a damaged one, or something else."""
-    file = Path(file)
-    if not file.is_file():
-        raise UserError(f"{file} is missing: a model has its tokenizer beside it; copy it there")
     fields = read_json(file)
     if "model" in fields or "tokenizer" in fields:
         raise UserError(f"{file} is a tokenizer of Hugging Face; python -m lab reads it")
-    try:
-        name, size = fields["name"], fields.get("vocab_size")
-        if name == "ids" and type(size) is int and 0 < size <= 2**20:  # the most of a model
-            return IdTokenizer(size)
-        if not isinstance(name, str) or fields["pattern"] != PATTERNS.get(name):
+    with reading(file):
+        if fields["pattern"] != PATTERNS.get(fields["name"]):
             raise ValueError(f"no name with its pattern of {', '.join(PATTERNS)}")
         tokens = [base64.b64decode(token, validate=True) for token in fields["tokens"]]
         if len(set(tokens)) < len(tokens) or b"" in tokens:
             raise ValueError("a token is there twice, or empty")
         single = [bytes([i]) for i in range(256)]
-        if not set(single) <= set(tokens) or (name == "bytes" and tokens != single):
+        if not set(single) <= set(tokens) or (fields["name"] == "bytes" and tokens != single):
             raise ValueError("a byte has no token, or another one than its own")
-        return Tokenizer(name, fields["pattern"], tokens)
-    except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{file} is not a tokenizer that is known here: {error!r}") from None
+        return Tokenizer(fields["name"], fields["pattern"], tokens)
 
 
 # -- Sources of text -------------------------------------------------------------------------------
@@ -243,6 +312,32 @@ def package_files():
         for file in sorted(folder.rglob("*.py")):
             if not skip & set(file.relative_to(folder).parts):
                 yield f"{name}/{file.relative_to(folder).as_posix()}", file
+
+
+def pysource():
+    """Python files whole: 80 to 90 MB, for models that read much."""
+    return [(name, text) for name, file in package_files() if (text := file.read_bytes()).strip()]
+
+
+def pydocs():
+    """The docstrings of the same files, each only once, and Python's help topics: a document a file."""
+    files, sources, documents, seen = [*package_files()], [], [], set()
+    show = progress(f"reading docstrings of {len(files):,} files")
+    gc.disable()  # it would look through all syntax trees again and again: half of the time
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
+            for i, (name, file) in enumerate(files):
+                sources.append((name, docstrings(file)))
+                show(i / len(files))
+    finally:
+        gc.enable()
+    for name, texts in [*sources, *((f"topics/{topic}", [topics[topic]]) for topic in topics)]:
+        new = [text for text in dict.fromkeys(texts) if text not in seen]
+        seen.update(new)
+        if new:
+            documents.append((name, "\n\n".join(new).encode("utf-8", "replace")))
+    return documents
 
 
 def docstrings(file):
@@ -263,55 +358,56 @@ def docstrings(file):
     return [text for text in found if text]
 
 
-def pydocs():
-    """The default corpus, which needs no network: a document a file, with each docstring only once."""
-    files, documents, seen = [*package_files()], [], set()
-    show = progress(f"reading docstrings of {len(files):,} files")
-    gc.disable()  # it would look through all syntax trees again and again: half of the time
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-            sources = []
-            for i, (name, file) in enumerate(files):
-                sources.append((name, docstrings(file)))
-                show(i / len(files))
-    finally:
-        gc.enable()
-    for name, texts in [*sources, *((f"topics/{topic}", [topics[topic]]) for topic in topics)]:
-        new = [text for text in dict.fromkeys(texts) if text not in seen]
-        seen.update(new)
-        if new:
-            documents.append((name, "\n\n".join(new).encode("utf-8", "replace")))
-    return documents
-
-
-def pysource():
-    """The same Python files whole: 80 to 90 MB, for models that read much."""
-    return [(name, text) for name, file in package_files() if (text := file.read_bytes()).strip()]
-
-
 SOURCES = {"pydocs": pydocs, "pysource": pysource}
 
 
-def read_texts(path):
-    """The text of a file, or of the files of a folder that are not hidden: (name, bytes), by name.
+def files_below(folder):
+    """The files of a folder and of those below it, by name; hidden ones left out, links followed once.
 
-    Left out, and named, are files with zero bytes, which no UTF-8 text has, and those of NO_TEXT.
+    Raises:
+        OSError: a folder that cannot be entered, a link that leads nowhere.
     """
-    files = [path]
-    if path.is_file() and path.suffix.lower() in NO_TEXT:
-        raise UserError(f"{path} is no plain text; write its text into a .txt file, or see python -m lab")
-    if not path.is_file():
-        found = (file for file in sorted(path.rglob("*")) if file.is_file())
-        files = [file for file in found if not any(x[0] == "." for x in file.relative_to(path).parts)]
-    texts, odd = [], []
+
+    def fail(error):
+        raise error
+
+    seen, files = set(), []
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+        else:
+            files += [Path(place, name) for name in names if name[0] != "."]
+        seen.add(real)
+    return sorted(file for file in files if S_ISREG(os.stat(file).st_mode))  # a pipe is none
+
+
+def read_texts(path):
+    """The text of a file, or of the files of a folder: (name, bytes), by name.
+
+    Left out, and named, are files with zero bytes, which no text has, and those of NO_TEXT. Files of LINES
+    hold many texts each.
+
+    Raises:
+        UserError: such a file. OSError: one that cannot be read.
+    """
+    files = [path] if path.is_file() else files_below(path)
+    texts, others, foreign = [], [], []
     for file in files:
+        if file.suffix.lower() in LINES:
+            raise UserError(f"{file} holds many texts: python -m lab corpus prepares such files, alone")
         name = str(file.relative_to(path.parent))
         text = b"\0" if file.suffix.lower() in NO_TEXT else file.read_bytes()
-        odd.append(name) if b"\0" in text else texts.append((name, text))
-    if odd:
-        print(f"note: {len(odd)} of {len(files)} files are no UTF-8 text, left out: {', '.join(odd[:3])}")
-    return [(name, text) for name, text in texts if text.strip()]
+        if b"\0" in text:
+            others.append(name)
+        elif text.strip():
+            texts.append((name, text))
+            if INVALID.search(text.decode("utf-8", "surrogateescape")):
+                foreign.append(name)
+    for names, what in ((others, "hold no text, left out"), (foreign, "are not UTF-8, read byte by byte")):
+        if names:
+            print(f"note: {len(names)} of {len(files)} files {what}: {', '.join(names[:3])}")
+    return texts
 
 
 # -- Documents -> files of ids ---------------------------------------------------------------------
@@ -321,14 +417,6 @@ def progress(what):
     """Say what begins -> a function that shows the share that is done, if somebody is looking."""
     print(what, flush=True)
     return lambda share: sys.stdout.isatty() and print(f"{share:4.0%}\r", end="", flush=True)
-
-
-def boundary(text, at):
-    """The last place up to `at` where no character of UTF-8 is cut; `at` where the text is not UTF-8."""
-    for start in range(at, max(at - 4, 0), -1):  # back over bytes that go on a character, 10xxxxxx
-        if start >= len(text) or text[start] & 0b1100_0000 != 0b1000_0000:
-            return start
-    return at
 
 
 def divide(documents):
@@ -343,7 +431,7 @@ def divide(documents):
         digest = hashlib.sha1(name.encode("utf-8", "surrogateescape")).hexdigest()
         (train if int(digest, 16) % 20 else val).append(text)
     if len(documents) < 100 or not (train and val):
-        cuts = [(text, boundary(text, len(text) - max(len(text) // 10, 1))) for _, text in documents]
+        cuts = [(text, len(text) - max(len(text) // 10, 1)) for _, text in documents]
         train, val = [text[:cut] for text, cut in cuts], [text[cut:] for text, cut in cuts]
     return train, val
 
@@ -354,7 +442,7 @@ def pieces_of(text):
     while start < len(text):
         end = min(start + 10**6, len(text))
         if end < len(text):
-            end = text.rfind(b"\n", start, end) + 1 or boundary(text, end)
+            end = text.rfind(b"\n", start, end) + 1 or end
         yield text[start:end]
         start = end
 
@@ -381,13 +469,14 @@ def write_corpus(folder, source, documents, tokenizer):
     train, val = divide(documents)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
-        half = Path(temporary) / "half"
+        half = Path(temporary, "half")
         half.mkdir()
-        write_whole(half / "train.bin", lambda file: write_tokens(train, tokenizer, file))
-        write_whole(half / "val.bin", lambda file: write_tokens(val, tokenizer, file))
+        for name, texts in (("train.bin", train), ("val.bin", val)):
+            write_whole(half / name, lambda part, texts=texts: write_tokens(texts, tokenizer, part))
         tokenizer.save(half / "tokenizer.json")
         meta = {"source": source, "bytes": sum(len(text) for _, text in documents)}
-        write_json(half / "meta.json", meta | {"dtype": id_type(tokenizer.vocab_size).name})
+        meta |= {"val_bytes": sum(map(len, val)), "dtype": id_type(tokenizer.vocab_size).name}
+        write_json(half / "meta.json", meta)
         if not folder.exists():  # another program may have prepared the same meanwhile
             half.rename(folder)
 
@@ -405,10 +494,11 @@ class Corpus:
     train: np.ndarray  # ids
     val: np.ndarray
     source: str  # where it came from, for people
+    val_bytes: int | None = None  # of the validation text, where that is known
 
     @property
     def known_by(self):
-        """What tells it from others. The ends stand for tokens that may be of gigabytes."""
+        """What tells it from others: of tokens that may be gigabytes the two ends, by their hash."""
         known = {"name": self.name, "train_tokens": len(self.train), "val_tokens": len(self.val)}
         for name, ids in (("sha256", self.train), ("val_sha256", self.val)):
             known[name] = hashlib.sha256(np.concatenate([ids[: 10**6], ids[-(10**6) :]])).hexdigest()
@@ -433,17 +523,22 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache="data"):
     else:
         folder = prepare(data, tokenizer or "bytes", vocab_size, Path(cache))
         tokenizer = load_tokenizer(folder / "tokenizer.json")
+    return read_corpus(folder, tokenizer)
+
+
+def read_corpus(folder, tokenizer):
+    """A folder with train.bin and val.bin -> Corpus."""
     meta = read_json(folder / "meta.json") if (folder / "meta.json").exists() else {}
     V = tokenizer.vocab_size
     train, val = (open_ids(folder / f"{split}.bin", meta.get("dtype"), V) for split in ("train", "val"))
     padded = V if V < 1024 else -(-V // 64) * 64
     source = f"{folder}: {meta.get('source', 'token ids as they were found')}"
-    return Corpus(folder.absolute().name, tokenizer, padded, train, val, source)
+    return Corpus(folder.absolute().name, tokenizer, padded, train, val, source, meta.get("val_bytes"))
 
 
 def is_prepared(folder):
     """Whether a folder holds token ids already."""
-    return any((Path(folder) / f"{split}.bin").is_file() for split in ("train", "val"))
+    return any(Path(folder, f"{split}.bin").is_file() for split in ("train", "val"))
 
 
 def prepare(data, tokenizer, vocab_size, cache):
@@ -462,14 +557,11 @@ def prepare(data, tokenizer, vocab_size, cache):
     kind = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
     digest = hashlib.sha256(f"{source} {kind}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
     folder = cache / f"{path.stem}-{kind}-{digest}"
-    if folder.exists():
-        return folder
-    if tokenizer == "bpe":
+    if not folder.exists():
+        made = None if tokenizer == "bpe" else getattr(Tokenizer, tokenizer)()  # GPT-2's may be out of reach
         documents = documents or SOURCES[data]()
-        made = Tokenizer.train(divide(documents)[0], vocab_size)
-    else:  # first: GPT-2's may be out of reach
-        made = getattr(Tokenizer, tokenizer)()
-    write_corpus(folder, source, documents or SOURCES[data](), made)
+        made = made or Tokenizer.train(divide(documents)[0], vocab_size)
+        write_corpus(folder, source, documents, made)
     return folder
 
 
@@ -477,19 +569,13 @@ def tokenizer_of(folder, name):
     """The tokenizer of a folder with train.bin and val.bin: as named, or its own, or GPT-2's."""
     if name == "bpe":
         raise UserError(f"{folder} holds token ids already; a BPE cannot be trained on them")
-    if name is not None:
-        return getattr(Tokenizer, name)()
-    if (folder / "tokenizer.json").exists():
+    if name is None and (folder / "tokenizer.json").exists():
         return load_tokenizer(folder / "tokenizer.json")
-    if (folder / "meta.pkl").exists():
+    if name is None and (folder / "meta.pkl").exists():
         raise UserError(
             f"{folder / 'meta.pkl'} is not read here: give the text that was encoded, --data FILE"
         )
-    try:
-        return Tokenizer.gpt2()
-    except UserError as error:
-        print(f"note: the ids of {folder} are taken for GPT-2's and shown as numbers: {error}")
-        return IdTokenizer(50_257)
+    return getattr(Tokenizer, name or "gpt2")()
 
 
 def open_ids(file, stated, vocab_size):
@@ -502,25 +588,12 @@ def open_ids(file, stated, vocab_size):
     kind = id_type(vocab_size).name if stated is None else stated
     if kind not in ID_TYPES:  # bytes become what numpy is told: also pointers
         raise UserError(f"{file.with_name('meta.json')}: dtype = {kind!r} is none of {', '.join(ID_TYPES)}")
-    if not file.is_file():
-        raise UserError(f"{file} is missing; a prepared folder has train.bin and val.bin")
-    try:
+    with reading(file, "; a prepared folder has train.bin and val.bin"):
         ids = np.memmap(file, kind, mode="r")
-    except ValueError as error:  # half an id, or none
-        raise UserError(f"{file} does not hold {kind} token ids: {error}") from None
-    first, looks = ids[: 10**6], None
-    for wide in ("uint32", "uint64"):  # text has no such zeros
-        n = np.dtype(wide).itemsize // ids.itemsize
-        if n > 1 and len(ids) % n == 0 and not first.reshape(-1, n)[:, 1:].any():
-            looks = wide
-    if stated is None:  # ids have other high bytes than low ones
-        low, *_, high = first.view("uint8").reshape(len(first), -1).T
-        shares = [np.bincount(x, minlength=256) / len(x) for x in (low, high)]
-        looks = "uint8" if np.abs(shares[0] - shares[1]).sum() < 0.3 else looks
-    if looks:
+    if kind == "uint16" and len(ids) % 2 == 0 and not ids[1 : 10**6 : 2].any():  # text has no such zeros
         raise UserError(
-            f"{file} looks like ids of type {looks}, read as {kind}: say which in "
-            f'{file.with_name("meta.json")}, {{"dtype": "{looks}"}}'
+            f"{file} looks like ids of type uint32, read as uint16: say which in "
+            f'{file.with_name("meta.json")}, {{"dtype": "uint32"}}'
         )
     if (largest := int(ids[: 10**9].max())) >= vocab_size:
         raise UserError(
@@ -564,11 +637,6 @@ class Windows:
             self.order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
         start = self.order[i] * self.block_size
         return self.tokens[start : start + self.block_size + 1].astype(np.int64)
-
-    def rows(self, step, size, rank=0, processes=1):
-        """The tokens of a step, (size, T+1): this process's share of the whole batch."""
-        first = (step * processes + rank) * size
-        return self.stack(first, first + size)
 
     def stack(self, first, end):
         """The windows first .. end-1, (end - first, T+1)."""

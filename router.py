@@ -9,10 +9,9 @@ tau           tau        scalar        where decoding stops; None: soft masks, n
 alpha         alpha      scalar        shifts the distribution to more or fewer steps
 ce            ce_i       (..., K+1)    cross-entropy if integration stops after step i, in nats
 rho           rho_i      (K+1,)        how far depth i resolves the tokens, 0 to 1
+executed                 (...)         what a price on steps counts: K-hat, relaxed
 
 Reading notes, on what the paper leaves open or prints otherwise, are in docs/reading-notes.md.
-
-    python router.py     four tokens, from s to w to K-hat
 """
 
 import math
@@ -135,23 +134,3 @@ def executed_steps(log_w):
     that tails stay. Here a step counts 1 at w = 1, 1/2 at 0.01 and 0 from tau on, with the same gradient.
     """
     return (1 - log_w[..., 1:] / math.log(1e-4)).clamp(min=0).sum(-1)
-
-
-def show():
-    tau = 1e-4
-    print(f"Four tokens, K = 3, tau = {tau:g}\n{'':11}{'s_0..s_3':^36}{'w_0..w_3':^36}K-hat")
-    tokens = {"easy": [9, 2, -6, -9], "medium": [4, 5, 3, -7], "hard": [0, 2, 4, 6], "even": [0] * 4}
-    for name, logits in tokens.items():
-        log_s = torch.tensor(logits).float().log_softmax(-1)
-        log_w = mask_score(log_s)
-        columns = "".join(f"{x:9.5f}" for x in [*log_s.exp(), *log_w.exp()])
-        print(f"{name:8}{columns}    {stop_step(log_w, tau)}")
-    print("\nThe hard token, its distribution shifted by alpha")
-    for alpha in (-8, -4, 0, 4):
-        log_w = mask_score((torch.tensor(tokens["hard"]) + alpha * torch.arange(4.0)).log_softmax(-1))
-        w = "  ".join(f"{x:.5f}" for x in log_w.exp())
-        print(f"alpha {alpha:+d}   w = {w}   K-hat {stop_step(log_w, tau)}")
-
-
-if __name__ == "__main__":
-    show()

@@ -11,8 +11,8 @@ import json
 import re
 from pathlib import Path
 
+from data import command_line
 from docs import tour
-from model import command_line
 
 NOTEBOOK = Path(__file__).with_name("tour.ipynb")
 SETUP = """\

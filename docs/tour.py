@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from model import Config, PonderLM, command_line
+from data import command_line
+from model import Config, PonderLM
 from router import bottom_mass_penalty
 
 WORDS = ["the", "capital", "of", "France", "is", "Paris", "Rome", "."]

@@ -1,6 +1,6 @@
 """python -m lab COMMAND ..      each has --help
 
-train      as train.py, and --method, --init-from, --backend, --compile
+train      as train.py, and --method, --init-from
 sample     as sample.py for many sequences at once, and for any method
 analyze    figures and pages beyond the paper's
 evaluate   perplexity and bits per byte of texts; two models compared
@@ -9,7 +9,6 @@ convert    weights: what a directory holds; ours, Hugging Face's, llama.cpp's
 corpus     prepare texts: JSON lines, large streams, the lookup task
 worth      what thinking is worth where the answer is known: a table
 puzzle     a model solves puzzles, a lookup a step
-fuzz       damaged files, and what the commands say of them
 """
 
 import runpy
@@ -23,9 +22,8 @@ COMMANDS = {
     "bench": "lab.bench",
     "convert": "lab.interop",
     "corpus": "lab.corpora",
-    "worth": "lab.figures.worth",
+    "worth": "lab.figures.lookup",
     "puzzle": "lab.figures.puzzle",
-    "fuzz": "lab.fuzz",
 }
 
 

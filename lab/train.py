@@ -2,36 +2,31 @@
 
     python -m lab train --preset tiny --method ponderlm2
     python -m lab train --init-from DIR_OR_NAME      go on with a Llama, and teach it to ponder
-    python -m lab train --compile                    faster steps, after minutes
     python -m lab train --resume                     go on with the newest run, exactly
-    torchrun --nproc_per_node=2 -m lab train --micro-batch-size 4
+    torchrun --nproc_per_node=2 -m lab train
 
 Every flag and its default: python -m lab train --method NAME --help. What else a run is, see train.py.
 """
 
-import argparse
-import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import torch
 import tyro
 
 import train as root
-from lab.common import COMPILED, settings_of
+from data import UserError, command_line, newest_run, pick_device
+from lab.common import settings_of
 from lab.corpora.preparation import open_corpus
-from lab.interop import locate, parse_config
 from lab.interop.warm_start import FEEDBACK_RATE, check_ids, start_defaults, start_from
-from lab.kernels.attention import fastest
-from lab.kernels.attention import find as find_attention
-from lab.methods import build, check_settings, configure, find, objective
-from model import UserError, command_line, newest_run, pick_device
-from train import MAY_CHANGE, PRESETS, TrainConfig, micro_batch, pick_precision, rank_and_size
+from lab.interop.weights import locate, parse_config
+from lab.methods import build, check_settings, configure, find
+from model import settings
+from train import PRESETS, TrainConfig, refuse_changes
 
 
-@dataclass
+@settings
 class LabConfig(TrainConfig):
     """What train.py has, and more. The tokenizer `auto` is that of --init-from."""
 
@@ -40,71 +35,76 @@ class LabConfig(TrainConfig):
     # begin from a model: a directory (Llama or GPT-NeoX, PonderLM-2, a run) or a name of the Hub. Its
     # shape, tokenizer and window (as far as the preset's goes) become the defaults.
     init_from: str | None = None
-    backend: str = "auto"  # of attention, see kernels/; auto: on CUDA the fastest, measured
-    compile: bool = False  # compile the blocks: faster steps, after minutes
+    # see attention.py; exact: log w to 16 bits in half precision
+    attention: Literal["auto", "eager", "sdpa", "fa2", "exact"] = "auto"
 
 
-MAY_CHANGE.update(("backend", "compile"))
+def first_flags(
+    preset: str | None = None, device: str = "auto", out: str = "out", name: str | None = None,
+    resume: bool = False, method: str | None = None, init_from: str | None = None,
+    ponder_steps: int | None = None,
+):  # fmt: skip
+    """The flags that say what the defaults of the others are."""
+    return preset, device, out, name, resume, method, init_from, ponder_steps
 
 
 def parse(argv=None):
     """The command line -> LabConfig, and the settings of its method. Defaults are those of --preset,
     --method and --init-from, or of the run that goes on."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag, default in (("--preset", None), ("--device", "auto"), ("--out", "out"), ("--name", None)):
-        first.add_argument(flag, default=default)
-    first.add_argument("--method")
-    first.add_argument("--init-from", "--init_from")
-    first.add_argument("--ponder-steps", "--ponder_steps", type=int)
-    first.add_argument("--resume", action="store_true")
-    known = first.parse_known_args(argv)[0]
-    if known.resume:
-        run = Path(known.out, known.name) if known.name else newest_run(known.out)
+    how = dict(args=argv, return_unknown_args=True, add_help=False)
+    (preset, device, out, name, resume, method, init_from, K), _ = tyro.cli(first_flags, **how)
+    if resume:
+        run = Path(out, name) if name else newest_run(out)
         config, shape, _ = read_run(run)
         if not isinstance(config, LabConfig):
             raise UserError(f"{run} was begun by train.py: go on with python train.py --resume")
-        config = replace(config, out=known.out, name=run.name, resume=True)
+        before = replace(config, out=out, name=run.name, resume=True), shape
     else:
-        preset = known.preset or ("small" if pick_device(known.device).type == "cuda" else "tiny")
+        preset = preset or ("small" if pick_device(device).type == "cuda" else "tiny")
         config, shape = PRESETS.get(preset, PRESETS["tiny"])  # tyro refuses a wrong one below
         config = LabConfig(**asdict(config))
-        if known.init_from:
-            config, shape = start_defaults(config, shape, known.init_from, known.method, known.ponder_steps)
+        if init_from:
+            before = start_defaults(config, shape, init_from, method, K)
         else:
-            shape = configure(shape, known.method or "ponderlm3")
+            before = config, configure(shape, method or "ponderlm3")
 
     def flags(
-        config: Annotated[LabConfig, tyro.conf.arg(name="")] = config,
-        model_config: Annotated[type(shape), tyro.conf.arg(name="")] = shape,
+        config: Annotated[LabConfig, tyro.conf.arg(name="")] = before[0],
+        model_config: Annotated[type(before[1]), tyro.conf.arg(name="")] = before[1],
     ):
         return config, model_config
 
-    try:
-        config, shape = tyro.cli(flags, prog="python -m lab train", description=__doc__, args=argv)
-    except ValueError as error:
-        raise UserError(error) from None
-    check_settings(shape)
-    if config.step_price and not find(shape.method).priced:
-        raise UserError(f"step_price = {config.step_price}: {shape.method} has no price; leave it at 0")
+    config, shape = tyro.cli(flags, prog="python -m lab train", description=__doc__, args=argv)
+    check(config, shape)
+    if resume:
+        refuse_changes(run, *(asdict(c) | asdict(s) for c, s in (before, (config, shape))))
     return config, shape
+
+
+def check(config, shape):
+    """Refuse what the method would not follow. UserError"""
+    check_settings(shape)
+    kind = find(shape.method)
+    if config.step_price and not kind.priced:
+        raise UserError(f"step_price = {config.step_price}: {shape.method} has no price; leave it at 0")
+    if config.attention != "auto" and kind.grid:
+        raise UserError(f"attention = {config.attention}: {shape.method} has its own; leave it at auto")
 
 
 def read_run(run):
     """As train.read_run of any run: its LabConfig (a TrainConfig, if train.py began it), the settings of
     its model as its method has them, and what its corpus is known by."""
-    file, kind = Path(run, "train.json"), TrainConfig
-    if "backend" in settings_of(run):
-        kind = LabConfig
-    config, shape, corpus = root.read_run(run, kind)
-    return config, parse_config(shape, file), corpus
+    kind = LabConfig if "init_from" in settings_of(run) else TrainConfig
+    config, shape, corpus = root.read_run(run, kind, {"backend": "attention"})
+    return config, parse_config(shape, Path(run, "train.json")), corpus
 
 
 def train(config, shape):
     """Train as a LabConfig and the settings of a method say. -> as train.train"""
-    check_settings(shape)
-    if config.compile:
-        check_compiler()
-    return root.train(config, shape, partial(make_model, config), objective, partial(open_text, config))
+    check(config, shape)
+    return root.train(
+        config, shape, partial(make_model, config), find(shape.method).objective, partial(open_text, config)
+    )
 
 
 def open_text(config, data, tokenizer, vocab_size):
@@ -132,39 +132,12 @@ def open_text(config, data, tokenizer, vocab_size):
 
 
 def make_model(config, shape):
-    """The model of a training: new, or begun from another one, with its kernels."""
+    """The model of a training: new, or begun from another one."""
     begun = config.resume and Path(config.out, config.name, "trainer.pt").exists()
     model = start_from(config.init_from, shape) if config.init_from and not begun else build(shape)
     if config.learning_rate:
         model.feedback_rate = FEEDBACK_RATE / config.learning_rate
-    device = pick_device(config.device)
-    dtype = getattr(torch, pick_precision(config.precision, device))
-    name = config.backend
-    if name == "auto" and device.type == "cuda" and not model.grid:  # which has kernels of its own
-        B, S = micro_batch(config, rank_and_size()[1]), shape.ponder_steps + 1 if model.interleaves else 1
-        size = B, shape.num_attention_heads, shape.block_size * S, shape.d
-        how = dict(biased=model.has_router, compiled=config.compile)
-        name = fastest(size, shape.G, device, dtype, **how)
-    model.backend = find_attention(name, device, dtype)
-    if config.compile:
-        torch._dynamo.config.recompile_limit = COMPILED
-        for block in model.model.layers:
-            compile_in_training(block)
     return model
-
-
-def compile_in_training(block):
-    """Compile a block, but not for evaluation, which has other shapes: each of them takes long."""
-    plain, compiled = block.forward, torch.compile(block.forward, dynamic=False)
-    block.forward = lambda *inputs: (compiled if block.training else plain)(*inputs)
-
-
-def check_compiler():
-    """UserError: there is no C++ compiler, which torch.compile needs."""
-    from torch._inductor import config as inductor
-
-    if not shutil.which(compiler := inductor.cpp.cxx[-1].split()[0]):
-        raise UserError(f"--compile takes a C++ compiler: install {compiler}, or leave it out")
 
 
 if __name__ == "__main__":

@@ -1,43 +1,48 @@
-"""What tests share: small models, golden files, a small training. Where: see placement.py."""
+"""What pytest asks of this folder. What tests share is in helpers.py and lab_helpers.py."""
 
-import json
-import resource
-from contextlib import contextmanager
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from placement import DEVICE, EQUIVALENCE, ON_CPU, TEST_DEVICE
-from safetensors import safe_open
+from placement import DEVICE, EQUIVALENCE, ON_CPU
 
-from attention import eager
-from data import Tokenizer
-from lab.engine.products import has_bfloat16
-from lab.interop import save
-from lab.methods import PonderConfig, build, configure, find, unused_settings
-from train import TrainConfig
-
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 torch.set_num_threads(1)  # of products so small a second one only costs time
-ROOT = Path(__file__).parent.parent
-GOLDEN = Path(__file__).parent / "golden"
-LLAMA3 = dict(  # options of backbones/llama3.py that matter within a few tokens
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8.0
-)
-NEOX = dict(backbone="gpt_neox", num_key_value_heads=None)
-needs_bfloat16 = pytest.mark.skipif(
-    not has_bfloat16(), reason="needs a CPU with blocks of bfloat16 (AVX-512)"
-)
+
+
+def missing_packages():
+    """Which packages the tests of the lab want, and are not here."""
+    lists = [(ROOT / folder / "requirements.txt").read_text("utf-8") for folder in ("lab", "tests")]
+    names = {name for text in lists for name in re.findall(r"(?m)^([\w-]+)==", text)}
+    names -= {"pytest-xdist", "ruff"}  # which no test imports
+    modules = {name: name.replace("-", "_") for name in names} | {"mini-racer": "py_mini_racer"}
+    return sorted(name for name in names if not find_spec(modules[name]))
+
+
+MISSING = missing_packages()
+if MISSING:
+    collect_ignore = [file.name for file in TESTS.iterdir() if file.name != "root"]
+else:
+    from lab_helpers import byte_model, config, golden, shape, tokens_alone  # noqa: F401
 
 
 def pytest_collection_modifyitems(items):
     """Leave out what would only run on the CPU again."""
     if DEVICE != "cpu":
-        files = {str(ROOT / "tests" / name) for name in EQUIVALENCE}
+        files = {str(TESTS / name) for name in EQUIVALENCE}
         items[:] = [i for i in items if str(i.path) in files and i.originalname not in ON_CPU]
 
 
 def pytest_terminal_summary(terminalreporter):
-    """One line on what was left out, and how to get it."""
+    """A line on each thing that was left out, and how to get it."""
+    if MISSING:
+        terminalreporter.write_line(
+            f"left out: the tests of the lab, which want {', '.join(MISSING)} "
+            "(pip install -r tests/requirements.txt)"
+        )
     skipped = len(terminalreporter.stats.get("skipped", []))
     terminalreporter.write_line(
         f"left out: what is slow (python -m pytest -m slow), and {skipped} skipped for the "
@@ -52,170 +57,3 @@ def nothing_is_left():
     before = found()
     yield
     assert found() == before
-
-
-@pytest.fixture(autouse=True)
-def tokens_alone(request, monkeypatch):
-    """On a GPU tests compare tokens and steps: nobody can look at logits within a CUDA graph."""
-    if DEVICE != "cpu" and "logits" in request.fixturenames:
-        request.getfixturevalue("logits")  # which looks at them
-        monkeypatch.undo()
-        monkeypatch.setattr(request.module, "compare", lambda seen: None)
-
-
-def small_model(seed=0, **kwargs):
-    """A float64 model in evaluation mode whose router has random weights, so that tokens differ.
-
-    Random weights alone spread s too evenly for any w to fall below a tau; router_scale makes the
-    router decided. ponder_steps=0 is the method vanilla.
-    """
-    torch.manual_seed(seed)
-    scale = kwargs.pop("router_scale", 5.0)
-    method = kwargs.pop("method", "ponderlm3")
-    method = "vanilla" if kwargs.get("ponder_steps") == 0 else method
-    shape = PonderConfig(
-        vocab_size=31,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        block_size=32,
-    )
-    config = configure(shape, method, **kwargs)
-    if config.router_offset is None and "router_offset" not in unused_settings(find(method)):
-        config.router_offset = (0.0,) * (config.ponder_steps + 1)
-    model = build(config)
-    if model.feedback:
-        torch.nn.init.normal_(model.feedback.weight, std=1.5)
-    if model.has_router:
-        for weight in (p for p in model.router.parameters() if p.dim() == 2):
-            torch.nn.init.normal_(weight, std=scale / config.hidden_size**0.5)
-    return model.double().eval().to(TEST_DEVICE)
-
-
-def tokens(T=10, B=1, V=31, seed=0):
-    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
-
-
-def decode(model, idx, tau=1e-4, alpha=0.0):
-    """Read idx (T,) token by token -> logits (T, V), the steps of each, and the cache."""
-    cache = model.new_cache()
-    pairs = [model.ponder_token(int(token), t, cache, tau, alpha) for t, token in enumerate(idx)]
-    logits, steps = zip(*pairs, strict=True)
-    return torch.stack(logits), [*steps], cache
-
-
-def attention_inputs(H=4, G=4, N=17, d=8, dtype=torch.float64, log_w=(-80.0, 0.0), seed=0):
-    """q, k, v and a key bias in the range log_w, of which gradients can be taken."""
-    g = torch.Generator().manual_seed(seed)
-    q = torch.randn(2, H, N, d, generator=g, dtype=dtype)
-    k, v = (torch.randn(2, G, N, d, generator=g, dtype=dtype) for _ in range(2))
-    low, high = log_w
-    bias = low + (high - low) * torch.rand(2, N, generator=g, dtype=dtype)
-    bias[:, 0] = 0  # the first slot of a sequence is always visible
-    return [x.requires_grad_() for x in (q, k, v, bias)]
-
-
-def outputs_and_gradients(form, leaves):
-    out = form(*leaves)
-    g = torch.Generator().manual_seed(1)
-    weights = torch.randn(out.shape, generator=g, dtype=torch.float64).to(out.dtype)
-    return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
-
-
-def assert_is_attention(form, leaves, tolerance):
-    """A form of soft-mask attention against the definition: outputs and all gradients."""
-    found, expected = (outputs_and_gradients(function, leaves) for function in (form, eager))
-    for name, a, b in zip(("out", "dq", "dk", "dv", "dlog_w"), found, expected, strict=True):
-        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m)
-
-
-@pytest.fixture
-def golden():
-    """Read one golden file: its tensors, and a model with its weights."""
-
-    def read(name, method="ponderlm2"):
-        with safe_open(GOLDEN / name, "pt") as file:
-            official = json.loads(file.metadata()["config"])
-            tensors = {key: file.get_tensor(key).to(TEST_DEVICE) for key in file.keys()}  # noqa: SIM118
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-        names += ("num_attention_heads", "rms_norm_eps", "rope_theta")
-        shape = {field: official[field] for field in names}
-        K = official["num_latent_thoughts"]
-        model = build(configure(PonderConfig(), method, ponder_steps=K, **shape))
-        model.eval().to(TEST_DEVICE)
-        model.load_state_dict({k: tensors.pop(k) for k in list(tensors) if k.endswith(".weight")})
-        return model, tensors, official
-
-    return read
-
-
-@pytest.fixture
-def config(tmp_path, monkeypatch):
-    """A training of a second, in an empty directory; its model is `shape`."""
-    monkeypatch.chdir(tmp_path)
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
-    return TrainConfig(
-        preset="tiny",
-        data=str(text),
-        out=str(tmp_path / "out"),
-        steps=30,
-        batch_size=8,
-        learning_rate=1e-2,
-        log_every=5,
-        eval_every=10,
-        eval_windows=8,
-        device="cpu",
-        precision="float32",
-    )
-
-
-@pytest.fixture
-def shape():
-    """Of the model of `config`."""
-    return PonderConfig(257, 32, 64, 1, 2, head_dim=16, block_size=16, ponder_steps=2)
-
-
-@contextmanager
-def full_disk(size):
-    """What stands for it: within it no file grows beyond `size` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def same_weights(a, b):
-    """Whether two models have the same tensors under the same names, bit for bit."""
-    a, b = a.state_dict(), b.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def save_for_bytes(model, folder):
-    """Save a model of bytes with its tokenizer. -> the directory"""
-    save(model.float(), folder)
-    Tokenizer.bytes().save(folder / "tokenizer.json")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def byte_model(tmp_path_factory):
-    """A directory of a model with a window of 16 bytes, whose texts end now and then."""
-    model = small_model(seed=2, vocab_size=257, block_size=16)
-    with torch.no_grad():
-        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
-    return str(save_for_bytes(model, tmp_path_factory.mktemp("bytes") / "run"))
-
-
-def records(frame):
-    """The rows of a frame as dicts, None for nothing."""
-    frame = frame.astype(object)
-    return frame.where(frame.notna(), None).to_dict("records")
-
-
-def flags(runs):
-    return tuple(map(str, runs))

@@ -4,7 +4,7 @@ import json
 
 import torch
 import transformers
-from conftest import GOLDEN
+from lab_helpers import GOLDEN
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as Library
@@ -64,58 +64,6 @@ def write_random(model, directory, shard):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.eval().save_pretrained(directory, max_shard_size=shard)
     return model
-
-
-def make_gguf(file, bits=32, tied=False, odd=None, **fields):
-    """A random transformers Llama and its tokenizer, in llama.cpp's form; fields of the file, in
-    which a dot is `__`; `odd`: the name of one more tensor -> both."""
-    import gguf
-
-    library, _ = make_tokenizer(file.parent / "source", "byte-level")
-    shape = dict(vocab_size=library.get_vocab_size(), intermediate_size=64)
-    llama = make_llama(file.parent / "source", tied, **shape)
-    c, words = llama.config, sorted(library.get_vocab(), key=library.token_to_id)
-    merges = json.loads(library.to_str())["model"]["merges"]
-    writer = gguf.GGUFWriter(file, fields.pop("architecture", "llama"))
-    add = {int: writer.add_uint32, float: writer.add_float32}
-    add |= {str: writer.add_string, list: writer.add_array}
-    fields = {
-        "llama__block_count": c.num_hidden_layers,
-        "llama__context_length": c.max_position_embeddings,
-        "llama__embedding_length": c.hidden_size,
-        "llama__feed_forward_length": c.intermediate_size,
-        "llama__attention__head_count": c.num_attention_heads,
-        "llama__attention__head_count_kv": c.num_key_value_heads,
-        "llama__attention__layer_norm_rms_epsilon": c.rms_norm_eps,
-        "llama__rope__freq_base": c.rope_parameters["rope_theta"],
-        "llama__rope__dimension_count": c.head_dim,
-        "tokenizer__ggml__model": "gpt2",
-        "tokenizer__ggml__pre": "smollm",
-        "tokenizer__ggml__tokens": words,
-        "tokenizer__ggml__token_type": [3 if word in ("<s>", "</s>") else 1 for word in words],
-        "tokenizer__ggml__merges": [" ".join(pair) for pair in merges],
-        "tokenizer__ggml__eos_token_id": library.token_to_id("</s>"),
-        "tokenizer__chat_template": "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}",
-    } | fields
-    for name, value in fields.items():
-        if value is not None:
-            add[type(value)](name.replace("__", "."), value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, c.num_hidden_layers)
-    for name, x in llama.state_dict().items():
-        for part, heads in (("q_proj", c.num_attention_heads), ("k_proj", c.num_key_value_heads)):
-            if part in name:  # whose RoPE turns neighbours
-                x = x.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(x.shape)
-        kind = gguf.GGMLQuantizationType.Q8_0 if bits == 8 and x.dim() == 2 else 0
-        if not (tied and name == "lm_head.weight"):
-            packed = gguf.quantize(x.numpy(), kind)
-            writer.add_tensor(names.get_name(name, (".weight",)), packed, raw_dtype=kind)
-    if odd:
-        writer.add_tensor(odd, torch.ones(4).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return llama, library
 
 
 def official(directory, name, **fields):

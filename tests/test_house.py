@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from lab_helpers import ROOT
 
 SCRIPTS = {"attention", "router", "model", "data", "train", "sample", "analyze"}
 # Packages of lab/requirements.txt and others that no import of a file may need.

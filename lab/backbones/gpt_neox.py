@@ -9,25 +9,22 @@ MLP           two layers with GELU between them
 residual      parallel_residual: x + attention(norm_1(x)) + mlp(norm_2(x)), both read the same x
 """
 
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import nn
 
 from attention import soft_mask_attention
-from model import Llama, UserError, apply_rotary, check_types
+from data import UserError
+from model import Finite, Llama, rotate, settings
 
 
-@dataclass
+@settings
 class Options:
-    rotary_pct: float = 1.0  # share of a head that RoPE turns
-    parallel_residual: float = 1.0  # attention and MLP read the same x; 0: one after the other
-
-    def __post_init__(self):
-        check_types(self)
-        if not 0 < self.rotary_pct <= 1:
-            raise ValueError(f"rotary_pct = {self.rotary_pct}: it must lie in (0, 1]")
+    rotary_pct: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of a head that RoPE turns
+    parallel_residual: Finite = 1.0  # attention and MLP read the same x; 0: one after the other
 
 
 def rotary_width(config):
@@ -49,8 +46,7 @@ class NeoXAttention(nn.Module):
         qkv = self.query_key_value(x).view(B, N, -1, 3 * self.d).transpose(1, 2)
         q, k, v = qkv.split(self.d, dim=-1)  # (B, H, N, d) each
         q, k = (
-            torch.cat([apply_rotary(y[..., : self.rotated], *angles), y[..., self.rotated :]], -1)
-            for y in (q, k)
+            torch.cat([rotate(y[..., : self.rotated], *angles), y[..., self.rotated :]], -1) for y in (q, k)
         )
         out = cache.attend(q, k, v, log_w) if cache else soft_mask_attention(q, k, v, log_w, backend)
         return self.dense(out.transpose(1, 2).reshape(B, N, D))
@@ -77,9 +73,6 @@ class NeoXBlock(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 
-    def writers(self):
-        return self.attention.dense, self.mlp.dense_4h_to_h
-
     def forward(self, x, angles, log_w, backend, cache):
         y = x + self.attention(self.input_layernorm(x), angles, log_w, backend, cache)
         return y + self.mlp(self.post_attention_layernorm(x if self.parallel else y))
@@ -88,6 +81,7 @@ class NeoXBlock(nn.Module):
 class Backbone(Llama):
     name, unused = "gpt_neox", ("num_key_value_heads", "head_dim")
     Block, Norm, Options = NeoXBlock, nn.LayerNorm, Options
+    writers = "attention.dense.weight", "mlp.dense_4h_to_h.weight"
 
     def frequency(self, device):
         d = rotary_width(self.config)

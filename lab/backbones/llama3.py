@@ -1,25 +1,20 @@
 """Llama with Llama 3's RoPE for longer texts: slow rotations get slower, fast ones do not."""
 
 import math
-from dataclasses import dataclass
 
-from model import Llama, check_types
+from model import Llama, Positive, settings
 
 
-@dataclass
+@settings
 class Options:
     """The names are those of `rope_parameters` in Hugging Face's config.json."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: float
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: Positive
 
     def __post_init__(self):
-        check_types(self)
-        for name, value in vars(self).items():
-            if value <= 0:
-                raise ValueError(f"{name} = {value}: it must be above 0")
         if not self.low_freq_factor < self.high_freq_factor:
             raise ValueError(f"low_freq_factor = {self.low_freq_factor} is not below the high one")
 

@@ -1,45 +1,20 @@
-"""Text -> token ids in train.bin and val.bin.
+"""Text -> token ids in train.bin and val.bin, for train.py --data.
 
-    python -m lab corpus                            the default corpus: docstrings of Python packages
-    python -m lab corpus FILE_OR_FOLDER             any text; a folder with .bin files is ready as it is
-    python -m lab corpus stream NAME --tokens N     a large corpus, through Hugging Face datasets
-    python -m lab corpus lookup                     the lookup task, into data/lookup
-
-`python -m lab train --data ..` prepares what the first two prepare by itself.
+python -m lab corpus prepare DATA --to FOLDER     JSON lines, Parquet, texts, a data set of the Hub
+python -m lab corpus lookup                       the lookup task, into data/lookup
 """
 
+import ctypes
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from data import unigram_entropy
-from lab.common import command_line
-from lab.corpora.lookup import prepare_lookup
-from lab.corpora.preparation import CACHE, describe, load_tokens, prepare
-from lab.corpora.streaming import stream
-
-
-def show(
-    data: tyro.conf.Positional[str] = "pydocs",
-    tokenizer: str | None = None,
-    vocab_size: int = 4096,
-):
-    """Prepare a corpus and show what is in it.
-
-    Args:
-        data: pydocs, pysource, shakespeare, a text file, a folder of them, or of .bin files
-        tokenizer: bytes, bpe, gpt2, or a model that has one; by default bytes, or the corpus's own
-        vocab_size: number of tokens of a bpe tokenizer
-    """
-    folder, tokenizer = prepare(data, tokenizer, vocab_size)
-    print(describe(folder))
-    for split in ("train", "val"):
-        tokens = load_tokens(folder, split, tokenizer.vocab_size)
-        entropy = unigram_entropy(tokens, tokenizer.vocab_size)
-        print(f"{split}: {len(tokens):,} tokens, unigram entropy {entropy:.3f} nats, begins")
-        print("    " + repr(tokenizer.decode(tokens[:60]).decode("utf-8", "replace")))
+from data import UserError, command_line
+from lab.corpora.lookup import CACHE, prepare_lookup
+from lab.corpora.preparation import Options, prepare
 
 
 def lookup(
@@ -59,18 +34,26 @@ def lookup(
         longest: lookups of the longest chain of each line
     """
     prepare_lookup(folder, lines, seed, lookups, longest)
-    show(str(folder))
     print(f"next: python -m lab train --data {folder}")
 
 
+def corpus(o: Annotated[Options, tyro.conf.arg(name="")]):
+    with suppress(OSError, AttributeError):  # of glibc: give large blocks back at once, or the heap grows
+        ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD
+    prepare(o)
+    ours = o.tokenizer in ("bytes", "bpe", "gpt2")
+    print(f"next: python {'train.py' if ours else '-m lab train'} --data {o.to}")
+
+
 def main():
-    name, *flags = sys.argv[1:] or [""]
-    if name == "stream":
-        tyro.cli(stream, prog="python -m lab corpus stream", args=flags)
-    elif name == "lookup":
-        tyro.cli(lookup, prog="python -m lab corpus lookup", args=flags)
+    name, *flags = sys.argv[1:] or ["--help"]
+    commands = {"prepare": corpus, "lookup": lookup}
+    if name in ("-h", "--help"):
+        print(__doc__.strip())
+    elif name in commands:
+        tyro.cli(commands[name], prog=f"python -m lab corpus {name}", args=flags)
     else:
-        tyro.cli(show, prog="python -m lab corpus", description=__doc__)
+        raise UserError(f"{name!r} is not one of {', '.join(commands)}")
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ letter at hand. A line has 64 tokens, the end of text included: windows of 64 ar
 
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
-from lab.corpora.preparation import CACHE, read_meta, write_corpus
-from lab.corpora.tokenizers import Tokenizer
-from model import UserError
+from data import PATTERNS, Tokenizer, UserError, read_json, write_corpus
 
+CACHE = Path("data")
 LINE = 64  # tokens
 LETTERS, ENDS, CHAINS = "abcdefghijklmnopq", "STUVXYZ", 4
 KINDS = "pair", "number", "question", "answer", "number again", "filler"  # of tokens, as a line has them
@@ -67,7 +67,7 @@ def tokenizer(longest=6):
     words = [*letters, *ENDS, *numbers, "the", "end"]
     words += [a + b for a in letters for b in letters + ENDS if a != b]
     tokens = [bytes([i]) for i in range(256)] + [b" " + word.encode() for word in words]
-    return Tokenizer("lookup", r" ?[^ ]+| ", tokens)
+    return Tokenizer("lookup", PATTERNS["lookup"], tokens)
 
 
 def longest_of(tokenizer):
@@ -91,7 +91,7 @@ def prepare_lookup(folder=CACHE / "lookup", lines=100_000, seed=0, lookups=(), l
         source += f", lookups {' '.join(map(str, lookups))}"
     if not folder.exists():
         write_corpus(folder, source, documents(lines, seed, lookups, longest), tokenizer(longest))
-    elif read_meta(folder).get("source") != source:
+    elif read_json(folder / "meta.json").get("source") != source:
         raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
 
 

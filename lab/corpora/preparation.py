@@ -1,316 +1,279 @@
-"""What data.py has not: JSON lines, two more texts, tokenizers of others, corpora in shards.
+"""Texts of any size -> a folder with train.bin and val.bin, which data.py and train.py read.
 
-open_corpus   as data.open_corpus, of all these -> data.Corpus: what `python -m lab train` trains on
-prepare       the name of a corpus, a file or a folder -> a prepared folder, which is made once
-load_tokens   a split of a prepared folder -> one long array of token ids, of one file or of shards
+prepare       JSON lines, Parquet, plain texts or a data set of the Hub -> such a folder
+open_corpus   as data.open_corpus, also of such files and with the tokenizer of a model
 
-A prepared folder is that of data.py, also with train-00000.bin, train-00001.bin, .. in place of train.bin.
+While it is made, the folder is FOLDER.part, and state.json in it says how far it is: what was written by then
+is kept after a kill, and the same command goes on behind it and makes the same files. Memory holds a few
+pieces of a megabyte, however long the text is.
 """
 
-import hashlib
-import json
-import sys
-import tempfile
-import urllib.request
-from dataclasses import dataclass
-from importlib.metadata import version
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, field
+from functools import partial
+from hashlib import sha1, sha256
 from pathlib import Path
-from typing import Any, Literal, NotRequired
+from typing import Any
 
+import filelock
 import numpy as np
-from typing_extensions import TypedDict
+import tyro
 
 import data as root
-from data import (
-    ID_TYPES,
-    NO_TEXT,
-    PACKAGES,
-    SOURCES,
-    Corpus,
-    divide,
-    id_type,
-    open_ids,
-    pieces_of,
-    tokenizer_of,
-)
-from lab.common import progress, read_json, writing
-from lab.corpora.tokenizers import Tokenizer, begin_of, load_tokenizer, open_tokenizer
-from model import UserError, write_json
+from data import MOST, SOURCES, Tokenizer, UserError, id_type, one_line, read_json, reading, write_json
+from lab.common import Given, progress
+from lab.corpora.sources import EMPTY, describe, files_of, judge, note, opened, rows, show
+from lab.corpora.tokenizers import begin_of, encode_piece, load_tokenizer, open_tokenizer
+from model import Positive, from_json, settings
 
-CACHE = Path("data")
-SHAKESPEARE = (
-    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-)
-
-# -- Sources of text -------------------------------------------------------------------------------
+OURS = None, "bytes", "bpe", "gpt2"  # the tokenizers that the root opens
+FEW = 100  # documents: of fewer each gives its last tenth to validation
+PIECE, BATCH = 10**6, 4 * 10**6  # bytes that are encoded at once, and between two entries in state.json
 
 
-def shakespeare():
-    """Tiny Shakespeare (1.1 MB), downloaded and checked."""
-    url, sha256 = SHAKESPEARE
+@settings
+class Options:
+    """Prepare a corpus for train.py --data, or go on where an earlier call stopped."""
+
+    # a text, a .jsonl or .parquet file, a folder of them, pydocs, pysource, or a data set of the Hub
+    data: tyro.conf.Positional[Given]
+    to: Path  # a new folder
+    tokenizer: str = "bytes"  # bytes, bpe, gpt2, or a model or prepared folder that has one
+    vocab_size: int = 4096  # tokens of a bpe, which is trained on the text
+    field: str = "text"  # where the text of a row is; meta.text: within meta
+    config: str | None = None  # of a data set of the Hub that has several
+    split: str = "train"  # of a data set of the Hub
+    tokens: Positive | None = None  # stop after so many training tokens; None: all
+
+    @property
+    def source(self):
+        return self.data, self.field, self.split, self.config
+
+
+def nothing():
+    return {"train": 0, "val": 0}
+
+
+@settings
+class State:
+    """How far a folder is."""
+
+    options: dict  # that it was begun with, and what its source was
+    few: bool  # are there so few documents that each is divided?
+    row: int = 0  # of the source, of which `piece` pieces are written
+    piece: int = 0
+    place: Any = None  # where this row is in a data set of the Hub
+    tokens: dict[str, int] = field(default_factory=nothing)  # written
+    bytes: dict[str, int] = field(default_factory=nothing)  # of their text
+    notes: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+    full: bool = False  # are there as many tokens as were asked for?
+
+
+def prepare(o):
+    """Write the folder that Options describe, or what an earlier call left of it to write.
+
+    Raises:
+        UserError: no text, or one that cannot be read; a tokenizer that does not fit; a folder that is there.
+    """
+    if o.to.exists():
+        raise UserError(f"{o.to} is there already: name a new folder, --to")
+    refuse_unused(o)
+    part, (source, size) = Path(f"{o.to}.part"), describe(o.data, o.split, o.config)
+    state, tokenizer = begun(o, part, source)
+    part.mkdir(parents=True, exist_ok=True)
     try:
-        with urllib.request.urlopen(url, timeout=30) as response:
-            text = response.read()
-        if hashlib.sha256(text).hexdigest() != sha256:
-            raise OSError("its sha256 is not the known one")
-    except OSError as error:
-        raise UserError(
-            f"cannot download {url} ({error}); without a network use --data pydocs or --data FILE"
-        ) from None
-    return [("shakespeare", text)]
+        with filelock.FileLock(part / ".lock", blocking=False):
+            tokenizer.save(part / "tokenizer.json")
+            with progress(total=size, initial=sum(state.bytes.values()), unit="B", unit_scale=True) as bar:
+                write(o, part, state, tokenizer, bar)
+    except filelock.Timeout:
+        raise UserError(f"another process writes {part}: wait for that one") from None
+    meta = {"source": source, "bytes": sum(state.bytes.values()), "val_bytes": state.bytes["val"]}
+    write_json(part / "meta.json", meta | {"dtype": id_type(tokenizer.vocab_size).name})
+    part.rename(o.to)
+    for name in ("state.json", ".lock"):
+        (o.to / name).unlink()
+    show(state.notes, o.data)
+    print(f"{o.to}: {state.tokens['train']:,} training tokens, {state.tokens['val']:,} for validation")
 
 
-CORPORA = SOURCES | {"shakespeare": shakespeare}
+def refuse_unused(o):
+    """UserError: a setting that would be ignored."""
+    here = o.data in SOURCES or Path(o.data).exists()
+    plain = here and (o.data in SOURCES or not files_of(Path(o.data))[1])
+    unused = {"vocab_size": o.tokenizer != "bpe", "field": plain, "config": here, "split": here}
+    for name in unused:
+        if unused[name] and getattr(o, name) != Options.__dataclass_fields__[name].default:
+            raise UserError(
+                f"{name} = {getattr(o, name)!r} means nothing to {o.data} in {o.tokenizer}: leave it"
+            )
 
 
-def read_texts(path):
-    """As data.read_texts; of a .jsonl file each line is a text, in the field "text": (name, bytes)."""
-    files = [path]
-    if not path.is_file():
-        found = (file for file in sorted(path.rglob("*")) if file.is_file())
-        files = [f for f in found if not any(x[0] == "." for x in f.relative_to(path).parts)]
-    lines = [file for file in files if file.suffix.lower() == ".jsonl"]
-    if not lines:
-        return root.read_texts(path)
-    texts, odd = [], []
-    for file in files:
-        name, content = str(file.relative_to(path.parent)), file.read_bytes()
-        if file in lines:
-            texts += json_lines(file, name, content)
-        elif b"\0" in content or file.suffix.lower() in NO_TEXT:
-            odd.append(name)
-        else:
-            texts.append((name, content))
-    if odd:
-        print(f"note: {len(odd)} of {len(files)} files are no UTF-8 text, left out: {', '.join(odd[:3])}")
-    return [(name, text) for name, text in texts if text.strip()]
+def begun(o, part, source):
+    """The state of a folder and its tokenizer: as an earlier call left them, or new."""
+    file, options = part / "state.json", {**asdict(o), "data": source, "to": ""}
+    if not file.exists():
+        few, bpe = are_few(o), o.tokenizer == "bpe"
+        tokenizer = Tokenizer.train(sample(o, few), o.vocab_size) if bpe else open_tokenizer(o.tokenizer)
+        if tokenizer.end_of_text is None:
+            raise UserError("the tokenizer has no end of text: set eos_token in tokenizer_config.json")
+        return State(options, few), tokenizer
+    with reading(file, f"; delete {part} and begin again"):
+        state = from_json(State, read_json(file))
+    if other := [name for name in options if state.options.get(name) != options[name]]:
+        raise UserError(f"{part} has another {', '.join(other)}: delete it, or name another --to")
+    return state, load_tokenizer(part / "tokenizer.json")
 
 
-def field_of(row, field):
-    """What a row has in a field, "meta.text" within "meta". LookupError, TypeError: it has not."""
-    for name in field.split("."):
-        row = row[name]
-    return row
+# -- Which text is for what ------------------------------------------------------------------------
 
 
-def json_lines(file, name, content):
-    """The texts of a .jsonl file, each with a name of its own: (name, bytes)."""
-    for i, line in enumerate(content.splitlines(), start=1):
-        if line.strip():
+def is_held_out(name):
+    """One document in 20, as data.divide takes them."""
+    return int(sha1(name.encode("utf-8", "surrogateescape")).hexdigest(), 16) % 20 == 0
+
+
+def are_few(o):
+    """Does each document give its last tenth to validation? By data.divide's rule."""
+    sides = {True: 0, False: 0}
+    for name, text, _ in rows(*o.source):
+        sides[is_held_out(name)] += judge(text) != EMPTY
+        if sum(sides.values()) >= FEW and all(sides.values()):
+            return False
+    if not sum(sides.values()):
+        raise UserError(f"{o.data} holds no text; give a file or folder with some")
+    print(f"note: of these {sum(sides.values())} documents the last tenth of each is for validation")
+    return True
+
+
+def divided(name, size, few):
+    """The parts of a document: [(split, its first byte, its end)]."""
+    if not few:
+        return [("val" if is_held_out(name) else "train", 0, size)]
+    cut = size - max(size // 10, 1)
+    return [("train", 0, cut), ("val", cut, size)]
+
+
+def pieces_of(stream, start, end):
+    """As data.pieces_of, of a part of a stream: (bytes, are they the last?), of an empty part once."""
+    last = False
+    while not last:
+        stream.seek(start)
+        piece = stream.read(min(PIECE, end - start))
+        if piece and start + len(piece) < end:
+            piece = piece[: piece.rfind(b"\n") + 1 or len(piece)]
+        start += len(piece)
+        yield piece, (last := start >= end or not piece)
+
+
+def all_pieces(o, state):
+    """Yield each piece from where a State is on, and move that behind it: (split, bytes, is it the first, is
+    it the last of its part of a document?)."""
+    started = state.row
+    for row, (name, text, place) in enumerate(rows(*o.source, started, state.place), started):
+        done = state.piece if row == started else 0
+        remark, n = judge(text), 0
+        if not done:
+            note(state.notes, remark, name)
+        if remark == EMPTY:
+            continue
+        with opened(text) as stream:
+            for split, start, end in divided(name, stream.seek(0, 2), state.few):
+                first = True
+                for piece, last in pieces_of(stream, start, end):
+                    n += 1
+                    if n > done:
+                        state.row, state.piece, state.place = row, n, place
+                        yield split, piece, first, last
+                    first = False
+
+
+def sample(o, few):
+    """What a BPE is trained on: the first 100 MB, from which it takes MOST bytes itself."""
+    found, size = [], 0
+    for split, piece, *_ in all_pieces(o, State({}, few)):
+        found += [piece] * (split == "train")
+        size += len(piece)
+        if size > 10 * MOST:
+            break
+    return found
+
+
+# -- Pieces -> ids ---------------------------------------------------------------------------------
+
+
+def encode(tokenizer, piece):
+    """A piece -> its ids, with what stands before and behind a text."""
+    _, text, first, last = piece
+    ids = encode_piece(tokenizer, text, first)
+    if first:
+        ids[:0] = begin_of(tokenizer)
+    if last:
+        ids.append(tokenizer.end_of_text)
+    return np.array(ids, id_type(tokenizer.vocab_size))
+
+
+def write(o, part, state, tokenizer, bar):
+    """Write what is missing in train.bin and val.bin, and move the state on."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool, ExitStack() as stack:
+        files = {split: stack.enter_context(open(part / f"{split}.bin", "ab")) for split in state.tokens}
+        for split, file in files.items():
+            size = state.tokens[split] * id_type(tokenizer.vocab_size).itemsize
+            if file.tell() < size:
+                raise UserError(f"{file.name} is shorter than it was: delete {part} and begin again")
+            file.truncate(size)
+        pieces = all_pieces(o, state)
+        while not state.full and (batch := take(pieces)):
+            ids = pool.map(partial(encode, tokenizer), batch)
             try:
-                text = json.loads(line)["text"]
-                text = ("" if text is None else text).encode("utf-8", "replace")
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                raise UserError(f"{file}, line {i}: no JSON object with a text in 'text'") from None
-            yield f"{name} line {i}", text
+                for (split, piece, _, last), some in zip(batch, ids, strict=True):
+                    files[split].write(some)
+                    state.tokens[split] += len(some)
+                    state.bytes[split] += len(piece)
+                    bar.update(len(piece))
+                    enough = o.tokens and state.tokens["train"] >= o.tokens and state.tokens["val"]
+                    state.full = bool(last and enough)
+                    if state.full:
+                        break
+                for file in files.values():
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                raise UserError(f"cannot write {part}: {one_line(error)}; the same command goes on") from None
+            write_json(part / "state.json", asdict(state))
 
 
-# -- Documents -> files of ids ---------------------------------------------------------------------
+def take(pieces):
+    """The next pieces, of BATCH bytes or more."""
+    batch, size = [], 0
+    while size < BATCH and (piece := next(pieces, None)):
+        batch.append(piece)
+        size += len(piece[1]) + 1
+    return batch
 
 
-def check_end(tokenizer):
-    """Refuse a tokenizer that cannot divide one text from the next."""
-    if tokenizer.end_of_text is None:
-        raise UserError("the tokenizer has no end of text: set eos_token in tokenizer_config.json")
+# -- Opening ---------------------------------------------------------------------------------------
 
 
-def write_tokens(texts, tokenizer, file):
-    """Encode texts, each followed by the end of text, into a file of ids."""
-    kind = id_type(tokenizer.vocab_size)
-    size, label = sum(map(len, texts)), f"encoding {file.stem}"
-    bar = progress(total=size, desc=label, unit="B", unit_scale=True, leave=False)
-    with writing(file), open(file, "wb") as out, bar:
-        for text in texts:
-            out.write(np.array(begin_of(tokenizer), dtype=kind).tobytes())
-            encode = tokenizer.encode
-            for piece in pieces_of(text):
-                out.write(np.array(encode(piece), dtype=kind).tobytes())
-                bar.update(len(piece))
-                encode = getattr(tokenizer, "encode_rest", encode)
-            out.write(np.array([tokenizer.end_of_text], dtype=kind).tobytes())
-
-
-def write_corpus(folder, source, documents, tokenizer):
-    """A prepared corpus of documents, whole or not at all. `source` tells where they came from."""
-    check_end(tokenizer)
-    train, val = divide(documents)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        half = Path(temporary) / "corpus"
-        half.mkdir()
-        write_tokens(train, tokenizer, half / "train.bin")
-        write_tokens(val, tokenizer, half / "val.bin")
-        tokenizer.save(half / "tokenizer.json")
-        text = b"".join(text for _, text in documents)
-        meta = {"source": source, "bytes": len(text)}
-        meta |= {"sha256": hashlib.sha256(text).hexdigest(), "val_bytes": sum(map(len, val))}
-        write_json(half / "meta.json", meta | {"dtype": id_type(tokenizer.vocab_size).name})
-        if not folder.exists():  # another program may have prepared the same meanwhile
-            half.rename(folder)
-
-
-# -- Preparing, once -------------------------------------------------------------------------------
-
-
-def prepare(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
-    """Make a corpus ready for training, once; later calls find it in the cache.
-
-    Args:
-        data: 'pydocs', 'pysource', 'shakespeare', a text file, a folder of text files, or a folder
-            with train.bin and val.bin.
-        tokenizer: 'bytes', 'bpe' (trained on the corpus), 'gpt2', or the directory of a model that
-            has one. None: a .bin folder's own, bytes for text.
-        vocab_size: of 'bpe'.
-
-    Returns:
-        The folder with train.bin and val.bin, and its tokenizer.
-
-    Raises:
-        UserError: text that is missing or empty, or a tokenizer that is missing or does not fit.
-        OSError: text that cannot be read.
-    """
-    if not data:
-        raise UserError("--data is empty; name a corpus, a file or a folder")
-    path, documents = Path(data), None
-    if is_prepared(path):
-        return path, bin_tokenizer(path, tokenizer)
-    if data in CORPORA:
-        versions = (f"{name} {version(name)}" for name in PACKAGES)
-        python = ", ".join([data, f"Python {sys.version.split()[0]}", *versions])
-        source = data if data == "shakespeare" else python
-    elif path.exists():
-        documents = read_texts(path)
-        if not documents:
-            raise UserError(f"{data} holds no text; give a file or folder with some")
-        texts = [(name, hashlib.sha256(text).hexdigest()) for name, text in documents]
-        source = f"{path.name} {hashlib.sha256(repr(texts).encode()).hexdigest()}"
-    else:
-        raise UserError(f"{data}: no such file or folder, nor one of {', '.join(CORPORA)}")
-    kind = tokenizer = tokenizer or "bytes"
-    if tokenizer == "bpe":
-        kind = f"bpe{vocab_size}"
-    elif tokenizer not in ("bytes", "gpt2"):
-        tokenizer = open_tokenizer(tokenizer)
-        kind = tokenizer.name + ("" if tokenizer.name == "bytes" else f"-{tokenizer.digest}")
-    digest = hashlib.sha256(f"{source} {kind}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    folder = Path(cache) / f"{path.stem}-{kind}-{digest}"
-    if folder.exists():
-        return folder, load_tokenizer(folder / "tokenizer.json")
-
-    if tokenizer in ("bytes", "gpt2"):  # which may need the network: before minutes of reading
-        tokenizer = open_tokenizer(tokenizer)
-    documents = documents or CORPORA[data]()
-    if tokenizer == "bpe":
-        tokenizer = Tokenizer.train(divide(documents)[0], vocab_size)
-    write_corpus(folder, source, documents, tokenizer)
-    return folder, tokenizer
-
-
-def bin_tokenizer(folder, name):
-    """As data.tokenizer_of, also of a model."""
-    if name in (None, "bytes", "bpe", "gpt2"):
-        if name is None and (folder / "tokenizer.json").exists():
-            return load_tokenizer(folder / "tokenizer.json")
-        return tokenizer_of(folder, name)
-    return open_tokenizer(name)
-
-
-# -- A prepared corpus -> one long array -----------------------------------------------------------
-
-
-def bin_files(folder, split):
-    """train.bin, or the shards train-00000.bin, train-00001.bin, .. of a split."""
-    found = (*folder.glob(f"{split}.bin"), *folder.glob(f"{split}-[0-9]*.bin"))
-    return sorted(file for file in found if file.is_file())
-
-
-def is_prepared(folder):
-    """Whether a folder holds token ids already."""
-    return any(bin_files(Path(folder), split) for split in ("train", "val"))
-
-
-class Meta(TypedDict):
-    """What meta.json holds, which a corpus of others may lack; the last four if it is streamed."""
-
-    source: str
-    bytes: int  # of the text
-    sha256: NotRequired[str]  # of the text, if it was prepared here; of a streamed corpus that of its shards
-    val_bytes: NotRequired[int]
-    dtype: NotRequired[Literal[ID_TYPES]]  # no other: bytes would become what they say
-    tokens: NotRequired[int]  # of training
-    shards: NotRequired[int]
-    complete: NotRequired[bool]
-    state: NotRequired[Any]  # where in the dataset it stopped
-
-
-def read_meta(folder):
-    """A corpus's meta.json; of somebody else's, which has no source, the dtype alone; {} without one."""
-    file, way_out = folder / "meta.json", f"; move {folder} away and prepare it again"
-    content = read_json(file, way_out=way_out) if file.exists() else {}
-    if "source" not in content:
-        return {key: content[key] for key in content if key == "dtype"}
-    return read_json(file, Meta, way_out)
-
-
-def describe(folder):
-    """One line on where a corpus came from. Losses compare only on the same text."""
-    meta = read_meta(folder)
-    if "source" not in meta:
-        return str(folder)
-    digest = f"sha256 {meta['sha256'][:16]}, " if "sha256" in meta else ""
-    return f"{folder}: {meta['bytes']:,} bytes, {digest}{meta['source']}"
-
-
-class Shards:
-    """The ids of several .bin files as one long array."""
-
-    def __init__(self, parts):
-        self.parts, self.starts = parts, np.cumsum([0, *map(len, parts)])
-
-    def __len__(self):
-        return int(self.starts[-1])
-
-    def __getitem__(self, piece):
-        start, stop, _ = piece.indices(len(self))
-        first, last = np.searchsorted(self.starts, (start, stop - 1), side="right") - 1
-        pairs = zip(self.parts[first : last + 1], self.starts[first:], strict=False)
-        pieces = [part[max(start - at, 0) : stop - at] for part, at in pairs]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def max(self, axis=None, out=None):
-        return max(part.max() for part in self.parts)
-
-
-def load_tokens(folder, split, vocab_size):
-    """The tokens of a split of a prepared corpus: 'train' or 'val' -> an array, or Shards.
-
-    Raises:
-        UserError: as data.open_ids; or a stream that was interrupted, or shards that are missing.
-    """
-    meta, files = read_meta(folder), bin_files(folder, split)
-    if meta.get("complete") is False:
-        raise UserError(f"{folder} is not complete; run the command that began it again")
-    parts = [open_ids(file, meta.get("dtype"), vocab_size) for file in files or [folder / f"{split}.bin"]]
-    tokens = parts[0] if len(parts) == 1 else Shards(parts)
-    if split == "train" and len(tokens) != meta.get("tokens", len(tokens)):
-        raise UserError(
-            f"{folder} has {len(tokens):,} training tokens, not the {meta['tokens']:,} of its meta.json; "
-            "delete it and stream it again"
-        )
-    return tokens
-
-
-@dataclass
-class Prepared(Corpus):
-    val_bytes: int | None  # of the text; None where that is not known
-
-
-def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache=CACHE):
-    """As data.open_corpus, of all that `prepare` takes."""
-    folder, tokenizer = prepare(data, tokenizer, vocab_size, cache)
-    V = tokenizer.vocab_size
-    train, val = (load_tokens(folder, split, V) for split in ("train", "val"))
-    padded = V if V < 1024 else -(-V // 64) * 64
-    size = read_meta(folder).get("val_bytes")
-    return Prepared(folder.absolute().name, tokenizer, padded, train, val, describe(folder), size)
+def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache="data"):
+    """As data.open_corpus, also of .jsonl and .parquet files, and with the tokenizer of a model."""
+    folder = Path(data)
+    if root.is_prepared(data):
+        if tokenizer is None and (folder / "tokenizer.json").exists():
+            tokenizer = folder
+        made = root.tokenizer_of(folder, tokenizer) if tokenizer in OURS else open_tokenizer(tokenizer)
+        return root.read_corpus(folder, made)
+    many = data not in SOURCES and data and folder.exists() and files_of(folder)[1]
+    if not many and (tokenizer in OURS or not (data in SOURCES or folder.exists())):
+        return root.open_corpus(data, tokenizer if tokenizer in OURS else None, vocab_size, cache)
+    name = tokenizer or "bytes"
+    made = None if name == "bpe" else open_tokenizer(name)
+    kind = f"bpe{vocab_size}" if made is None else f"{made.name}-{made.digest}"
+    digest = sha256(ascii((describe(data), kind)).encode()).hexdigest()[:8]
+    folder = Path(cache, f"{folder.stem}-{kind}-{digest}")
+    if not folder.exists():
+        size = {"vocab_size": vocab_size} if made is None else {}
+        prepare(Options(data, folder, name, **size))
+    return root.read_corpus(folder, made or load_tokenizer(folder / "tokenizer.json"))

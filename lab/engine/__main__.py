@@ -3,42 +3,31 @@
     python -m lab sample --prompts prompts.txt --num-samples 4 --out samples.jsonl
     python -m lab sample --prompt "Return the" --num-samples 8 --batch-size 8
 
-Without --out it prints the samples in the order of the prompts, each as soon as all before it are
-finished. A seed says the same whatever the batch, up to rounding. Methods that the engine does not know
-are decoded one text after the other.
+Without --out it prints the samples in the order of the prompts, each as soon as all before it are finished.
+A seed says the same whatever the batch, up to rounding. Methods that the engine does not know are decoded one
+text after the other.
 """
 
 import time
-from typing import Annotated, Literal
+from typing import Annotated
 
+import torch
 import tyro
 
-from lab.common import Count, command_line, pick_precision, progress, strict_dataclass
+from data import UserError, command_line
+from lab.common import progress
 from lab.engine import simple
 from lab.engine.batching import Engine, serves
 from lab.engine.request import Options, Request, Sample, new_file
-from model import UserError
+from train import pick_precision
 
 
-@strict_dataclass
-class ManyOptions(Options):
-    batch_size: Count = 8  # how many sequences run at once
-    precision: Literal["auto", "float32", "bfloat16"] = "float32"  # auto: bfloat16 where it is fast
-    # jacobi: prompts in parallel; sequential: slot by slot, which auto takes on a CPU for four or
-    # more at once, except on the grid
-    prefill: Literal["jacobi", "sequential", "auto"] = "auto"
-    # on a CPU: float32 is exact, bfloat16 and int8 are faster where reading the weights is what
-    # takes time
-    weights: Literal["float32", "bfloat16", "int8"] = "float32"
-    compile: bool = False  # on a CPU: up to five times as fast, after 10 to 60 seconds
-
-
-def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
+def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     request = Request(options)
     known = serves(request.model) and request.device.type != "mps"
-    decoder, events, start = (by_engine if known else one_by_one)(request, options)
+    decoder, events = (by_engine if known else one_by_one)(request, options)
     request.describe(decoder)
-    n = len(request.ids)
+    n, start = len(request.ids), time.perf_counter()
 
     def show(i, sample, bar):
         if not file:
@@ -54,25 +43,27 @@ def main(options: Annotated[ManyOptions, tyro.conf.arg(name="")]):
 
 
 def by_engine(request, o):
-    """-> how, (which text, token, steps) as they come, and when it began."""
-    dtype, choice = pick_precision(o.precision, request.device), dict(request.choice)
+    """-> how, and (which text, token, steps) as they come."""
+    precision, choice = pick_precision(o.precision, request.device), dict(request.choice)
+    how = dict(tau=choice.pop("tau"), alpha=choice.pop("alpha"), prefill=o.prefill, compile=o.compile)
     engine = Engine(
-        request.model, min(o.batch_size, len(request.ids)), dtype=dtype, tau=choice.pop("tau"),
-        alpha=choice.pop("alpha"), prefill=o.prefill, weights=o.weights, compile=o.compile,
-    )  # fmt: skip
+        request.model, min(o.batch_size or 8, len(request.ids)), dtype=getattr(torch, precision), **how
+    )
     engine.prepare(o.temperature, o.top_k, o.top_p)
-    how = f"engine, precision {str(dtype)[6:]}, weights {o.weights}{', compiled' * o.compile}"
-    start = time.perf_counter()
     choice |= {"begin": request.begin, "ends": request.ends, "read": request.read}
     events = engine.stream(request.ids, o.max_new_tokens, **choice)
-    return how, events, start
+    return f"engine, precision {precision}{', compiled' * o.compile}", events
 
 
 def one_by_one(request, o):
-    """As by_engine, by the simple decoder."""
-    if o.compile or o.weights != "float32" or o.precision == "bfloat16":
+    """As by_engine, by the simple decoder. UserError: what it would not follow."""
+    default = Options()
+    names = [
+        f for f in ("batch_size", "precision", "prefill", "compile") if getattr(o, f) != getattr(default, f)
+    ]
+    if names:
         what = f"{request.model.config.method} on {request.device.type} is decoded one by one, in float32"
-        raise UserError(f"{what}: leave out --compile, --weights and --precision")
+        raise UserError(f"{what}: leave out --{', --'.join(names).replace('_', '-')}")
 
     def stream():
         for i, (ids, read) in enumerate(zip(request.ids, request.read, strict=True)):
@@ -81,7 +72,7 @@ def one_by_one(request, o):
             for pair in simple.stream(request.model, ids, o.max_new_tokens, **choice):
                 yield i, *pair
 
-    return "simple", stream(), time.perf_counter()
+    return "simple", stream()
 
 
 def show_many(events, n, max_new_tokens, ends, show):

@@ -1,58 +1,69 @@
 """Early-exit decoding of many sequences at once, so that every skipped slot saves time.
 
-What `simple.stream` does for one sequence, with the same results. Five things make it fast:
+What sample.stream does for one sequence, with the same results. Five things make it fast:
 
-- Slot-level batching. Tokens stop at different depths, so sequences drift apart. A forward pass
-  advances each by one slot, whichever that is: nobody waits for the slowest, and a sequence that
-  ends makes room for one that waits.
+- Slot-level batching. Tokens stop at different depths, so sequences drift apart. A forward pass advances each
+  by one slot, whichever that is: nobody waits for the slowest, and a sequence that ends makes room for one
+  that waits.
 
       pass       1   2   3   4   5   6   7         sequence a: K-hat = 1 0 2,  b: K-hat = 2 2
       a         x1  h1  x2  x3  h3  h3  x4
       b         x1  h1  h1  x2  h2  h2  x3
 
 - A cache of executed slots only, that is there from the start (cache.py).
-- Prompts are read in parallel (prefill.py), and the step of one slot has nothing in it that could
-  be done once before (slot_step.py).
+- Prompts are read in parallel (states.py), and the step of one slot has nothing in it that could be done once
+  before (slot_step.py).
 - On a CPU the pass can be compiled to one program (compiled.py).
-- A GPU does not wait for the host: the state of the rows stays there (rows.py), a pass is replayed
-  as one graph (cuda_graphs.py), and the host reads what came out of it two passes later.
+- A GPU does not wait for the host: the state of the rows stays there (rows.py), a pass is replayed as one
+  graph (cuda_graphs.py), and the host reads what came out of it two passes later.
 """
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
-from operator import index
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from data import UserError
 from lab.common import autocast
 from lab.engine.cache import GridPrompt, PromptLayer
 from lab.engine.compiled import Compiled
 from lab.engine.cuda_graphs import Fetched, Graphs, rounded
-from lab.engine.prefill import read_on_grid, settle
-from lab.engine.products import WEIGHTS, has_bfloat16
-from lab.engine.request import Sample, check_request, choose_finite, newest, not_finite, uniform
-from lab.engine.rows import HostRows, Rows
-from lab.kernels.channels import HALF, decoding_kernels
+from lab.engine.request import Sample, check_request, choose_finite, not_finite, uniform
+from lab.engine.rows import Rows
+from lab.engine.slot_step import overridden
+from lab.engine.states import read_on_grid, settle
+from lab.kernels import HALF
 from lab.methods import PonderLM3
 from lab.methods.grid import Grid
-from model import UserError
 
 PLACES = 16  # a CPU's passes see multiples of so many places
 MANY = 4  # from so many rows on, a CPU iterates over prompts for longer than slot by slot takes
 
-
-# What the engine has in forms of its own. Other parts of a method, such as feed_back, it calls.
-REPLACED = "states", "jacobi", "jacobi_pass", "embed", "transform", "ponder_token", "run_slot", "new_cache"
+# What a method may do otherwise: what the engine asks the model for, and what is not about decoding.
+FOLLOWED = {"embed", "route", "mask_keys", "feed_back", "integrate"}
+BESIDE = {
+    "method",
+    "title",
+    "Config",
+    "defaults",
+    "unused",
+    "priced",
+    "mixes",
+    "has_router",
+    "iterates",
+    "grid",
+}
+BESIDE |= {"interleaves", "feedback_rate", "objective", "training_forwards", "param_groups", "init_weights"}
+BESIDE |= {"__init__", "cross_entropy", "partial_losses", "tie"}
 
 
 def serves(model):
-    """Whether the Engine decodes models of this method: one that iterates, or on the grid, and overrides
-    none of REPLACED. simple.py decodes all."""
+    """Whether the Engine decodes models of this method: one that iterates, or on the grid, and does otherwise
+    only what is FOLLOWED, or BESIDE decoding. simple.py decodes all."""
     known = Grid if model.grid else PonderLM3
-    own = any(getattr(type(model), name) is not getattr(known, name) for name in REPLACED)
-    return (model.iterates or model.grid) and not own
+    return (model.iterates or model.grid) and overridden(type(model), known) <= FOLLOWED | BESIDE
 
 
 @dataclass
@@ -63,9 +74,6 @@ class Sequence:
     context: list[int]  # the tokens of its window, some of them not read yet
     uniform: torch.Tensor  # (max_new_tokens,) a random number for each token that is chosen
     read: list[int]  # steps of every token read
-    given: list[int] = field(default_factory=list)  # the tokens of its window when that began
-    given_steps: list[int] = field(default_factory=list)  # of these
-    logits: torch.Tensor | None = None  # (V,) after these, if they were read in parallel
     chosen: int = 0  # tokens chosen so far
     position: int = 0  # tokens of the context that are read
     length: int = 0  # places that it may have used in the cache
@@ -90,68 +98,55 @@ class Engine:
         batch_size: sequences that run at once.
         dtype: of the matrix products and the cache; None: that of the weights.
         tau, alpha: as PonderLM.ponder_token.
-        prefill: how prompts are read: in parallel (jacobi), slot by slot (sequential), or (auto) in
-            parallel where that is faster.
-        tolerance: of the first, see prefill.settle. None: 1e-5; in half precision, whose rounding
-            keeps the latents moving by 3e-3, 1e-2.
-        graphs: replay each pass as a CUDA graph; None: where there is CUDA. Elsewhere True runs
-            passes of the same static shapes.
-        weights: of a float32 model on a CPU, see products.py.
+        prefill: how prompts are read: in parallel (jacobi), slot by slot (sequential), or (auto) in parallel
+            where that is faster.
+        tolerance: of the first, see states.settle.
+        graphs: replay each pass as a CUDA graph; None: where there is CUDA. Elsewhere True runs passes of the
+            same static shapes.
         compile: the pass as one program, see compiled.py; of a Llama on a CPU, in float32.
 
     Raises:
-        UserError: a method that only simple.py decodes, a device without float64 (MPS), or weights of
-            few bits or a compiled pass where they cannot be.
+        UserError: a method that only simple.py decodes, a device without float64 (MPS), or a compiled pass
+            where that cannot be.
     """
 
     @torch.inference_mode()
     def __init__(
-        self, model, batch_size=8, *, dtype=None, tau=1e-4, alpha=0.0, prefill="auto",
-        tolerance=None, graphs=None, weights="float32", compile=False,
+        self, model, batch_size=8, *, dtype=None, tau=1e-4, alpha=0.0, prefill="auto", tolerance=None,
+        graphs=None, compile=False,
     ):  # fmt: skip
-        config, weight = model.config, model.lm_head.weight
+        weight = model.lm_head.weight
         if not serves(model):
             raise UserError(
-                f"{config.method} routes, or keeps its cache, in a way that the engine does not know: decode "
-                "it with lab.engine.simple"
+                f"{model.config.method} decodes in a way that the engine does not know: take simple.generate"
             )
         check_request(model, [], tau=tau, alpha=alpha)
         self.model, self.batch_size, self.tau, self.alpha = model, batch_size, tau, alpha
-        self.prefill, self.weights = prefill, weights
+        self.prefill, self.tolerance = prefill, tolerance
         self.device, self.dtype = weight.device, dtype or weight.dtype
         on_gpu = self.device.type != "cpu"
         if self.device.type == "mps":
             raise UserError("the engine chooses tokens in float64, which MPS has not: --device cpu")
-        if weights not in WEIGHTS:
-            raise ValueError(f"weights = {weights!r}: it should be one of {', '.join(WEIGHTS)}")
-        if weights != "float32" and (on_gpu or self.dtype != torch.float32):
-            raise UserError(f"weights = {weights} is for float32 on a CPU; leave it")
-        if weights != "float32" and not has_bfloat16():
-            raise UserError(f"weights = {weights} needs a CPU with bfloat16 (AVX-512); leave it")
         if compile and (on_gpu or self.dtype in HALF or self.dtype != weight.dtype):
             raise UserError("compile is for float32 on a CPU: leave it out, or take that precision")
-        half = self.dtype in HALF
-        rounds = half or weight.dtype in HALF
-        self.tolerance = (1e-2 if rounds else 1e-5) if tolerance is None else tolerance
-        self.precision = autocast(self.device, self.dtype if half else torch.float32)
+        self.precision = autocast(self.device, self.dtype if self.dtype in HALF else torch.float32)
         self.ahead = 2 if on_gpu else 0  # passes that may be under way when one is looked at
         graphs = on_gpu if graphs is None else graphs
         self.static = on_gpu or graphs or compile  # a pass computes everything, of all rows
         self.few_shapes = on_gpu or graphs  # rows and places are rounded up to few numbers
-        kind = Rows if self.static else HostRows
-        self.rows = kind(model, batch_size, self.dtype, tau, alpha, weights, compile)
+        self.rows = Rows(model, batch_size, self.dtype, tau, alpha, self.static, compile)
         self.cache = self.rows.cache
-        self.passes = self.rows
-        if graphs or compile:
-            self.passes = Compiled(self.rows, weights) if compile else Graphs(self.rows)
+        self.passes = (
+            Compiled(self.rows) if compile else Graphs(self.rows, graphs) if self.few_shapes else self.rows
+        )
         self.running = []  # Sequence number i runs in row i
         self.stats = Stats()
 
     # -- Texts -------------------------------------------------------------------------------------
 
     def generate(self, prompts, max_new_tokens, **kwargs):
-        """Continue each prompt; arguments and results as simple.generate, but for tau and alpha, which
-        are the engine's. -> a Sample a prompt."""
+        """Continue each prompt; arguments and results as simple.generate, but for tau and alpha, which are
+        the engine's. -> a Sample a prompt."""
         prompts = list(prompts)
         samples = [Sample([], []) for _ in prompts]
         for i, token, steps in self.stream(prompts, max_new_tokens, **kwargs):
@@ -165,30 +160,35 @@ class Engine:
 
         `read`, a list for each prompt, receives the steps of every token that is read.
         """
-        prompts = list(prompts)
-        choice = check_request(self.model, prompts, tau=self.tau, alpha=self.alpha, **choice)
-        how = choice.temperature, choice.top_k, choice.top_p
+        prompts, choice = check_request(self.model, prompts, tau=self.tau, alpha=self.alpha, **choice)
+        how, T = (choice.temperature, choice.top_k, choice.top_p), self.model.config.block_size
         waiting = deque(range(len(prompts) if max_new_tokens else 0))
         self.prepare(*how)
         self.running, under_way = [], deque()
         if self.static:
             longest = max(map(len, prompts), default=0) + max_new_tokens
-            self.cache.reserve(self.places(min(longest, self.model.config.block_size)))
+            self.cache.reserve(self.places(min(longest, T)))
 
         while self.running or waiting:
             while waiting and len(self.running) < self.batch_size:
                 i = waiting.popleft()
                 numbers = uniform(None if choice.seed is None else choice.seed + i, max_new_tokens)
-                context = [*map(index, prompts[i])]
-                read_i = [] if read is None else read[i]
-                self.running.append(Sequence(i, context, numbers, read_i))
-            found = self.begin(how, begin)
+                self.running.append(Sequence(i, prompts[i], numbers, [] if read is None else read[i]))
+            new = [row for row, q in enumerate(self.running) if q.state == "new"]
+            found = self.begin(new, how, begin) if new else []
             start = time.perf_counter()  # reading prompts in parallel does not count
             if not found:
                 under_way.append(self.launch(how))
-                found = self.collect(under_way.popleft()) if len(under_way) > self.ahead else []
-            events = [self.append(q, token, ends) for q, token in found]
-            for row in reversed(range(len(self.running))):
+                found = self.collect(*under_way.popleft()) if len(under_way) > self.ahead else []
+            for q, token in found:
+                q.context.append(token)
+                q.chosen += 1
+                if token in ends or q.chosen == max_new_tokens:
+                    q.state = "ended"
+                elif len(q.context) > T:
+                    q.state = "new"
+            events = [(q.index, token, q.read[-1]) for q, token in found]
+            for row in reversed(range(len(self.running)) if found else ()):
                 if self.running[row].state == "ended":
                     self.drop(row)
             self.stats.seconds += time.perf_counter() - start
@@ -200,16 +200,6 @@ class Engine:
         if isinstance(self.passes, Compiled):
             self.cache.reserve(1)  # an empty cache is no example of others
             self.passes.prepare((temperature, top_k, top_p))
-
-    def append(self, q, token, ends):
-        """A token more, with which a sequence may end. -> (prompt, token, steps)"""
-        q.context.append(token)
-        q.chosen += 1
-        if token in ends or q.chosen == len(q.uniform):
-            q.state = "ended"
-        elif len(q.context) > self.model.config.block_size:
-            q.state = "new"
-        return q.index, token, q.read[-1]
 
     def drop(self, row):
         """A sequence has ended: the last one moves to its row."""
@@ -226,99 +216,83 @@ class Engine:
         slow = iterates and self.device.type == "cpu" and len(self.running) >= MANY
         return dict(jacobi=True, sequential=False, auto=not slow)[self.prefill]
 
-    def begin(self, choice, before):
-        """Begin with the contexts of which nothing is in the cache; `before`, the tokens before each text.
+    def begin(self, new, choice, before):
+        """Rows begin with contexts of which nothing is in the cache; `before`, the tokens before each text.
 
-        Those that are read in parallel -> [(sequence, its next token)]; the others start on their
-        first token -> [].
+        Those that are read in parallel -> [(sequence, its next token)]; the others start on their first
+        token -> [].
         """
-        T = self.model.config.block_size
-        new = [row for row, q in enumerate(self.running) if q.state == "new"]
-        if not new:
-            return []
-        sequences = [self.running[row] for row in new]
-        for q in sequences:
-            if len(q.context) > T:
-                q.context = newest(q.context, T, before)
-            q.position, q.length, q.state = 0, 0, "running"
-            q.given, q.logits = list(q.context), None
+        T, K = self.model.config.block_size, self.model.config.ponder_steps
         contexts, u = torch.zeros(len(new), T, dtype=torch.long), torch.zeros(len(new), T).double()
-        for i, q in enumerate(sequences):
-            contexts[i, : len(q.context)] = torch.tensor(q.context)
+        sequences, found = [self.running[row] for row in new], []
+        for q, context, numbers in zip(sequences, contexts, u, strict=True):
+            if len(q.context) > T:  # as sample.stream slides the window
+                q.context = [*before, *q.context[-max(T // 2, 1) :]][-T:]
+            q.position, q.length, q.state = 0, 0, "running"
+            context[: len(q.context)] = torch.tensor(q.context)
             left = q.uniform[q.chosen :][:T]
-            u[i, : len(left)] = left
-        found = []
+            numbers[: len(left)] = left
         if self.reads_in_parallel():
-            self.read_unknown(new, contexts)
-            tokens = choose_finite(torch.stack([q.logits for q in sequences]), u[:, 0], *choice)
+            logits = self.read_each_once(new, contexts)
+            tokens = choose_finite(logits, u[:, 0], *choice)
             found = list(zip(sequences, tokens.tolist(), strict=True))
         else:
             tokens = contexts[:, 0]
         for row, q in zip(new, sequences, strict=True):
             self.cache.clear(row, q.length)  # what was written behind its slots
-        counters = [
-            [0, self.model.config.ponder_steps, q.position, q.length, len(q.context),
-             min(T, len(q.context) + len(q.uniform) - q.chosen - 1)]
+        counters = [  # in the order of rows.py
+            [
+                0,
+                K,
+                q.position,
+                q.length,
+                len(q.context),
+                min(T, len(q.context) + len(q.uniform) - q.chosen - 1),
+            ]
             for q in sequences
-        ]  # fmt: skip
+        ]
         self.rows.begin(new, tokens, torch.tensor(counters), u, contexts)
         return found
 
-    def read_unknown(self, rows, contexts):
-        """Begin with the contexts (R, T) of rows, of which each is read once: a row copies what
-        another one began with, too."""
-        known = {tuple(q.given): row for row, q in enumerate(self.running) if q.logits is not None}
-        unread = []
+    def read_each_once(self, rows, contexts):
+        """Read the contexts (R, T) of rows, of which some may be the same. -> logits at their ends (R, V)"""
+        first = {}  # of each context: the number of the row that reads it
         for i, row in enumerate(rows):
-            given = tuple(self.running[row].given)
-            if given not in known:
-                known[given] = row
-                unread.append(i)
-        if unread:
-            self.read_prompts([rows[i] for i in unread], contexts[unread])
-        for row in rows:
-            q, source = self.running[row], known[tuple(self.running[row].given)]
-            other = self.running[source]
-            q.position, q.length = len(q.given), len(q.given) + sum(other.given_steps)
-            q.logits, q.given_steps = other.logits, other.given_steps
-            q.read += q.given_steps
-            if row != source:
-                self.cache.copy(source, row, q.length)
+            first.setdefault(tuple(self.running[row].context), i)
+        of = [first[tuple(self.running[row].context)] for row in rows]
+        reading = [*first.values()]
+        steps, logits = self.read_prompts([rows[i] for i in reading], contexts[reading])
+        for row, i in zip(rows, of, strict=True):
+            q, n = self.running[row], len(self.running[row].context)
+            mine = steps[reading.index(i)][:n]
+            q.read += mine
+            q.position, q.length = n, n + sum(mine)
+            if row != rows[i]:
+                self.cache.copy(rows[i], row, q.length)
+        return logits[[reading.index(i) for i in of]]
 
     def read_prompts(self, rows, contexts):
-        """Read the contexts (R, T) of rows in parallel, for steps and the logits at the end."""
-        sequences = [self.running[row] for row in rows]
-        lengths = torch.tensor([len(q.context) for q in sequences])
+        """Read contexts (R, T) into rows of the cache, in parallel. -> the steps of each, logits (R, V)"""
+        lengths = torch.tensor([len(self.running[row].context) for row in rows])
         idx = contexts[:, : lengths.max()]
         at, lengths, idx = (x.to(self.device) for x in (torch.tensor(rows), lengths, idx))
+        how = dict(tau=self.tau, alpha=self.alpha, lengths=lengths)
+        layers = range(len(self.cache.layers))
         with self.precision:
             if self.model.grid:
-                found = self.read_on_grid(idx, lengths, at)
+                prompts = [GridPrompt() for _ in layers]
+                found, slot, executed = read_on_grid(self.model, idx, **how, cache=prompts)
+                order = (~executed).sort(dim=1, stable=True).indices  # behind them what hides itself
+                self.cache.reserve(order.size(1))
+                for i, prompt in enumerate(prompts):
+                    prompt.write(self.cache, i, at, order, self.rows.slot_keys[slot])
             else:
-                found = settle(
-                    self.model, idx, self.tau, self.alpha, lengths=lengths,
-                    tolerance=self.tolerance,
-                    cache=[PromptLayer(self.cache, i, at) for i in range(len(self.cache.layers))],
-                )  # fmt: skip
-        h_hat = self.model.integrate(found.h, found.s, found.steps)
-        rows = torch.arange(len(rows), device=self.device)
-        logits = self.rows.logits(h_hat[rows, lengths - 1])  # (R, V)
-        for q, steps, of_row in zip(sequences, found.steps.tolist(), logits, strict=True):
-            q.given_steps, q.logits = steps[: len(q.given)], of_row
+                prompts = [PromptLayer(self.cache, i, at) for i in layers]
+                found = settle(self.model, idx, **how, tolerance=self.tolerance, cache=prompts)
         self.stats.prompt_passes += found.passes
-
-    def read_on_grid(self, idx, lengths, at):
-        """Read prompts idx (R, T) of some lengths (R,) into rows `at` (R,) of the cache."""
-        layers = [GridPrompt() for _ in self.cache.layers]
-        found, slot, executed = read_on_grid(
-            self.model, idx, self.tau, self.alpha, lengths=lengths, cache=layers
-        )
-        order = (~executed).sort(dim=1, stable=True).indices  # behind them what hides itself
-        N = order.size(1)
-        self.cache.reserve(N)
-        for i, layer in enumerate(layers):
-            layer.write(self.cache, i, at, order, self.rows.slot_keys[slot])
-        return found
+        last = torch.arange(len(rows), device=self.device), lengths - 1
+        h_hat = self.model.integrate(found.h[last], found.s[last], found.steps[last])
+        return found.steps.tolist(), self.rows.head(h_hat.to(self.dtype))
 
     # -- One slot ----------------------------------------------------------------------------------
 
@@ -337,17 +311,15 @@ class Engine:
         else:
             places = -(-places // PLACES) * PLACES
             self.cache.reserve(places)
-        with decoding_kernels(self.device):
-            out = self.passes.advance(A, places, choice)
+        out = self.passes.advance(A, places, choice)
         for q in self.running:
             q.length += 1
         self.stats.passes += 1
         self.stats.slots += len(self.running)
-        return Fetched(out), list(self.running)
+        return Fetched(out) if out.is_cuda else out, list(self.running)
 
-    def collect(self, result):
+    def collect(self, out, sequences):
         """Read what came out of a pass -> [(sequence, token)] where a token was chosen."""
-        out, sequences = result
         found = []
         for q, steps, token in zip(sequences, *out.tolist(), strict=False):
             if steps >= 0 and q.state == "running":

@@ -5,7 +5,7 @@ whatever lies behind a row's end does not matter to it.
 
 code       shape                  meaning
 layers     L of (B, 2G, M, d')    a layer: the keys of G heads, with their log w, then values
-d, d'                             head width without and with channels, see kernels/channels.py
+d, d'                             head width without and with channels, see kernels.py
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import MASKED
-from lab.kernels.channels import attend, augment, bias_unit, key_channels, padded_width
+from lab.kernels import attend, augment, bias_unit, key_channels, padded_width
 
 BLOCK = 256  # places by which the cache grows
 
@@ -43,7 +43,7 @@ class SlotCache:
         self.dtype, self.device, self.block = dtype, device, BLOCK
         masked = key_channels(torch.tensor(MASKED, device=device), self.d, dtype)  # of no key
         self.masked = F.pad(masked, (0, self.width - self.d - len(masked)))  # (d'-d,)
-        self.layers, self.seen = self.empty(0), {}
+        self.layers, self.seen = self.empty(0), (0, 0)
 
     def empty(self, places):
         """Layers in which every place is empty."""
@@ -59,14 +59,12 @@ class SlotCache:
             larger = self.empty(-(-places // self.block) * self.block)
             for new, old in zip(larger, self.layers, strict=True):
                 new[:, :, :before] = old
-            self.layers, self.seen = larger, {}
+            self.layers, self.seen = larger, (0, 0)
 
-    def views(self, rows, places):
-        """The first rows and places of each layer: [keys, values], each (rows, G, places, d')."""
-        if (rows, places) not in self.seen:  # making them takes as long as a norm
-            views = [x[:rows, :, :places].split(self.G, dim=1) for x in self.layers]
-            self.seen = {(rows, places): views}
-        return self.seen[rows, places]
+    def look(self, rows, places):
+        """Let `views` be the first rows and places of each layer: keys and values (rows, G, places, d')."""
+        self.seen = rows, places
+        self.views = [x[:rows, :, :places].split(self.G, dim=1) for x in self.layers]
 
     def clear(self, row, first=0):
         """Forget what a row holds from place `first` on, written with nobody in it or not."""

@@ -16,9 +16,11 @@ from copy import copy
 import torch
 from torch import nn
 
-from lab.engine.products import is_frozen
+from data import UserError
 from lab.engine.rows import STATE
-from model import UserError
+
+FROZEN = 2**26  # bytes of weights beyond which the compiler packs them, from FEW rows on: else that is slower
+FEW = 4
 
 
 class Pass(nn.Module):
@@ -33,18 +35,19 @@ class Pass(nn.Module):
         rows = copy(self.rows)
         vars(rows).update(zip(STATE, tensors[: len(STATE)], strict=True))
         rows.cache = copy(rows.cache)
-        rows.cache.layers = tensors[len(STATE) : -1]
+        rows.cache.layers, rows.cache.seen = tensors[len(STATE) : -1], (None, None)
         return [rows.advance(len(rows.x), tensors[-1].size(0), self.choice)]
 
 
 class Compiled:
     """Stands in for Rows.advance. UserError: there is no C++ compiler."""
 
-    def __init__(self, rows, weights):
+    def __init__(self, rows):
         from torch._inductor import config  # here, since it takes seconds
 
         self.rows, self.programs = rows, {}
-        self.frozen = is_frozen(rows.model, len(rows.x), weights)
+        weights = sum(m.weight.numel() for m in rows.model.modules() if isinstance(m, nn.Linear))
+        self.frozen = len(rows.x) >= FEW and 4 * weights > FROZEN
         if not shutil.which(compiler := config.cpp.cxx[-1].split()[0]):
             raise UserError(f"to compile takes a C++ compiler: install {compiler}")
 
@@ -58,7 +61,7 @@ class Compiled:
             self.programs[choice] = self.compile(choice)
 
     def tensors(self, places):
-        return [*self.rows.state, *self.rows.cache.layers, torch.empty(places)]
+        return [*(getattr(self.rows, name) for name in STATE), *self.rows.cache.layers, torch.empty(places)]
 
     def compile(self, choice):
         """-> a function of a list of the tensors of Pass."""

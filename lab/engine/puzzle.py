@@ -6,16 +6,16 @@ Nothing is drawn from the truth: what a step looks up is the pair that it attend
 """
 
 import random
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from attention import augment
+from data import UserError
 from lab.corpora.lookup import line, longest_of
 from lab.corpora.tokenizers import load_tokenizer
-from lab.interop import PUZZLES, load
-from lab.methods import grid
-from model import UserError
+from lab.interop.weights import PUZZLES, load
+from lab.methods.grid import SlotCache
 
 
 @dataclass
@@ -33,21 +33,18 @@ class Solution:
         return [max(pairs.items(), key=lambda item: item[1]) for pairs in self.attention]
 
 
-@contextmanager
-def watched():
-    """Attention weights (H, M) of every slot that a model on the grid runs meanwhile: a list."""
-    attend, seen = grid.attend_to_cache, []
+class Watched(SlotCache):
+    """The cache of a layer on the grid, which notes to what each slot attends: weights (H, M), in a list."""
 
-    def watching(q, k, v, d):
-        k_of_head = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
-        seen.append((q @ k_of_head.mT / d**0.5).softmax(-1)[0, :, -1])
-        return attend(q, k, v, d)
+    seen = ()
 
-    grid.attend_to_cache = watching
-    try:
-        yield seen
-    finally:
-        grid.attend_to_cache = attend
+    def attend(self, q, k, v, log_w):
+        out, d = super().attend(q, k, v, log_w), q.size(-1)
+        q = augment(q, k, v, log_w)[0]  # (1, H, 1, d')
+        keys = torch.cat([slot.keys for slot in self.slots[: self.k]], dim=2)  # (1, G, M, d')
+        keys = keys.repeat_interleave(q.size(1) // keys.size(1), dim=1)
+        self.seen.append((q @ keys.mT / d**0.5).softmax(-1)[0, :, -1])
+        return out
 
 
 @torch.no_grad()
@@ -55,15 +52,15 @@ def solve(model, tokenizer, table, letter, tau):
     """Ask a model of one layer on the grid for the end of a letter's chain -> Solution."""
     chain = chain_from(letter, table)
     ids = tokenizer.encode(f" {' '.join(table)} {len(chain) - 1} {letter}")
-    cache, owners = model.new_cache(), [[] for _ in range(model.config.ponder_steps + 1)]
-    with watched() as seen:
-        for t, x in enumerate(ids):
-            seen.clear()
-            logits, steps = model.ponder_token(x, t, cache, tau, 0.0)
-            for k in range(steps + 1):
-                owners[k].append(t)  # whose keys lie in the cache of slot k, in order
+    S = model.config.ponder_steps + 1
+    cache, owners = Watched(S), [[] for _ in range(S)]
+    for t, x in enumerate(ids):
+        cache.seen = []
+        logits, steps = model.ponder_token(x, t, [cache], tau)
+        for k in range(steps + 1):
+            owners[k].append(t)  # whose keys lie in the cache of slot k, in order
     attention = []
-    for k, weights in enumerate(seen):  # of the last token: M = the keys of slots 0 .. k
+    for k, weights in enumerate(cache.seen):  # of the last token: M = the keys of slots 0 .. k
         places = torch.tensor([t for slot in owners[: k + 1] for t in slot])
         share = weights.new_zeros(len(weights), len(ids)).index_add_(1, places, weights)
         attention.append(dict(zip(table, share.max(0).values.tolist(), strict=False)))

@@ -3,41 +3,35 @@
 Both decoders share it: simple.py, which decodes one sequence, and the engine, which decodes many.
 """
 
-import codecs
 import json
 import os
 import sys
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from operator import index
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 
-from lab.common import Count, Given, strict_dataclass, writing
+import sample
+from data import UserError, pick_device
+from lab.common import Count
 from lab.corpora.tokenizers import begin_of, ends_of, load_tokenizer
-from lab.interop import INCLUDED, find_model, load
-from model import UserError, pick_device
-from sample import mark
+from lab.interop.weights import INCLUDED, find_model, load
+from model import settings
 
 # -- Choosing a token ------------------------------------------------------------------------------
 
 
-@strict_dataclass
-class Sampling:
-    """How long a model ponders, and which token it takes: the keywords of every `generate`."""
+@settings
+class Sampling(sample.Sampling):
+    """As the root's, and top_p: the keywords of every `generate`."""
 
-    tau: Annotated[float, Field(ge=0, le=1)] = 1e-4  # stop when the mask score is below; 0: never
-    # shift the router towards more (> 0) or fewer (< 0) steps
-    alpha: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0  # 0 is greedy
-    top_k: Count | None = None  # choose among the k most probable tokens
     # choose among the fewest tokens that hold this probability
     top_p: Annotated[float, Field(ge=1e-30, le=1)] | None = None
-    # makes the choices repeatable; sample i, from 0 on, has seed + i
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
 
 @dataclass
@@ -49,8 +43,8 @@ class Sample:
 def uniform(seed, n):
     """n random numbers in [0, 1) for one sequence, in float64; seed None: others at every call.
 
-    They are drawn in advance. So what is chosen depends on the logits alone, not on which decoder
-    computes them, nor on who else is decoded beside it.
+    They are drawn in advance. So what is chosen depends on the logits alone, not on which decoder computes
+    them, nor on who else is decoded beside it.
     """
     generator = torch.Generator()
     generator.seed() if seed is None else generator.manual_seed(seed)
@@ -60,8 +54,8 @@ def uniform(seed, n):
 def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
     """The token at which the cumulative probability passes u. (..., V), (...) -> (...).
 
-    Temperature 0 takes the most probable one. top_k and top_p leave the k most probable, and the
-    fewest whose probabilities reach top_p. -1 where the logits are not finite.
+    Temperature 0 takes the most probable one. top_k and top_p leave the k most probable, and the fewest
+    whose probabilities reach top_p. -1 where the logits are not finite.
     """
     if temperature < 1e-6:  # so low it is greedy, too, and the quotient would overflow
         best = logits.max(-1)
@@ -76,10 +70,10 @@ def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
         logits = logits.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)
     total = logits.softmax(-1).double().cumsum(-1)
     u = (u.to(total.device) * total[..., -1])[..., None]
-    index = torch.searchsorted(total, u, right=True)  # (..., 1), the first with total > u
+    token = torch.searchsorted(total, u, right=True)  # (..., 1), the first with total > u
     if order is not None:
-        index = order.gather(-1, index.clamp(max=order.size(-1) - 1))
-    return index[..., 0].where(total[..., -1] > 0, -1)  # not if it is nan
+        token = order.gather(-1, token.clamp(max=order.size(-1) - 1))
+    return token[..., 0].where(total[..., -1] > 0, -1)  # not if it is nan
 
 
 def choose_finite(logits, u, temperature=1.0, top_k=None, top_p=None):
@@ -94,45 +88,42 @@ def not_finite():
     return UserError("the logits are not finite: the weights, or alpha, are too large")
 
 
-def newest(context, window, begin=()):
-    """What is kept of a context that outgrows the window: its last half, behind the tokens before a text."""
-    return [*begin, *context[-max(window // 2, 1) :]][-window:]
-
-
 def check_request(model, prompts, **choice):
-    """Refuse what this model cannot sample from: the errors of every `generate`. -> the Sampling
+    """Refuse what this model cannot sample from: the errors of every `generate`.
+
+    Returns:
+        The prompts as lists of ids, and the Sampling.
 
     Raises:
         UserError: a prompt that is empty, an id outside the vocabulary, or a shift without a router.
         pydantic.ValidationError: a setting that is unknown, or out of its range.
     """
-    choice, V = Sampling(**choice), model.config.vocab_size
+    choice, V, prompts = Sampling(**choice), model.config.vocab_size, [[*map(index, p)] for p in prompts]
     for i, prompt in enumerate(prompts):
-        which = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
-        if not len(prompt):
-            raise UserError(f"{which} has no token: a model needs at least one to go on from")
-        if not all(0 <= token < V for token in prompt):
-            raise UserError(f"{which} has ids outside the vocabulary, 0 to {V - 1}")
+        if not prompt or not 0 <= min(prompt) <= max(prompt) < V:
+            which = f"prompt {i + 1} of {len(prompts)}" if len(prompts) > 1 else "the prompt"
+            raise UserError(f"{which} has to be ids below {V}, one at least")
     if choice.alpha and model.router is None:
         raise UserError(f"alpha = {choice.alpha}: only the router of a PonderLM-3 can be shifted; leave it")
-    return choice
+    return prompts, choice
 
 
 # -- What a command line asks for ------------------------------------------------------------------
 
 
-@strict_dataclass
-class Options(Sampling):
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.8  # 0 is greedy
-    # directory of a model, or its name on the Hub; by default the newest, else models/docstrings
-    run: Given | None = None
-    prompt: str = ""  # text to go on from; - reads it from standard input
-    prompts: Given | None = None  # file of prompts, one a line; empty lines do not count
-    max_new_tokens: Annotated[int, Field(ge=1, le=10**7)] = 200  # tokens to generate
-    num_samples: Annotated[int, Field(ge=1, le=10**6)] = 1  # how many continuations of each prompt
-    show_steps: bool = False  # mark each token by the steps taken before it was chosen
+@settings
+class Options(sample.Options, Sampling):
+    # directory of a model, or its name on the Hub; None: the newest run, else models/docstrings
+    run: str | None = None
+    num_samples: Count = 1  # how many continuations of each prompt; sample i, from 0 on, has seed + i
+    prompts: str | None = None  # file of prompts, one a line; empty lines do not count
     out: Path | None = None  # write the samples to this new file, one JSON a line, and print none
-    device: str = "auto"  # auto, cpu, cuda or mps
+    batch_size: Count | None = None  # how many sequences run at once; None: 8
+    precision: Literal["auto", "float32", "bfloat16"] = "float32"  # auto: bfloat16 where it is fast
+    # jacobi: prompts in parallel; sequential: slot by slot, which auto takes on a CPU for four or more at
+    # once, except on the grid
+    prefill: Literal["jacobi", "sequential", "auto"] = "auto"
+    compile: bool = False  # on a CPU: up to three times as fast, after 10 to 60 seconds
 
 
 class Request:
@@ -173,7 +164,7 @@ class Request:
             )
         if self.options.show_steps and not self.options.out:
             color = sys.stdout.isatty()
-            print("steps: " + " ".join(mark(f" {k} ", k, K, color) for k in range(K + 1)))
+            print("steps: " + " ".join(sample.mark(f" {k} ", k, K, color) for k in range(K + 1)))
 
     def show(self, i, pairs, file):
         """Print a sample as its pairs (token, steps) come, or write it. -> the tokens generated"""
@@ -181,16 +172,18 @@ class Request:
             return self.write(i, list(pairs), file)
         print(f"\n--- sample {i + 1} of {len(self.ids)}" if len(self.ids) > 1 else "")
         print(self.texts[i], end="", flush=True)
-        K = self.model.config.ponder_steps if self.options.show_steps else None
-        return print_tokens(pairs, self.tokenizer, K)
+        hidden, K = {*self.begin, *self.ends}, self.model.config.ponder_steps
+        return sample.show(pairs, self.tokenizer, K, hidden, self.options.show_steps)
 
     def write(self, i, pairs, file):
         """A sample as one line of JSON."""
         text = self.tokenizer.decode([token for token, _ in pairs if token not in self.ends])
         line = {"prompt": self.texts[i], "text": text.decode("utf-8", "replace")}
         line |= {"tokens": [token for token, _ in pairs], "steps": [steps for _, steps in pairs]}
-        with writing(file.name):
+        try:
             print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
+        except OSError as error:
+            raise UserError(f"cannot write {file.name}: {error.strerror}") from None
         return len(pairs)
 
     def summarize(self, total, start):
@@ -205,13 +198,12 @@ class Request:
 
 def read_prompts(prompt, prompts):
     """The texts to go on from: one, or the lines of a file without the empty ones."""
+    if prompt and prompts:
+        raise UserError("--prompt and --prompts exclude each other: give one of them")
     try:
         if prompts is None:
-            text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-            text.encode("utf-8")
-            return [text]
-        if prompt:
-            raise UserError("--prompt and --prompts exclude each other: give one of them")
+            text = sys.stdin.buffer.read().removesuffix(b"\n") if prompt == "-" else os.fsencode(prompt)
+            return [text.decode()]
         lines = Path(prompts).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeError as error:
         raise UserError(f"{prompts or 'the prompt'} is not UTF-8 text: {error}") from None
@@ -219,18 +211,6 @@ def read_prompts(prompt, prompts):
     if not texts:
         raise UserError(f"{prompts} has no prompt in it: write one a line")
     return texts
-
-
-def print_tokens(pairs, tokenizer, K=None):
-    """Print the text of tokens as their pairs (token, steps) come, marked by steps of K or (None) plain;
-    what begins and ends a text is not shown. -> how many"""
-    hidden, color = {*begin_of(tokenizer), *ends_of(tokenizer)}, sys.stdout.isatty()
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
-    for n, (token, steps) in enumerate(pairs, start=1):  # noqa: B007
-        piece = "" if token in hidden else decoder.decode(tokenizer.decode([token]))
-        print(mark(piece, steps, K, color) if K is not None and piece else piece, end="", flush=True)
-    print(decoder.decode(b"", final=True))
-    return n
 
 
 @contextmanager

@@ -1,37 +1,23 @@
 """One sequence at a time, one slot at a time: what the engine is compared with, token by token.
 
-As the root's sample.py, with the engine's own way to choose a token: by numbers drawn in advance.
+The root's loop, with the choice of a token by numbers that are drawn in advance, as a batch needs it.
 """
 
-from operator import index
-
-from lab.engine.request import Sample, check_request, choose_finite, newest, uniform
+import sample
+from lab.engine.request import Sample, check_request, choose_finite, uniform
 
 
 def stream(model, prompt, max_new_tokens, *, begin=(), ends=(), read=None, **choice):
-    """Yield (token, steps) for each generated token. Arguments as `generate`, for one prompt.
+    """Yield (token, steps) for each generated token. Arguments as `generate`, for one prompt; `read`, a list,
+    receives the steps of every token that is read, the prompt's too."""
+    (prompt,), o = check_request(model, [prompt], **choice)
+    numbers = iter(uniform(o.seed, max_new_tokens))
 
-    A context that outgrows the model's window starts anew from `begin` and its last half window.
-    `read`, a list, receives the steps of every token that is read, the prompt's too.
-    """
-    o = check_request(model, [prompt], **choice)
-    context, window = [*map(index, prompt)], model.config.block_size
-    done = 0  # tokens of the context that are in the cache
-    for u in uniform(o.seed, max_new_tokens):
-        if len(context) > window:
-            context, done = newest(context, window, begin), 0
-        if done == 0:
-            cache = model.new_cache()
-        while done < len(context):
-            logits, steps = model.ponder_token(context[done], done, cache, o.tau, o.alpha)
-            done += 1
-            if read is not None:
-                read.append(steps)
-        token = int(choose_finite(logits.cpu(), u, o.temperature, o.top_k, o.top_p))
-        context.append(token)
-        yield token, steps
-        if token in ends:
-            return
+    def choose(logits):
+        return int(choose_finite(logits.cpu(), next(numbers), o.temperature, o.top_k, o.top_p))
+
+    texts = dict(choose=choose, begin=begin, ends=ends, read=read)
+    return sample.stream(model, prompt, max_new_tokens, **texts, tau=o.tau, alpha=o.alpha)
 
 
 def generate(model, prompts, max_new_tokens, *, seed=None, **kwargs):

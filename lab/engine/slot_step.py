@@ -1,8 +1,8 @@
 """The step of decoding: one slot of each of several sequences through the backbone.
 
-As Llama.forward with one query a row, but made for small products, where starting an operation
-takes longer than doing it. What can be done once for all steps is done when the weights are copied,
-what can be done once for all layers before their loop, and what is left takes few operations.
+As Llama.forward with one query a row, but made for small products, where starting an operation takes longer
+than doing it. What can be done once for all steps is done when the weights are copied, what can be done once
+for all layers before their loop, and what is left takes few operations.
 
 code        shape                  meaning
 A                                  rows: sequences that each run one slot
@@ -11,60 +11,84 @@ d, d'                              head width without and with the channels of l
 """
 
 import math
-from collections.abc import Callable
+from inspect import getattr_static
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from attention import attend_to_cache
+from data import UserError
 from lab.common import autocast
 from lab.engine.cache import cache_width
-from lab.engine.products import gated, matrix
-from lab.kernels.channels import HALF, query_channels
-from model import Llama, UserError
+from lab.kernels import HALF, query_channels
+from model import Llama
+
+LARGE = 2**21  # products from so many multiplications on are worth the call of oneDNN
+onednn = torch.ops.mkldnn
+
+
+class Product:
+    """x W for weights (O, D) that stay: (A, D) -> (A, O), with what follows it in the same operation.
+
+    On a CPU such a product takes as long as reading its weights, so it matters how they lie in memory: as
+    (D, O), with one row up to 8 times as fast as (O, D); or in blocks of oneDNN, with 8 rows up to 3 times as
+    fast as that. Which is the fastest was measured; it goes by sizes, not by a clock, so that a model says
+    the same every time. A program that is compiled knows no blocks, and joins operations itself.
+    """
+
+    def __init__(self, weight, dtype, rows, compiled):
+        weight = weight.detach().to(dtype)
+        large = rows * weight.numel() >= LARGE and (rows > 1 or torch.get_num_threads() > 1)
+        self.compiled = compiled
+        has_blocks = weight.is_cpu and torch.backends.mkldnn.is_available() and not compiled
+        in_half = dtype == torch.bfloat16 and has_blocks and onednn._is_mkldnn_bf16_supported()
+        self.packed = in_half or (has_blocks and large and dtype == torch.float32)
+        if self.packed:
+            self.weight = onednn._reorder_linear_weight(weight.contiguous(), rows)
+        else:
+            self.weight = weight.T.contiguous()
+
+    def __call__(self, x, then="none", other=None):
+        """then: "none", "swish" (SiLU), or "add" or "mul" with `other` (A, O)."""
+        if then == "add" and (self.compiled or other.dtype != x.dtype):
+            return other + self(x)
+        if self.packed and other is None:
+            return onednn._linear_pointwise(x, self.weight, None, then, [], "")
+        if self.packed:
+            return onednn._linear_pointwise.binary(x, other, self.weight, None, then)
+        if then == "add":
+            return torch.addmm(other, x, self.weight)
+        y = x @ self.weight
+        return F.silu(y) if then == "swish" else y * other if then == "mul" else y
 
 
 class Layer(NamedTuple):
-    """The products of a block as one slot wants them, see products.py.
+    """The products of a block: those of one input are one, and a norm's weight is in the matrix behind it."""
 
-    Projections of one input are one, and the weight of a norm is part of the matrix behind it.
-    """
-
-    qkv: Callable  # D -> (H + 2G) d
-    out: Callable  # H d -> D
-    gate: Callable  # D -> F
-    up: Callable  # D -> F
-    down: Callable  # F -> D
+    qkv: Product  # D -> (H + 2G) d
+    out: Product  # H d -> D
+    gate: Product  # D -> F
+    up: Product  # D -> F
+    down: Product  # F -> D
 
     @classmethod
     def of(cls, block, *how):
         a, m = block.self_attn, block.mlp
-
-        def product(*linears, norm=None):
-            w = torch.cat([linear.weight for linear in linears])  # (out, in)
-            return matrix(w if norm is None else w * norm.weight, *how)
-
-        return cls(
-            qkv=product(a.q_proj, a.k_proj, a.v_proj, norm=block.input_layernorm),
-            out=product(a.o_proj),
-            gate=product(m.gate_proj, norm=block.post_attention_layernorm),
-            up=product(m.up_proj, norm=block.post_attention_layernorm),
-            down=product(m.down_proj),
-        )
+        before, between = block.input_layernorm.weight, block.post_attention_layernorm.weight
+        qkv = torch.cat([linear.weight for linear in (a.q_proj, a.k_proj, a.v_proj)])
+        weights = qkv * before, a.o_proj.weight, m.gate_proj.weight * between, m.up_proj.weight * between
+        return cls(*(Product(w, *how) for w in (*weights, m.down_proj.weight)))
 
 
 class SlotStep:
-    """A model's backbone for `batch_size` rows or fewer; see products.matrix for dtype, weights."""
+    """A Llama for `batch_size` rows or fewer; dtype: of the products and the cache."""
 
-    compiled = False
-
-    def __init__(self, model, batch_size, dtype, weights="float32"):
+    def __init__(self, model, batch_size, dtype, compiled=False):
         config, device = model.config, model.lm_head.weight.device
         self.H, self.G = config.num_attention_heads, config.G
-        self.d, self.width = config.d, cache_width(model)
-        how = dtype, batch_size, weights, self.compiled
-        self.layers = [Layer.of(block, *how) for block in model.model.layers]
+        self.d, self.width, self.compiled = config.d, cache_width(model), compiled
+        self.layers = [Layer.of(block, dtype, batch_size, compiled) for block in model.model.layers]
         self.weight, self.dtype = model.model.norm.weight, dtype
         self.eps = self.weight.new_tensor(config.rms_norm_eps)
 
@@ -78,11 +102,7 @@ class SlotStep:
         # Queries and keys are turned (kind 0), values are not (kind 1): (2, T+1, 2, 2, d/2).
         self.angles = torch.stack([turned, as_it_is], dim=2).unflatten(-1, (2, -1))
         self.kind = torch.tensor([0] * (self.H + self.G) + [1] * self.G, device=device)
-        # Queries, keys and values of a slot. Behind each head is what augment appends: a number to
-        # queries, log w to keys, zeros to values.
-        shape = (batch_size, self.H + 2 * self.G, self.width)
-        self.new = torch.zeros(shape, dtype=dtype, device=device)
-        self.new[:, : self.H, self.d : self.d + 2] = query_channels(self.d, dtype)[:2]
+        self.of_query = query_channels(self.d, dtype, device)[:2]
         self.heads = torch.arange(batch_size * 2 * self.G, device=device).view(batch_size, -1)
 
     def norm(self, x):
@@ -90,67 +110,39 @@ class SlotStep:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self.eps, length, length, value=1 / x.size(-1)).rsqrt()
 
-    def __call__(self, x, cache, places, position, length, of_key, of_query=None):
+    def __call__(self, x, cache, position, length, of_key, of_query=None):
         """(A, D) -> (A, D); the keys and values of the slot go into the cache.
 
         Args:
             x: (A, D) the slot's input.
-            cache: of which each row sees the first `places`, more than any length.
+            cache: of which each row sees cache.views.
             position, length: (A,) the token's place in the text, the slot's in the cache.
             of_key: (A, 1, c) channels of the slot's own key: log w, and on the grid the slot.
             of_query: (A, 1, c) channels of its query; None: the same for all.
         """
-        (A, _), H, G, d, dtype = x.shape, self.H, self.G, self.d, self.dtype
+        (A, _), H, G, d, c = x.shape, self.H, self.G, self.d, of_key.size(-1)
         # Once for all layers. Values are turned by no angle: see self.kind.
         cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, 2, d/2)
-        new = self.new[:A]  # (A, H+2G, d')
-        turned = new[..., :d].unflatten(-1, (2, -1))  # (A, H+2G, 2, d/2)
-        q, k_v = new[:, :H].view(A, G, H // G, -1), new[:, H:]  # a group's heads are its queries
-        k_v[:, :G, d : d + of_key.size(-1)] = of_key
-        if of_query is not None:
-            new[:, :H, d : d + of_query.size(-1)] = of_query
-        heads = self.heads[:A] * cache.layers[0].size(2)
-        at = (heads + length[:, None]).flatten()  # (A*2G,) the slot's places
-        views = cache.views(A, places)
-        for weights, kv, (keys, values) in zip(self.layers, cache.layers, views, strict=True):
-            y = weights.qkv(self.norm(x).to(dtype)).view(A, H + 2 * G, 2, -1)
-            torch.addcmul(y * cos, y.flip(2), sin, out=turned)  # RoPE, as model.apply_rotary
-            kv.view(-1, self.width).index_copy_(0, at, k_v.reshape(-1, self.width))
-            out = F.scaled_dot_product_attention(q, keys, values, scale=1 / math.sqrt(d))
-            x = weights.out.added(x, out[..., :d].reshape(A, H * d))
-            y = gated(weights.gate, weights.up, self.norm(x).to(dtype))
-            x = weights.down.added(x, y)
-        return self.norm(x) * self.weight
-
-
-class CompiledStep(SlotStep):
-    """As SlotStep, in operations that the compiler makes few loops of: nothing is written but the
-    cache, and attention is spelled out."""
-
-    compiled = True
-
-    def __call__(self, x, cache, places, position, length, of_key, of_query=None):
-        (A, _), H, G, d, width = x.shape, self.H, self.G, self.d, self.width
-        cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, 2, d/2)
-        of_query = self.new[:A, :1, d:] if of_query is None else of_query
-
-        def channels(y, heads):  # (A, 1, c) -> (A, heads, d'-d)
-            return F.pad(y, (0, width - d - y.size(-1))).expand(A, heads, -1)
-
-        behind = channels(of_query, H), channels(of_key, G), x.new_zeros(A, G, width - d)
-        behind = torch.cat(behind, dim=1)  # (A, H+2G, d'-d)
-        rows, heads = (torch.arange(n, device=x.device) for n in (A, 2 * G))
-        for weights, kv in zip(self.layers, cache.layers, strict=True):
-            y = weights.qkv(self.norm(x)).view(A, H + 2 * G, 2, -1)
-            y = torch.cat([(y * cos + y.flip(2) * sin).flatten(2), behind], dim=-1)
-            kv.index_put_((rows[:, None], heads, length[:, None]), y[:, H:])
-            q, keys, values = y[:, :H].view(A, G, -1, 1, width), kv[:A, :G], kv[:A, G:]
-            scores = (q * keys[:, :, None, :places]).sum(-1) / math.sqrt(d)  # (A, G, H/G, M)
-            p = scores.softmax(-1)[..., None]
-            out = (p * values[:, :, None, :places, :d]).sum(-2)  # (A, G, H/G, d)
-            x = x + weights.out(out.reshape(A, H * d))
-            y = self.norm(x)
-            x = x + weights.down(F.silu(weights.gate(y)) * weights.up(y))
+        # What augment appends to each head: a number to queries, log w to keys, zeros to values.
+        behind = of_key.new_zeros(A, H + 2 * G, self.width - d)
+        behind[:, :H, :c] = self.of_query if of_query is None else of_query
+        behind[:, H : H + G, :c] = of_key
+        at = self.heads[:A] * cache.layers[0].size(2) + length[:, None]  # (A, 2G) the slot's places
+        at, scale = at.flatten(), 1 / math.sqrt(d)
+        for layer, kv, (keys, values) in zip(self.layers, cache.layers, cache.views, strict=True):
+            y = layer.qkv(self.norm(x).to(self.dtype)).view(A, H + 2 * G, 2, -1)
+            y = torch.addcmul(y * cos, y.flip(2), sin).flatten(2)  # RoPE, as model.rotate
+            y = torch.cat([y, behind], dim=-1)  # (A, H+2G, d')
+            kv.view(-1, self.width).index_copy_(0, at, y[:, H:].reshape(-1, self.width))
+            q = y[:, :H].view(A, G, H // G, -1)  # a group's heads are its queries
+            if self.compiled:  # spelled out, it becomes a few loops: (A, G, H/G, M), then (A, G, H/G, d)
+                p = ((q[..., None, :] * keys[:, :, None]).sum(-1) * scale).softmax(-1)
+                out = (p[..., None] * values[:, :, None, :, :d]).sum(-2)
+            else:
+                out = F.scaled_dot_product_attention(q, keys, values, scale=scale)[..., :d]
+            x = layer.out(out.reshape(A, H * d), "add", x)
+            y = self.norm(x).to(self.dtype)
+            x = layer.down(layer.up(y, "mul", layer.gate(y, "swish")), "add", x)
         return self.norm(x) * self.weight
 
 
@@ -160,9 +152,8 @@ class BackboneStep:
     def __init__(self, model, dtype):
         self.backbone, self.dtype = model.model, dtype
 
-    def __call__(self, x, cache, places, position, length, of_key, of_query=None):
-        views = cache.views(len(x), places)
-        layers = [SlotLayer(*kv, length, of_key, of_query) for kv in views]
+    def __call__(self, x, cache, position, length, of_key, of_query=None):
+        layers = [SlotLayer(*kv, length, of_key, of_query) for kv in cache.views]
         with autocast(x.device, self.dtype if self.dtype in HALF else torch.float32):
             return self.backbone(x[:, None], position[:, None], None, cache=layers)[:, 0].to(x)
 
@@ -190,16 +181,19 @@ class SlotLayer:
         return attend_to_cache(q.to(self.keys.dtype), self.keys, self.values, d)
 
 
-def make_step(model, batch_size, dtype, weights="float32", compiled=False):
-    """The step of a model's backbone; see products.matrix for dtype and weights.
+def overridden(kind, base):
+    """The names that a class has otherwise than its base, of all that the base has."""
 
-    Raises:
-        UserError: weights of few bits, or a compiled pass, for another backbone than LLaMA.
-    """
-    if model.model.Block is Llama.Block:
-        kind = CompiledStep if compiled else SlotStep
-        return kind(model, batch_size, dtype, weights)
-    if weights != "float32" or compiled:
-        what = "compile" if compiled else f"weights = {weights}"
-        raise UserError(f"{what} is for llama, not {model.model.name}; leave it")
+    def differing(other):
+        return {name for name in dir(base) if getattr_static(other, name) is not getattr_static(base, name)}
+
+    return differing(kind) - differing(type("Empty", (type("Mixin", (), {}), base), {}))  # what any class has
+
+
+def make_step(model, batch_size, dtype, compiled=False):
+    """The step of a model's backbone. UserError: a compiled one of another than LLaMA."""
+    if overridden(type(model.model), Llama) <= {"__init__", "frequency", "angles"}:
+        return SlotStep(model, batch_size, dtype, compiled)
+    if compiled:
+        raise UserError(f"compile is for llama, not {model.config.backbone}: leave it out")
     return BackboneStep(model, dtype)

@@ -12,15 +12,16 @@ from typing import Annotated
 
 import tyro
 
-from lab.common import Count, Given, command_line, strict_dataclass
+from data import UserError, command_line, pick_device, write_json
+from lab.common import Count, Given
 from lab.corpora.tokenizers import load_tokenizer
 from lab.evaluation.perplexity import check_pair, score_texts, show
 from lab.evaluation.texts import Share, own_texts, validation_text
-from lab.interop import INCLUDED, find_model, load
-from model import UserError, pick_device, write_json
+from lab.interop.weights import INCLUDED, find_model, load
+from model import settings
 
 
-@strict_dataclass
+@settings
 class Options:
     # directory of a model, or its name on the Hub; by default the newest, else models/docstrings
     run: Given | None = None

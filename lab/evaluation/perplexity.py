@@ -10,15 +10,13 @@ bits_per_byte   loss * tokens / bytes / ln 2   does not
 
 import math
 
-import numpy as np
-
+from data import UserError
 from lab.corpora.tokenizers import load_tokenizer
 from lab.evaluation.scoring import cut, score
 from lab.intervals import LEAST, of_text
 from lab.methods import find
 from lab.methods.cost import cost
 from lab.train import read_run
-from model import UserError
 
 KINDS = "soft", "hard"
 
@@ -46,36 +44,33 @@ def score_texts(model, name, texts, size, tau, *, windows=None, batch_tokens=409
     """Score texts -> what is reported.
 
     Args:
-        texts: ids of each. size: their bytes, if they are known.
+        texts: ids of each, arrays. size: their bytes, if they are known.
         windows: score only so many, evenly spread. other: a model whose losses are subtracted.
 
     Raises:
         UserError: nothing to predict, or too little for an interval.
     """
-    cuts = [window for ids in texts for window in cut(ids, model.config.block_size)]
-    if not cuts:
+    cuts = cut(texts, model.config.block_size, windows)
+    if not len(cuts):
         raise UserError(f"{name} has no token to predict; give more text")
-    if (largest := max(map(max, filter(None, texts)))) >= model.config.vocab_size:
+    if (largest := max(int(ids.max()) for ids in texts if len(ids))) >= model.config.vocab_size:
         raise UserError(
             f"{name} has token id {largest}, beyond the model's vocabulary of {model.config.vocab_size}: the "
             "tokenizer beside it is another model's"
         )
-    if windows and windows < len(cuts):
-        cuts, size = [cuts[i] for i in np.linspace(0, len(cuts) - 1, windows).astype(int)], None
     if other and len(cuts) < LEAST:
         raise UserError(f"{len(cuts)} windows are too few to compare models on: give {LEAST} or more")
     print(f"scoring {len(cuts):,} windows; fewer with --windows", flush=True)
     scores = score(model, cuts, tau, batch_tokens)
     result = {"text": name, "tau": tau} | summarise(scores, model.config)
-    if size:
+    if size and len(scores.soft) == sum(len(ids) - 1 for ids in texts if len(ids)):
         result["bytes"] = size
         for kind in KINDS:
             result[kind]["bits_per_byte"] = result[kind]["loss"] * result["tokens"] / size / math.log(2)
     if other:
         theirs = score(other, cuts, tau, batch_tokens)
         for kind in KINDS:
-            sizes = [len(window.ids) - window.first for window in cuts]
-            mean, half = of_text((getattr(scores, kind) - getattr(theirs, kind)).double(), sizes)
+            mean, half = of_text((getattr(scores, kind) - getattr(theirs, kind)).double(), cuts.sizes)
             result[kind] |= {"difference": mean, "interval": half}
     return result
 
@@ -85,10 +80,10 @@ def summarise(scores, config):
     K = config.ponder_steps
     result = {"method": config.method, "K": K, "tokens": len(scores.soft)}
     for kind in KINDS:
-        loss, steps = (x.double().mean().item() for x in (getattr(scores, kind), scores.steps))
+        loss, steps = getattr(scores, kind).double().mean(), scores.steps.double().mean().item()
         if kind == "soft" and find(config.method).has_router:
             steps = K
-        result[kind] = {"loss": loss, "perplexity": math.exp(loss), "steps": steps}
+        result[kind] = {"loss": loss.item(), "perplexity": loss.exp().item(), "steps": steps}
         result[kind]["paper_flops"] = cost(config, steps).paper_flops
     return result
 
@@ -108,3 +103,5 @@ def show(result):
         )
         if "difference" in row:
             print(f"  minus the other: {row['difference']:+.4f} ± {row['interval']:.4f} (95 %)")
+    if not result["hard"]["perplexity"] < 1e6:
+        print(f"a loss of {result['hard']['loss']:.4g} nats is no language model's: are the weights damaged?")

@@ -1,41 +1,52 @@
 """Scoring texts: the loss of each token, soft and as it decodes, in windows of the model's length.
 
-A text is scored in windows that lie half a window apart, so that each token but the first ones has
-at least T/2 tokens before it. A window's Jacobi iteration ends on its own: no score depends on what
-else is scored, or on padding.
+A text is scored in windows that lie half a window apart, so that each token but the first ones has at least
+T/2 tokens before it. A window's Jacobi iteration ends on its own: no score depends on what else is scored, or
+on padding.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from lab.common import progress
-from lab.engine.prefill import stopped_states
+from lab.engine.states import stopped_states
 
 
 @dataclass
-class Window:
-    """Part of a text: token ids, of which those from `first` on are predicted here."""
+class Cuts:
+    """The windows of texts, which are cut when they are scored."""
 
-    ids: list
-    first: int  # at least 1: the first id only is read
+    texts: list  # of arrays of ids
+    places: np.ndarray  # (n, 4) which text, where a window begins and ends, the first id that it predicts
+
+    def __len__(self):
+        return len(self.places)
+
+    def __getitem__(self, chosen):
+        """Some of the windows."""
+        return Cuts(self.texts, self.places[chosen])
 
     @property
-    def predictions(self):
-        """Where its predictions are made: the places before those ids."""
-        return slice(self.first - 1, len(self.ids) - 1)
+    def sizes(self):
+        """How many tokens are predicted in each, (n,)."""
+        return self.places[:, 2] - self.places[:, 3]
 
 
-def cut(ids, T):
-    """The Windows of a text, which read at most T ids; each id but the first is predicted once."""
-    windows, done = [], 1
-    for start in range(0, len(ids) - 1, max(T // 2, 1)):
-        end = min(start + T + 1, len(ids))
-        windows.append(Window(ids[start:end], done - start))
-        done = end
-        if end == len(ids):
-            break
-    return windows
+def cut(texts, T, most=None):
+    """Texts, arrays of ids -> Cuts that read at most T ids each, and predict all ids but a text's first.
+    `most`: only so many windows, evenly spread."""
+    n, hop = np.array([len(ids) for ids in texts]), max(T // 2, 1)
+    counts = np.where(n < 2, 0, 1 + np.maximum(-(-(n - 1 - T) // hop), 0))  # windows of each text
+    ends = counts.cumsum()
+    chosen = np.arange(ends[-1])
+    if most and most < len(chosen):
+        chosen = np.linspace(0, ends[-1] - 1, most).astype(int)
+    text = np.searchsorted(ends, chosen, side="right")
+    start = hop * (chosen - (ends - counts)[text])
+    first = np.where(start == 0, 1, start + T + 1 - hop)  # what the window before has not predicted
+    return Cuts(texts, np.stack([text, start, np.minimum(start + T + 1, n[text]), first], axis=1))
 
 
 @dataclass
@@ -47,33 +58,38 @@ class Scores:
     steps: torch.Tensor  # (n,) executed steps at tau
 
 
-def batches(windows, batch_tokens, device):
-    """Yield Windows in batches of at most `batch_tokens` tokens, the longest first: which they are,
-    inputs x and targets y (B, T), padded behind, and the windows' lengths (B,)."""
-    order = sorted(range(len(windows)), key=lambda i: -len(windows[i].ids))
-    with progress(total=sum(len(w.ids) - 1 for w in windows), unit=" tokens", leave=False) as bar:
-        while order:
-            size = max(1, batch_tokens // (len(windows[order[0]].ids) - 1))
+def batches(cuts, batch_tokens, device):
+    """Yield windows in batches of at most `batch_tokens` tokens, the longest first: which they are, inputs x
+    and targets y (B, T), padded behind, and their lengths (B,)."""
+    read = cuts.places[:, 2] - cuts.places[:, 1] - 1  # ids that are read in each
+    order = np.argsort(-read, kind="stable")
+    with progress(total=int(read.sum()), unit=" tokens", leave=False) as bar:
+        while len(order):
+            size = max(1, batch_tokens // int(read[order[0]]))
             batch, order = order[:size], order[size:]
-            lengths = torch.tensor([len(windows[i].ids) - 1 for i in batch], device=device)
+            lengths = torch.from_numpy(read[batch])
             ids = torch.zeros(len(batch), int(lengths.max()) + 1, dtype=torch.long)
-            for row, i in enumerate(batch):
-                ids[row, : len(windows[i].ids)] = torch.tensor(windows[i].ids)
-            yield batch, ids[:, :-1].to(device), ids[:, 1:].to(device), lengths
+            for row, (text, start, end, _) in enumerate(cuts.places[batch]):
+                ids[row, : end - start] = torch.from_numpy(cuts.texts[text][start:end].astype(np.int64))
+            yield batch, ids[:, :-1].to(device), ids[:, 1:].to(device), lengths.to(device)
             bar.update(int(lengths.sum()))
 
 
 @torch.no_grad()
-def score(model, windows, tau=1e-4, batch_tokens=4096):
-    """Score what Windows predict -> Scores."""
-    rows = [None] * len(windows)
-    for batch, x, y, lengths in batches(windows, batch_tokens, model.lm_head.weight.device):
+def score(model, cuts, tau=1e-4, batch_tokens=4096):
+    """Score what windows predict -> Scores."""
+    weight, ends = model.lm_head.weight, np.cumsum(cuts.sizes)
+    soft, hard = torch.empty(2, int(ends[-1]), dtype=torch.promote_types(weight.dtype, torch.float32))
+    scores = Scores(soft, hard, torch.empty(int(ends[-1]), dtype=torch.long))
+    for batch, x, y, lengths in batches(cuts, batch_tokens, weight.device):
         h, s, steps = stopped_states(model, x, 0, lengths=lengths)  # 0: all run
         soft = hard = model.cross_entropy(model.integrate(h, s, steps), y)
         if model.has_router:  # otherwise tau changes nothing
             h, s, steps = stopped_states(model, x, tau, lengths=lengths)
             hard = model.cross_entropy(model.integrate(h, s, steps), y)
+        found = soft.cpu(), hard.cpu(), steps.cpu()
         for row, i in enumerate(batch):
-            part = windows[i].predictions
-            rows[i] = [values[row, part].cpu() for values in (soft, hard, steps)]
-    return Scores(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
+            _, start, end, first = cuts.places[i]
+            for into, values in zip((scores.soft, scores.hard, scores.steps), found, strict=True):
+                into[ends[i] - (end - first) : ends[i]] = values[row, first - start - 1 : end - start - 1]
+    return scores

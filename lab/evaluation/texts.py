@@ -2,18 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field
+import numpy as np
 
-from data import Windows
-from lab.corpora.preparation import CORPORA, open_corpus, read_texts
-from lab.corpora.tokenizers import begin_of
+from data import SOURCES, UserError, Windows, id_type, is_prepared, pieces_of
+from lab.corpora.preparation import open_corpus
+from lab.corpora.sources import texts
+from lab.corpora.tokenizers import begin_of, encode_piece
 from lab.train import read_run
-from model import UserError
-from train import pick_tokenizer
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from train import Share, pick_tokenizer  # noqa: F401
 
 
 def validation_corpus(run, data=None, other=False, flag="--data"):
@@ -27,7 +24,7 @@ def validation_corpus(run, data=None, other=False, flag="--data"):
         UserError: it is no run; `data` is missing, another text, or in the tokens of another tokenizer.
     """
     config, shape, known = read_run(run)
-    if data is None and config.data not in CORPORA:
+    if data is None and config.data not in SOURCES:
         raise UserError(f"{run} was trained on {config.data!r}: give this text again, by {flag}")
     config = replace(config, data=data or config.data)
     began = config.tokenizer == "auto" and getattr(config, "init_from", None)  # with a model's tokenizer
@@ -53,19 +50,24 @@ def validation_text(run, data=None):
     if not Path(run, "train.json").is_file():
         raise UserError(f"{run} is no run, which has a text of its own: give a text, --data")
     _, _, corpus = validation_corpus(run, data, flag="--corpus")
-    ids, size, tokenizer = corpus.val[:].tolist(), corpus.val_bytes, corpus.tokenizer
-    if size is None and tokenizer.name not in ("ids", "huggingface"):  # whose ids show more than was there
-        size = len(tokenizer.decode([i for i in ids if i != tokenizer.end_of_text]))
+    ids, size, tokenizer = corpus.val, corpus.val_bytes, corpus.tokenizer
+    if size is None and tokenizer.name != "huggingface":  # whose ids show more than was there
+        parts = (ids[i : i + 10**6] for i in range(0, len(ids), 10**6))
+        size = sum(len(tokenizer.decode(part[part != tokenizer.end_of_text])) for part in parts)
     return f"validation text of {run}", [ids], size
 
 
 def own_texts(data, tokenizer):
     """The texts of a file or folder, each behind what texts begin with -> name, [ids, ..], bytes."""
-    path = Path(data)
-    texts = [text for _, text in read_texts(path)] if path.exists() else []
-    if not texts:
-        raise UserError(f"--data {data}: no such file or folder, or one without text")
+    found = texts(data) if Path(data).exists() and not is_prepared(data) else []
+    if not found:
+        raise UserError(f"--data {data}: no file or folder with text")
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     before = begin_of(tokenizer) or end  # without any, the first token is not predicted: bytes are unknown
-    size = sum(map(len, texts)) if before else None
-    return data, [[*before, *tokenizer.encode(text)] for text in texts], size
+    kind, ids = id_type(tokenizer.vocab_size), []
+    for _, text in found:
+        parts = [np.array(before, kind)]
+        for i, piece in enumerate(pieces_of(text)):
+            parts.append(np.array(encode_piece(tokenizer, piece, i == 0), kind))
+        ids.append(np.concatenate(parts))
+    return data, ids, sum(len(text) for _, text in found) if before else None

@@ -1,21 +1,15 @@
-"""Figures and pages beyond the paper's, which are in analyze.py at the root.
+"""Figures beyond the paper's, which are in analyze.py at the root.
 
-Of one run, by default the newest in out/; written to <run>/report/:
-
-    python -m lab analyze heatmap        a text, each token shaded by its steps: an HTML page
-    python -m lab analyze report         this and the paper's five figures on one page, index.html
-    python -m lab analyze explainer      the model itself on a page that runs it: explainer.html
+    python -m lab analyze explainer      a model itself on a page that runs it
+    python -m lab analyze difficulty --reference out/plain    buckets and shift by another model's losses
 
 Of several runs, written to out/analyze/:
 
-    python -m lab analyze pareto --runs out/pareto/tiny/*     perplexity against executed extra steps
-    python -m lab analyze frontier --runs out/frontier/*      differences to PonderLM-2 at equal steps
-    python -m lab analyze budget --runs out/slots/*           loss at equal cost of training
+    python -m lab analyze compare --runs out/pays/grid/*      losses over steps or costs, by pairs of seeds
     python -m lab analyze layers --runs out/layers/*          a step's worth in layers
     python -m lab analyze lookup --runs out/lookup/*          accuracy where the difficulty is known
     python -m lab analyze kinds --runs out/lookup/grown-?     which tokens take a step there, and need it
     python -m lab analyze where --runs out/mine               which kinds of tokens are thought about
-    python -m lab analyze choose --runs out/router/*          settings, by text that is not reported
 
 A figure of several comes with its numbers (<figure>.csv) and their table (.md), and --redraw draws it again
 from the saved numbers.
@@ -26,18 +20,15 @@ from typing import Annotated
 
 import tyro
 
-from lab.common import command_line
-from lab.figures.budget import Budget
-from lab.figures.choose import Choose
-from lab.figures.comparing import Pareto
+from data import command_line
+from lab.figures.comparing import Compare
+from lab.figures.difficulty import Difficulty
 from lab.figures.explainer import Explainer
-from lab.figures.frontier import Frontier
 from lab.figures.layers import Layers
 from lab.figures.lookup import Kinds, Lookup
-from lab.figures.pages import Heatmap, Report
 from lab.figures.where import Where
 
-FIGURES = Heatmap, Report, Explainer, Pareto, Frontier, Budget, Layers, Lookup, Kinds, Where, Choose
+FIGURES = Explainer, Difficulty, Compare, Layers, Lookup, Kinds, Where
 
 
 def reader(figure):

@@ -1,41 +1,48 @@
-"""Several runs side by side: methods and budgets compared.
+"""Several runs side by side: a row for each, differences by pairs of seeds, curves over steps or slots.
 
-word        meaning
-run         what a finished run directory holds (train.py)
-recipe      what could matter of a run's settings, beside its method, K and seed
-group       runs that differ in nothing but their seed
-K           extra computations a token may take, of any method (methods/)
-steps       those it does take in decoding, hard-stopped at tau; mean over tokens
-loss        nats per token on the validation windows, as it decodes: fixed point, hard-stopped
-perplexity  exp(loss), per token: per byte for models of bytes
-seeds       runs of a group; a spread is their standard deviation
-frontier    no other row is better in steps or perplexity and not worse in the other (means)
+column       meaning
+method       of a run, with those of its settings in which the runs of its method and K differ
+K            extra computations a token may take, of any method (methods/)
+seed         of its weights and batches: runs with the same one are a pair
+tau          where pondering stops
+steps, loss  as it decodes, hard-stopped at tau: extra computations a token, nats a token, means over the
+             validation windows that results.json is about
+trained      loss with soft masks and the R of the training; fixed: at the fixed point
+choose       loss at tau on other windows, by which one chooses; choose_steps: steps there
+entropy      of the executed steps over tokens, in nats: 0 where all take as many
+read         text: tokens that training read, in millions, again and again where the corpus is shorter
+slots        that ran forward in training, in millions: training forwards (methods/cost.py) times `read`
+minutes      that training took, at the speed of its end
+
+difference   a run's loss minus that of the reference with the same seed, as many steps (between two K of
+             the reference on the line between its losses): below 0 the run is better
+interval     half the width of the 95 % interval of its mean (Student's t over the seeds)
 """
 
-import math
-from dataclasses import dataclass, fields, replace
-from itertools import combinations, count
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import combinations
 from pathlib import Path
-from textwrap import fill
 
+import numpy as np
 import pandas as pd
+import torch
 
-from lab.common import Given, progress, strict_dataclass
+from data import UserError, pick_device, read_json, reading
+from lab.common import Given, progress
 from lab.evaluation.texts import Share, validation_windows
-from lab.figures.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, tabulate
-from lab.interop import load, read_config
-from lab.interop.warm_start import BACKBONE
+from lab.figures.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, show
+from lab.interop.weights import load, read_config
+from lab.intervals import interval
 from lab.methods import PonderConfig, all_methods, configure, find
 from lab.methods.cost import cost
 from lab.train import read_run
-from model import UserError, pick_device, read_json
+from model import settings
 from train import TrainConfig, evaluate
-
-# -- Runs and groups of them -----------------------------------------------------------------------
 
 # No part of a recipe: names, method, K and seed, and what changes speed alone.
 LEFT_OUT = {"preset", "name", "out", "resume", "data", "tokenizer", "method", "seed", "ponder_steps"}
-LEFT_OUT |= {"log_every", "eval_every", "device", "backend", "compile", "recompute"}
+LEFT_OUT |= {"log_every", "eval_every", "device", "attention", "compile", "recompute", "micro_batch_size"}
 
 
 @dataclass
@@ -53,15 +60,15 @@ class Run:
 
     @property
     def recipe(self):
-        """{setting: value}, see above; of what it began from, whether it began from anything."""
+        """What could matter of its settings; of what it began from, whether it began from anything."""
         found = vars(self.config) | vars(self.shape)
         found["init_from"] = found.get("init_from") is not None
         left_out = LEFT_OUT if self.method.iterates else LEFT_OUT | {"refinements"}
         return {name: value for name, value in found.items() if name not in left_out}
 
     def title(self, among):
-        """The title of its method and those settings `among` its recipe that are not at their
-        defaults, numbers in six digits: 'PonderLM-3, penalty_weight 0'."""
+        """The title of its method and those settings `among` its recipe that are not at their defaults:
+        'PonderLM-3, step_price 0.03'."""
 
         def readable(value):
             if isinstance(value, tuple):  # as the flag has it
@@ -70,29 +77,15 @@ class Run:
 
         recipe, model = self.recipe, configure(PonderConfig(), self.shape.method)
         defaults = vars(TrainConfig()) | vars(model) | {"init_from": False}
-        odd = [name for name in sorted(among) if recipe[name] != defaults[name]]
-        return ", ".join([self.method.title, *(f"{name} {readable(recipe[name])}" for name in odd)])
-
-
-def read_results(run):
-    """results.json of a run. UserError: it is damaged, or of an earlier version."""
-    content = read_json(run / "results.json")
-    try:
-        ways = [content[way] for way in ("trained", "fixed", "hard")]
-        losses = [*(way["loss"] for way in ways), content["unigram_entropy"]]
-        # e to a larger loss is infinite
-        if all(0 <= x < 700 for x in losses) and all(0 <= way["steps"] < 1e9 for way in ways):
-            return content
-    except (KeyError, TypeError):
-        pass
-    raise UserError(f"{run / 'results.json'} is damaged, or of an earlier version: evaluate the run again")
+        own = [name for name in sorted(among) if recipe[name] != defaults[name]]
+        return ", ".join([self.method.title, *(f"{name} {readable(recipe[name])}" for name in own)])
 
 
 def read_runs(directories):
     """The finished ones among some runs; the others are named.
 
     Raises:
-        UserError: there is none, or a damaged one.
+        UserError: there is none, a damaged one, or the same training twice.
     """
     runs = []
     for path in map(Path, directories):
@@ -100,48 +93,36 @@ def read_runs(directories):
             print(f"left out, not a finished run: {path}")
             continue
         config, _, corpus = read_run(path)
-        runs.append(Run(path, config, read_config(path), corpus, read_results(path)))
+        results = read_json(path / "results.json")
+        with reading(path / "results.json"):
+            if not all(float(results[way]["loss"]) >= 0 for way in ("trained", "fixed", "hard")):
+                raise ValueError("a loss below 0")
+        runs.append(Run(path, config, read_config(path), corpus, results))
     if not runs:
         raise UserError(
             "no finished run among those given: name some, for instance --runs out/*, "
             "or train one: python train.py"
         )
+    for a, b in combinations(runs, 2):
+        pairs = [(r.shape.method, r.shape.ponder_steps, r.config.seed, r.recipe) for r in (a, b)]
+        if pairs[0] == pairs[1]:
+            raise UserError(f"{a.path} and {b.path} are the same training: give one of them")
     return runs
 
 
-def group_runs(runs):
-    """{(name, K): runs that differ in their seed alone}, names in the order of all_methods().
-
-    A name says what is not at its default, of the method's own settings and of those in which its
-    runs with the same K differ.
-
-    Raises:
-        UserError: the same recipe and seed twice.
-    """
+def named(runs):
+    """{name: its runs}, in the order of all_methods() and by rising K. Beside the method a name says what is
+    not at its default, of the method's own settings and of those in which its runs with the same K differ."""
     groups = {}
     for kind in all_methods():
-        mine = [run for run in runs if run.shape.method == kind.method]
-        own = {field.name for field in fields(kind.Config)}.difference(BACKBONE)
-        named = own - {"block_size", "refinements"} - LEFT_OUT | differing(mine)
-        for run in sorted(mine, key=lambda run: run.shape.ponder_steps):
-            group = groups.setdefault((run.title(named), run.shape.ponder_steps), [])
-            for other in group:
-                if other.config.seed == run.config.seed:
-                    same = f"{other.path} and {run.path} are the same training"
-                    raise UserError(f"{same}: method, settings and seed; give one of them")
-            group.append(run)
+        of_kind = sorted((r for r in runs if r.method is kind), key=lambda run: run.shape.ponder_steps)
+        among = {field.name for field in fields(kind.Config)} - {field.name for field in fields(PonderConfig)}
+        for a, b in combinations(of_kind, 2):
+            if a.shape.ponder_steps == b.shape.ponder_steps:
+                among |= {name for name, value in a.recipe.items() if value != b.recipe[name]}
+        for run in of_kind:
+            groups.setdefault(run.title(among), []).append(run)
     return groups
-
-
-def differing(runs):
-    """The settings in which runs of one method differ from others with the same K."""
-    return {
-        name
-        for a, b in combinations(runs, 2)
-        if a.shape.ponder_steps == b.shape.ponder_steps
-        for name, value in a.recipe.items()
-        if value != b.recipe[name]
-    }
 
 
 def check_comparable(runs, one_text=True):
@@ -166,35 +147,34 @@ def check_comparable(runs, one_text=True):
             print(f"note: the runs differ in {name}, too: {', '.join(map(str, sorted(values)))}")
 
 
-def over_seeds(runs, measure, by=(), one_text=True):
-    """One row for each method and K: how many seeds, and mean and deviation of each number.
-
-    Args:
-        measure: a function of a run -> rows of numbers: dicts or a frame
-        by: the keys that tell the rows of a run apart
-        one_text: see check_comparable
-
-    Returns:
-        a frame of method, K, by, seeds, <number>, <number>_std, ..; one seed has no deviation: NaN.
-    """
+def by_run(runs, measure, one_text=True):
+    """What `measure` finds of each run, rows of numbers, behind its method, K and seed."""
     check_comparable(runs, one_text)
-    found = [
-        pd.DataFrame(measure(run)).assign(method=name, K=K)
-        for (name, K), group in group_runs(runs).items()
-        for run in progress(group, desc=name, leave=False)
-    ]
-    grouped = pd.concat(found).groupby(["method", "K", *by], sort=False)
-    frame = grouped.agg(["mean", "std"])
-    frame.columns = [key + {"mean": "", "std": "_std"}[which] for key, which in frame.columns]
-    frame.insert(0, "seeds", grouped.size())
-    return frame.reset_index()
+    found = []
+    for name, group in named(runs).items():
+        for run in progress(group, desc=name, leave=False):
+            who = {"method": name, "K": run.shape.ponder_steps, "seed": run.config.seed}
+            rows = pd.DataFrame(measure(run))
+            found.append(pd.DataFrame(who, index=rows.index).join(rows))
+    return pd.concat(found, ignore_index=True)
 
 
-@strict_dataclass
+def over_seeds(frame, by=()):
+    """by_run's rows -> one for each method, K and `by`: how many seeds, mean and deviation of each number.
+    One seed has no deviation: NaN."""
+    grouped = frame.drop(columns="seed").groupby(["method", "K", *by], sort=False, dropna=False)
+    means = grouped.agg(["mean", "std"])
+    means.columns = [key + {"mean": "", "std": "_std"}[which] for key, which in means.columns]
+    means.insert(0, "seeds", grouped.size())
+    return means.reset_index()
+
+
+@settings
 class Comparison:
     """The flags that all figures of several runs have."""
 
     runs: tuple[str, ...] = ()  # directories of trained runs
+    data: Given | None = None  # the text that they were scored on, if that is no named corpus
     out: Path = Path("out/analyze")  # where the results go
     redraw: bool = False  # from the numbers saved there, without runs
     device: str = "auto"  # auto, cpu, cuda or mps
@@ -205,110 +185,108 @@ class Comparison:
         return save(self.out, name, found, table)
 
 
-def curve_names(frame):
-    """Method and K of each row; K alone where there is one method."""
-    K = "K = " + frame.K.map("{:.0f}".format)
-    return K if frame.method.nunique() == 1 else frame.method + ", " + K
+# -- Losses, steps and costs -----------------------------------------------------------------------
+
+
+def losses(run, taus, windows, device, data=None):
+    """Rows of a run, one for each tau where that matters: the columns above."""
+    first, val, model = run.config.eval_windows, None, None
+    if windows or any(tau != run.config.tau for tau in taus):
+        (_, _, val), model = validation_windows(run.path, data), load(run.path).to(device)
+        if val.count < first + windows:
+            raise UserError(
+                f"{run.path}: {first} of {val.count} windows are reported, less than {windows} left"
+            )
+    text = run.config.steps * run.config.batch_size * run.shape.block_size / 1e6
+    log = pd.read_json(run.path / "log.jsonl", lines=True)
+    shared = {"trained": run.results["trained"]["loss"], "fixed": run.results["fixed"]["loss"], "read": text}
+    shared |= {"minutes": text * 1e6 / log.tokens_per_second.dropna().iloc[-1] / 60}
+    for tau in taus if taus and run.method.has_router else [run.config.tau]:
+        hard = run.results["hard"]
+        if tau != run.config.tau:
+            hard = evaluate(model, val, min(first, val.count), tau=tau)
+        stopped = torch.tensor(hard["stopped"])
+        row = {"tau": tau, "steps": hard["steps"], "loss": hard["loss"]}
+        row["entropy"] = torch.special.entr(stopped).sum().item()
+        row["slots"] = cost(run.shape, hard["steps"]).training_forwards * text
+        if windows:
+            other = evaluate(model, val, windows, tau=tau, first=first)
+            row |= {"choose": other["loss"], "choose_steps": other["steps"]}
+        yield shared | row
+
+
+def differences(frame, reference):
+    """To the runs of by_run's frame whose method is `reference`, at equal steps: the column difference; NaN
+    where the reference of the seed has no run with so few, or so many, steps.
+
+    Raises:
+        UserError: there is no such run.
+    """
+    chosen = frame[frame.method == reference]
+    if chosen.empty:
+        raise UserError(f"--against {reference!r} is none of {', '.join(map(repr, frame.method.unique()))}")
+    found = []
+    for row in frame.itertuples():
+        curve = chosen[chosen.seed == row.seed].sort_values("steps")
+        inside = len(curve) and curve.steps.min() - 0.05 <= row.steps <= curve.steps.max() + 0.05
+        found.append(row.loss - np.interp(row.steps, curve.steps, curve.loss) if inside else np.nan)
+    return frame.assign(difference=found)
+
+
+def comparison_table(frame, against=None):
+    """The cells of a table: a row for each method, K and tau."""
+    frame = differences(frame, against) if against else frame
+    means, cells = over_seeds(frame, ["tau"]), []
+    for row in means.to_dict("records"):
+        cell = {"method": row["method"], "K": row["K"], "tau": f"{row['tau']:g}", "seeds": row["seeds"]}
+        for title, key, form in (
+            ("extra steps", "steps", ".2f"), ("loss", "loss", ".4f"), ("to choose by", "choose", ".4f"),
+            ("slots, M", "slots", ".1f"), ("minutes", "minutes", ".1f"),
+        ):  # fmt: skip
+            if key in row:
+                cell[title] = show(row[key], form, row[f"{key}_std"] if key in ("steps", "loss") else None)
+        if against:
+            within = interval(row["difference_std"], row["seeds"])
+            shown = show(row["difference"], "+.4f")
+            cell[f"to {against}, 95 %"] = shown if pd.isna(within) else f"{shown} ± {within:.4f}"
+        cells.append(cell)
+    return pd.DataFrame(cells)
+
+
+@settings
+class Compare(Comparison):
+    """Losses of methods over executed steps, or over what training took, by pairs of seeds."""
+
+    taus: tuple[Share, ...] = ()  # stop those with a router here, too
+    choose: int = 0  # windows, behind those of the final evaluation, by which to choose
+    against: Given | None = None  # the method, as the table names it, that others are compared with
+    over: str = "steps"  # x axis: steps, slots, read or minutes
+
+    def draw(self):
+        def rows(runs, device):
+            taus = tuple(dict.fromkeys((*{run.config.tau for run in runs}, *self.taus)))
+            measure = partial(losses, taus=taus, windows=self.choose, device=device, data=self.data)
+            return by_run(runs, measure)
+
+        frame = self.frame("compare", partial(comparison_table, against=self.against), rows)
+        labels = {"steps": "executed extra steps per token (points: K)", "minutes": "minutes of training"}
+        labels |= {"slots": "slots that ran in training, millions", "read": "text read, millions of tokens"}
+        if self.over not in labels:
+            raise UserError(f"over = {self.over!r}: it has to be one of {', '.join(labels)}")
+        figure, (axes,) = new_figure(labels[self.over], "loss, nats per token (lower is better)")
+        draw_curves(axes, over_seeds(frame, ["tau"]), "method", self.over, "loss")
+        save_figure(figure, self.out / "compare.png")
 
 
 def draw_curves(axes, frame, names, x, y, label="K"):
-    """One curve for each of `names` (rows,), its points named by `label`, with the spread of the seeds.
-
-    A method, which is what comes before the comma of a name, has a colour; its variants differ in marker and
-    line, and in colour, too, where there is no other method.
-    """
-    variants, one = {}, frame.method.str.split(",").str[0].nunique() == 1
-    for n, (name, curve) in enumerate(frame.groupby(names, sort=False)):
-        variant = variants.setdefault(name.split(",")[0], count())
-        color = COLORS[(n if one else [*variants.values()].index(variant)) % len(COLORS)]
-        i = n if one else next(variant)
+    """One curve for each name in column `names`, its points named by `label`, with the spread of seeds."""
+    for i, (name, curve) in enumerate(frame.groupby(names, sort=False)):
+        color = COLORS[i % len(COLORS)]
         axes.errorbar(
-            curve[x], curve[y], xerr=curve.get(f"{x}_std"), yerr=curve.get(f"{y}_std"),
-            label=fill(name, 90), color=color, marker=MARKERS[i % len(MARKERS)],
-            linestyle=LINES[i % len(LINES)], linewidth=1.2, elinewidth=0.6, capsize=2,
-            markersize=10, markerfacecolor="white",
+            curve[x], curve[y], xerr=curve.get(f"{x}_std"), yerr=curve.get(f"{y}_std"), label=name,
+            color=color, marker=MARKERS[i % len(MARKERS)], linestyle=LINES[i % len(LINES)],
+            linewidth=1.2, elinewidth=0.6, capsize=2, markersize=10, markerfacecolor="white",
         )  # fmt: skip
         place = {"fontsize": 7, "ha": "center", "va": "center_baseline", "clip_on": True}
         for at_x, at_y, n in zip(curve[x], curve[y], curve[label], strict=True):
             axes.text(at_x, at_y, f"{n:.0f}", color=color, zorder=5, **place)
-
-
-# -- Perplexity against executed steps (section 4.1) -----------------------------------------------
-
-
-def on_frontier(points):
-    """For each (steps, perplexity): does no other have less of one and not more of the other?"""
-    better = lambda a, b: a[0] <= b[0] and a[1] <= b[1] and a != b  # noqa: E731
-    return [not any(better(other, point) for other in points) for point in points]
-
-
-def stopped_at(run, taus, device, data=None):
-    """A run with a router, hard-stopped at each of `taus`: (tau, results as `evaluate` has them).
-    At the tau that it has these are known."""
-    for tau in taus:
-        if tau == run.config.tau:
-            yield tau, run.results["hard"]
-            continue
-        _, _, val = validation_windows(run.path, data)
-        count = min(run.config.eval_windows, val.count)
-        yield tau, evaluate(load(run.path).to(device), val, count, tau=tau)
-
-
-def at_other_taus(runs, taus, device, data=None):
-    """The runs with a router, as if each of `taus` was the one that they have."""
-    return [
-        replace(run, config=replace(run.config, tau=tau), results={"hard": hard})
-        for run in progress([run for run in runs if run.method.has_router], desc="other tau")
-        for tau, hard in stopped_at(run, taus, device, data)
-        if tau != run.config.tau
-    ]
-
-
-def pareto_rows(runs):
-    """One row for each method and K: seeds, executed steps, loss, perplexity, and what it costs."""
-
-    def numbers(run):
-        steps, loss = (run.results["hard"][key] for key in ("steps", "loss"))
-        return [{"steps": steps, "loss": loss, "perplexity": math.exp(loss)}]
-
-    frame = over_seeds(runs, numbers)
-    shapes = [group[0].shape for group in group_runs(runs).values()]
-    costs = [vars(cost(shape, x)) for shape, x in zip(shapes, frame.steps, strict=True)]
-    best = on_frontier(list(zip(frame.steps, frame.perplexity, strict=True)))
-    return frame.join(pd.DataFrame(costs)).assign(frontier=[int(b) for b in best])
-
-
-def pareto_table(frame):
-    columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f"}
-    columns |= {"extra steps": "steps:.2f", "loss": "loss:.4f", "perplexity": "perplexity:.3f"}
-    columns |= {"MFLOPs, 6N": "paper_flops:.2f", "keys a layer": "cache_entries:.2f"}
-    columns |= {"training forwards": "training_forwards:.1f"}
-    shown = frame.assign(frontier=frame["frontier"].map({1: "yes", 0: ""}))
-    shown["paper_flops"] /= 1e6
-    return tabulate(shown, columns | {"frontier": "frontier"})
-
-
-@strict_dataclass
-class Pareto(Comparison):
-    """Perplexity against the mean executed extra steps of every method: table and figure."""
-
-    taus: tuple[Share, ...] = ()  # stop the PonderLM-3 among them here, too; each makes a curve
-    data: Given | None = None  # for this: the text that they were scored on, if that is no named corpus
-
-    def draw(self):
-        def rows(runs, device):
-            return pareto_rows(runs + at_other_taus(runs, self.taus, device, self.data))
-
-        frame = self.frame("pareto", pareto_table, rows)
-        best = frame[frame.frontier == 1].sort_values(["steps", "perplexity"])
-        low, high = best.perplexity.min(), best.perplexity.max()
-        margin = 0.15 * (high - low) + 0.01
-        far = bool((frame.perplexity > high + margin).any())
-        labels = "executed extra steps per token (points: K)", "perplexity per token"
-        figure, panels = new_figure(*labels, panels=1 + far)  # all; and what is near the frontier
-        for axes in panels:
-            draw_curves(axes, frame, frame.method, "steps", "perplexity")
-            look = {"where": "post", "color": "#BBBBBB", "zorder": 0, "label": "frontier"}
-            axes.step(best.steps, best.perplexity, **look)
-        panels[-1].set_ylim(low - margin, high + margin)
-        save_figure(figure, self.out / "pareto.png")

@@ -11,16 +11,18 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from lab.common import Given, settings_of, strict_dataclass
+import jinja2
+
+from data import UserError, write_whole
+from lab.common import Given, settings_of
 from lab.corpora.tokenizers import load_tokenizer
 from lab.evaluation.texts import Share
-from lab.figures.pages import write_page
-from lab.interop import INCLUDED, PUZZLES, find_model, load
-from model import UserError
+from lab.interop.weights import INCLUDED, PUZZLES, find_model, load
+from model import settings
 
 ROOT = Path(__file__).parents[2]
 BYTES = 256  # tokens before the words of the puzzle, which has no use for them
-PUZZLE_TAU = 0.1  # as docs/lookup.md has it
+PUZZLE_TAU = 1e-4
 TEXT = """\
 Return a copy of the array.
 
@@ -28,6 +30,22 @@ Parameters
 ----------
 axis : int, optional
     The axis along which the values are computed."""
+
+
+PAGES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+)
+
+
+def write_page(file, template, **values):
+    """Fill in a template of templates/."""
+    text = PAGES.get_template(template).render(values)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, lambda part: part.write_text(text, encoding="utf-8"))
+    print(f"written: {file}")
 
 
 def packed(model, first=0):
@@ -58,7 +76,7 @@ def open_model(path, method, tokens):
     return model, tokenizer
 
 
-@strict_dataclass
+@settings
 class Explainer:
     """A page that runs models: one solves puzzles, one of bytes reads a text, live as one types."""
 

@@ -17,13 +17,13 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lab.common import Given, strict_dataclass
+from data import UserError
 from lab.figures.comparing import Comparison, check_comparable
+from lab.figures.lookup import NAMES, seconds
 from lab.figures.subject import open_subject
 from lab.figures.tables import COLORS, new_figure, save_figure
-from lab.figures.worth import NAMES, seconds
 from lab.intervals import interval
-from model import UserError
+from model import settings
 
 
 def layer_rows(runs, data=None):
@@ -73,11 +73,9 @@ def summary(frame):
     return pd.DataFrame(rows)
 
 
-@strict_dataclass
+@settings
 class Layers(Comparison):
     """What a step is worth, in layers: table and figure."""
-
-    data: Given | None = None  # the text that they were scored on, if that is no named corpus
 
     def draw(self):
         frame = self.frame("layers", summary, lambda runs, device: layer_rows(runs, self.data))

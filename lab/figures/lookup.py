@@ -1,23 +1,41 @@
-"""Does depth follow difficulty, where that is known? The lookup task (corpora/lookup.py)."""
+"""Does depth follow difficulty, where that is known, and what is thinking worth there? The lookup task
+(corpora/lookup.py), in which each question says how many lookups it takes.
 
+    python -m lab worth                 the table of docs/figures/worth.csv, and its figure
+    python -m lab worth --runs out/worth/*-[0-9] --data data/lookup-all   adds runs of lab/runs/lookup.sh
+
+column           meaning, of the table of `worth`
+model            plain: no thinking; always: all steps for every token (PonderLM-2); decides (PonderLM-3)
+layers           of the model
+learning_rate    of its training; of several the one with the most right answers counts, over all seeds
+steps            that its training took, in all stages; last_stage: those of the last one
+lookups, right   that a question takes, and the share of answers that are right
+passes           layers that a token passes, as it decodes, mean over all tokens of a line
+seconds          to decode a line of 64 tokens, one after another: mean over 16 lines, the models in turns
+"""
+
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import torch
+import tyro
 from pydantic import PositiveInt
 from torch import nn
 
 from analyze import by_token
 from attention import MASKED
-from lab.common import Given, strict_dataclass
+from data import UserError, command_line, write_whole
+from lab.common import Given
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
-from lab.engine.prefill import stopped_states
+from lab.engine.states import stopped_states
 from lab.evaluation.texts import Share
-from lab.figures.comparing import Comparison, curve_names, draw_curves, over_seeds
+from lab.figures.comparing import Comparison, by_run, draw_curves, over_seeds, read_runs
 from lab.figures.subject import decoded, open_subject
-from lab.figures.tables import new_figure, save_figure
+from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure
 from lab.interop.warm_start import longer, start_from
-from model import UserError
+from model import settings
 
 
 def answers(subject):
@@ -56,18 +74,17 @@ def lookup_rows(runs, tau, device, data=None, most=()):
             found.append(rows.reset_index().assign(most=n))
         return pd.concat(found)
 
-    frame = over_seeds(runs, numbers, by=["most", "lookups"], one_text=not data)
+    frame = over_seeds(by_run(runs, numbers, one_text=not data), ["most", "lookups"])
     # grown models differ in what K says already
     frame["method"] = frame.method.str.replace(r", router_offset( -?[\d.]+)+", "", regex=True)
     return frame.sort_values("K", kind="stable")
 
 
-@strict_dataclass
+@settings
 class Lookup(Comparison):
     """Does depth follow difficulty? Models that were trained on the lookup task."""
 
     tau: Share | None = None  # where pondering stops; by default where each run scored it
-    data: Given | None = None  # the prepared corpus that all are asked about
     most: tuple[PositiveInt, ...] = ()  # steps that each may take, instead of its K
 
     def draw(self):
@@ -80,11 +97,11 @@ class Lookup(Comparison):
         frame = self.frame("lookup", columns, rows)
         x = "lookups that the next token takes (0: filler)"
         figure, (left, right) = new_figure(x, "", panels=2)
-        names = curve_names(frame)
+        names = frame.method + ", K = " + frame.K.map("{:.0f}".format)
         if (frame.most != frame.K).any():
             names += frame.most.map(", at most {:.0f} steps".format)
         for axes, y in ((left, "accuracy"), (right, "steps")):
-            draw_curves(axes, frame, names, "lookups", y, "most")
+            draw_curves(axes, frame.assign(name=names), "name", "lookups", y, "most")
         longest = frame.lookups.max()
         right.plot([1, longest], [0, longest - 1], color="#777777", linestyle=":", label="lookups - 1")
         left.set_ylabel("share of right answers")
@@ -133,12 +150,11 @@ def kind_rows(subject):
     return pd.DataFrame(rows)
 
 
-@strict_dataclass
+@settings
 class Kinds(Comparison):
     """Which tokens of the lookup task take steps, and which of these steps are used? A table."""
 
     tau: Share | None = None  # where pondering stops; by default where each run scored it
-    data: Given | None = None  # the prepared corpus that all are asked about
 
     def draw(self):
         def numbers(run, device):
@@ -147,9 +163,126 @@ class Kinds(Comparison):
             return kind_rows(open_subject(run.path, 400, self.tau, device, self.data, other=True))
 
         def rows(runs, device):
-            return over_seeds(runs, lambda run: numbers(run, device), by=["kind"], one_text=not self.data)
+            found = by_run(runs, lambda run: numbers(run, device), one_text=not self.data)
+            return over_seeds(found, ["kind"])
 
         columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "kind": "kind"}
         columns |= {"share of tokens": "tokens:.3f", "steps": "steps:.2f", "steps without": "steps_left:.2f"}
         columns |= {"right without": "right_left:.3f", "fewest right": "worst_left:.3f"}
         self.frame("kinds", columns, rows)
+
+
+# -- What thinking is worth ------------------------------------------------------------------------
+
+NAMES = {"vanilla": "plain", "ponderlm2": "always thinks", "grid-fixed": "always thinks"}
+NAMES |= {"ponderlm3": "decides", "grid": "decides"}
+LINES_TIMED, ROUNDS = 16, 3
+ROW = ["model", "layers", "last_stage"]  # what makes a row of the table
+
+
+@torch.inference_mode()
+def decode(model, line, tau):
+    """Read a line of ids token by token. -> seconds"""
+    start, cache = time.perf_counter(), model.new_cache()
+    for position, token in enumerate(line):
+        model.ponder_token(token, position, cache, tau)
+    return time.perf_counter() - start
+
+
+def seconds(subjects):
+    """Mean seconds a line of each: the least of ROUNDS, in turns, since other work only slows down."""
+    found = [[] for _ in subjects]
+    for _ in range(ROUNDS):
+        for times, subject in zip(found, subjects, strict=True):
+            lines = subject.windows[:LINES_TIMED, :-1].tolist()
+            times.append(sum(decode(subject.model, line, subject.tau) for line in lines) / len(lines))
+    return [min(times) for times in found]
+
+
+def worth_rows(runs, tau, data, device):
+    """A row for each run and number of lookups: the columns above."""
+    if odd := [str(run.path) for run in runs if run.shape.method not in NAMES]:
+        raise UserError(f"{odd[0]}: only {', '.join(NAMES)} are compared here")
+    subjects = [open_subject(run.path, 1024, tau, device, data, other=True) for run in runs]
+    rows = []
+    for run, subject, time_ in zip(runs, subjects, seconds(subjects), strict=True):
+        asked, right, _ = answers(subject)
+        steps, layers = decoded(subject)[1].double().mean().item(), run.shape.num_hidden_layers
+        one = {"model": NAMES[run.shape.method], "layers": layers, "seed": run.config.seed}
+        one |= {"learning_rate": run.config.learning_rate, "steps": trained_steps(run)}
+        one |= {"last_stage": run.config.steps}
+        for n in range(1, int(asked.max()) + 1):
+            row = {"lookups": n, "right": right[asked == n].double().mean().item()}
+            rows.append(one | row | {"passes": layers * (1 + steps), "seconds": time_})
+    return pd.DataFrame(rows)
+
+
+def trained_steps(run):
+    """Optimizer steps of a training and of those that it began from."""
+    before = getattr(run.config, "init_from", None)
+    return run.config.steps + (trained_steps(*read_runs([before])) if before else 0)
+
+
+def row_title(model, layers, last_stage, shortest):
+    longer = f", stages {last_stage / shortest:g} times as long" if last_stage > shortest else ""
+    return f"{model}, {layers} layer{'s' * (layers > 1)}{longer}"
+
+
+def summary(frame):
+    """A row for each model and length of its stages, with the learning rate that has most right answers."""
+    score = frame.groupby([*ROW, "learning_rate"]).right.mean().reset_index()
+    kept = frame.merge(score.loc[score.groupby(ROW).right.idxmax(), [*ROW, "learning_rate"]])
+    rows = []
+    for which, group in kept.groupby(ROW):
+        row = {"model": row_title(*which, kept.last_stage.min()), "seeds": group.seed.nunique()}
+        right = group.groupby("lookups").right.mean()
+        row |= {f"{n} lookup{'s' * (n > 1)}": f"{share:.2f}" for n, share in right.items()}
+        worst = group.groupby("seed").right.min().min()
+        row |= {"worst": f"{worst:.2f}", "steps of training": f"{group.steps.mean():,.0f}"}
+        row |= {"passes a token": f"{group.passes.mean():.2f}"}
+        rows.append(row | {"ms a line": f"{1000 * group.seconds.mean():.0f}", "order": group.passes.mean()})
+    return pd.DataFrame(rows).sort_values("order").drop(columns="order"), kept
+
+
+@settings
+class Worth:
+    """What thinking is worth where the answer is known: table and figure."""
+
+    runs: tuple[str, ...] = ()  # directories of trained runs, to measure anew
+    tau: Share | None = None  # where pondering stops; by default where each run scored it
+    data: Given | None = None  # the prepared corpus that all are asked about
+    table: Path = Path("docs/figures/worth.csv")  # of the measured numbers; --runs take the place of theirs
+    out: Path = Path("out/analyze")  # where the figure goes
+
+    def draw(self):
+        if self.runs:
+            frame = worth_rows(read_runs(self.runs), self.tau, self.data, torch.device("cpu"))
+            if self.table.is_file():  # other runs may be gone
+                both = pd.concat([pd.read_csv(self.table), frame])
+                frame = both.drop_duplicates([*ROW, "learning_rate", "seed", "lookups"], keep="last")
+            self.table.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.table, lambda part: frame.to_csv(part, index=False))
+        if not self.table.is_file():
+            raise UserError(f"{self.table} is not there: make it of trained runs, --runs (lab/runs/worth.sh)")
+        try:
+            cells, kept = summary(pd.read_csv(self.table))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{self.table} is damaged ({error}): make it anew, with --runs") from None
+        print(markdown(cells))
+        figure, (axes,) = new_figure(
+            "lookups that a question takes; passes: layers that a token passes", "share of right answers"
+        )
+        for i, (which, group) in enumerate(kept.groupby(ROW)):
+            curve = group.groupby("lookups").right.agg(["mean", "min", "max"])
+            look = {"color": COLORS[i], "marker": MARKERS[i], "linestyle": LINES[i % len(LINES)]}
+            label = f"{row_title(*which, kept.last_stage.min())}: {group.passes.mean():.2f} passes"
+            axes.plot(curve.index, curve["mean"], label=label, **look)
+            axes.fill_between(curve.index, curve["min"], curve["max"], color=COLORS[i], alpha=0.15)
+        axes.axhline(0.25, color="#777777", linestyle=":", label="a guess among the ends of four chains")
+        axes.set_ylim(0, 1.05)
+        self.out.mkdir(parents=True, exist_ok=True)
+        save_figure(figure, self.out / "worth.png")
+
+
+if __name__ == "__main__":
+    command_line(lambda: tyro.cli(Worth, prog="python -m lab worth", description=__doc__).draw())

@@ -9,23 +9,24 @@ from typing import Annotated
 
 import tyro
 
-from lab.common import Given, command_line, strict_dataclass
+from data import UserError, command_line
+from lab.common import Given
 from lab.corpora.lookup import longest_of
 from lab.engine.puzzle import open_model, puzzle, show, solve
 from lab.evaluation.texts import Share
-from lab.figures.pages import write_page
-from lab.interop import PUZZLES, locate
-from model import UserError
+from lab.figures.explainer import write_page
+from lab.interop.weights import PUZZLES, locate
+from model import settings
 
 SECONDS, PAUSE = 0.9, 4  # of a step, and behind the last
 
 
-@strict_dataclass
+@settings
 class Puzzle:
     run: Given | None = None  # a model of the lookup task on the grid; by default models/lookup
     seed: int = 6  # of the puzzle
     number: int | None = None  # lookups of the question that is drawn; by default the most
-    tau: Share = 0.1  # where pondering stops
+    tau: Share = 1e-4  # where pondering stops
     out: Path = Path("out/puzzle.svg")
 
 

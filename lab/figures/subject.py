@@ -14,9 +14,9 @@ import torch
 
 from analyze import by_token, truncate
 from data import Tokenizer, Windows
-from lab.engine.prefill import stopped_states
+from lab.engine.states import stopped_states
 from lab.evaluation.texts import validation_windows
-from lab.interop import load
+from lab.interop.weights import load
 from model import PonderLM
 
 

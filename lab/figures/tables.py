@@ -7,7 +7,7 @@ table       columns, or a function that makes cells of a frame
 
 import pandas as pd
 
-from model import UserError, write_whole
+from data import UserError, write_whole
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 COLORS = ["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777"]

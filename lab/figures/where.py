@@ -18,12 +18,13 @@ import pandas as pd
 import torch
 from torch import nn
 
-from lab.common import Count, Given, strict_dataclass
+from data import UserError
+from lab.common import Count
 from lab.evaluation.texts import Share
-from lab.figures.comparing import Comparison, over_seeds
+from lab.figures.comparing import Comparison, by_run, over_seeds
 from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import COLORS, new_figure, save_figure
-from model import UserError
+from model import settings
 
 GROUPS = "character", "place in its word", "frequency", "steps taken", "step distribution"
 
@@ -100,13 +101,12 @@ def where_rows(subject):
     return pd.concat([*rows, pd.DataFrame(control)])
 
 
-@strict_dataclass
+@settings
 class Where(Comparison):
     """Which kinds of tokens are thought about: table and figure."""
 
     windows: Count = 512  # of the validation text
     tau: Share | None = None  # where pondering stops; by default where each run scored it
-    data: Given | None = None  # the text that they were scored on, if that is no named corpus
 
     def draw(self):
         def numbers(run, device):
@@ -115,7 +115,7 @@ class Where(Comparison):
             return where_rows(open_subject(run.path, self.windows, self.tau, device, self.data))
 
         def rows(runs, device):
-            return over_seeds(runs, lambda run: numbers(run, device), by=["group", "kind"])
+            return over_seeds(by_run(runs, lambda run: numbers(run, device)), ["group", "kind"])
 
         columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "group": "group", "kind": "kind"}
         columns |= {"share of tokens": "tokens:.3f", "steps": "steps:.2f", "loss": "loss:.3f"}

@@ -4,7 +4,6 @@ python -m lab convert DIR                                what it holds
 python -m lab convert DIR --to OTHER                     write it anew; without pondering as others do
 python -m lab convert DIR --to OTHER --transformers      as a model that transformers runs
 python -m lab convert DIR --to OTHER --half              in half the size
-python -m lab convert FILE.gguf --to DIR                 a Llama of llama.cpp's form as Hugging Face's
 """
 
 from dataclasses import fields
@@ -12,23 +11,18 @@ from pathlib import Path
 
 import tyro
 
+from data import UserError, command_line, read_json
 from lab.common import settings_of
 from lab.corpora.huggingface import HuggingFaceTokenizer, save_pretrained
-from lab.corpora.tokenizers import IdTokenizer, begin_of, ends_of, load_tokenizer
-from lab.interop import load, locate, save
+from lab.corpora.tokenizers import begin_of, ends_of, load_tokenizer
 from lab.interop.export import export
-from lab.interop.from_gguf import from_gguf
-from model import UserError, command_line, read_json
+from lab.interop.weights import load, locate, save
 
 
 def scored_tau(directory):
     """The tau at which a run counted its steps, or with which it was exported; else 1e-4."""
     exported = Path(directory, "generation_config.json")
-    config = read_json(exported) if exported.exists() else {}
-    tau = (config | settings_of(directory)).get("tau")
-    if tau is not None and (type(tau) not in (int, float) or not 0 <= tau <= 1):
-        raise UserError(f"{directory} was scored at tau = {tau!r}, which is no probability: give --tau")
-    return 1e-4 if tau is None else tau
+    return ((read_json(exported) if exported.exists() else {}) | settings_of(directory)).get("tau", 1e-4)
 
 
 def main(
@@ -41,24 +35,20 @@ def main(
     """Show what a directory of weights holds, and write it anew.
 
     Args:
-        directory: a model's directory, or its name on the Hugging Face Hub; or a GGUF
+        directory: a model's directory, or its name on the Hugging Face Hub
         to: a new directory. A model without pondering becomes a Hugging Face Llama or GPT-NeoX,
             which transformers loads, any other one a directory of our own
         half: weights in float16, 2 bytes each, read as float32 again
         transformers: what transformers' AutoModelForCausalLM and AutoTokenizer load, of any method
         tau: where that stops by default; None: where the run was scored, else 1e-4
     """
-    if transformers and to is None:
-        raise UserError("--transformers writes a directory: say which with --to")
+    if to is None and (transformers or half):
+        raise UserError("--transformers and --half write a directory: say which with --to")
+    if tau is not None and not transformers:
+        raise UserError("--tau is of what --transformers writes: give both, or neither")
     if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
         raise UserError(f"{to} exists already; give a new directory")
     place = locate(directory)
-    if place.suffix == ".gguf":
-        if to is None:
-            raise UserError(f"{place} is written as a directory: say which with --to")
-        from_gguf(place, to)
-        print(f"written: {to}, a Hugging Face Llama in half precision")
-        place, to = to, None
     model = load(place)
     config = model.config
     size = sum(p.numel() for p in model.parameters())
@@ -85,9 +75,8 @@ def main(
         export(model, to, scored_tau(place) if tau is None else tau, begin, end)
     else:
         save(model, to, begin=begin, end=end)
-    if transformers and isinstance(tokenizer, IdTokenizer):
-        print("note: no tokenizer is written: its ids have no texts; give model.generate the ids")
-    elif isinstance(tokenizer, HuggingFaceTokenizer) or (transformers and tokenizer):
+    theirs = transformers or config.method == "vanilla" or isinstance(tokenizer, HuggingFaceTokenizer)
+    if tokenizer and theirs:
         save_pretrained(tokenizer, to)
     elif tokenizer:
         tokenizer.save(to / "tokenizer.json")

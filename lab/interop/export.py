@@ -16,9 +16,10 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from lab.interop import FOR_TRANSFORMERS, save, write_directory
+from data import UserError, write_json, write_whole
+from lab.interop.weights import FOR_TRANSFORMERS, save, tensors_of, write_directory
 from lab.methods import find, find_backbone
-from model import FORMAT, UserError, write_json, write_whole
+from model import FORMAT
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = Path(__file__).parent / "templates" / "modeling_ponderlm.py.txt"
@@ -36,15 +37,15 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
     Raises:
         UserError: tau is outside [0, 1].
     """
-    if not 0 <= tau <= 1:
-        raise UserError(f"tau = {tau} is not a probability: it must lie in [0, 1]")
+    if not (isinstance(tau, int | float) and 0 <= tau <= 1):
+        raise UserError(f"tau = {tau!r} is not a probability: it must lie in [0, 1]")
     directory = Path(directory)
     ids = {"bos_token_id": begin, "eos_token_id": end}
     ids["pad_token_id"] = end[0] if isinstance(end, list) else end
     if model.config.method == "vanilla":
         save(model, directory, begin=begin, end=end)
     else:
-        tensors = model.state_dict()
+        tensors = tensors_of(model)
         if tied := model.config.tie_word_embeddings:
             del tensors["lm_head.weight"]
         places = ("AutoConfig", "Config"), ("AutoModelForCausalLM", "ForCausalLM")

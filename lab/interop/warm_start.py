@@ -13,11 +13,10 @@ from pathlib import Path
 
 import torch
 
-from data import is_prepared
+from data import UserError, is_prepared
 from lab.corpora.tokenizers import load_tokenizer
-from lab.interop import load, locate, read_config
+from lab.interop.weights import load, locate, read_config
 from lab.methods import build, configure, find, unused_settings
-from model import UserError
 
 # What the weights fix of a model's settings.
 BACKBONE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

@@ -9,7 +9,7 @@ method, title                             --method, and its name in tables and f
 Config, defaults, unused                  settings of its own, implied ones, ignored ones
 has_router, mixes                         is s learned? do all states predict, weighted by it?
 iterates, grid                            are its states a Jacobi fixed point? or K+1 exact passes?
-feed_back, mask_keys, step_weights        inputs of the next slots; log w of keys; what a state counts
+feed_back, mask_keys, integrate           inputs of the next slots; log w of keys; what predicts
 states, route, ponder_token, new_cache    all tokens at once; their s; one token behind a cache
 param_groups                              learning rates; a learned number belongs in a module of its own
 objective                                 its loss in training
@@ -20,19 +20,20 @@ cost.py adds up what a token costs. `python -m pytest tests -k NAME` runs the te
 """
 
 import pkgutil
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, field, fields
 from importlib import import_module
 
 import torch
 from torch import nn
 
+from data import UserError, one_line
 from lab import backbones
-from model import Config, Llama, PonderLM, UserError
+from model import Config, Llama, PonderLM, settings
 from router import upcast
 from train import objective as of_paper
 
 
-@dataclass
+@settings
 class PonderConfig(Config):
     """The settings of any method: which one, on which transformer."""
 
@@ -78,11 +79,8 @@ class PonderLM3(PonderLM):
     feedback_rate = 1.0  # learning rate of g, times the peak
 
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__(config, find_backbone(config.backbone))
         self.feedback = Feedback(config.hidden_size) if config.reread else None
-
-    def make_backbone(self):
-        return find_backbone(self.config.backbone)(self.config)
 
     def feed_back(self, h, e):
         return h if self.feedback is None else self.feedback(h, e)
@@ -113,8 +111,9 @@ class FixedDepth(PonderLM3):
 
     has_router = priced = False
 
-    def make_router(self):
-        return None
+    def __init__(self, config):
+        super().__init__(config)
+        self.router = None
 
     def route(self, h, alpha=0.0):
         """s one-hot at K, and log_w = 0. No finite alpha moves them. (..., n+1, D) -> (..., S)."""
@@ -130,14 +129,10 @@ class FixedDepth(PonderLM3):
         return out.loss, torch.zeros_like(out.loss), out
 
 
-def objective(model, x, y, R, price=0.0):
-    """The objective of the lab's training: each method has its own."""
-    return model.objective(x, y, R, price)
-
-
-def last_alone(s, steps):
-    """One-hot at `steps` (...): (..., S) as s (..., S)."""
-    return nn.functional.one_hot(steps.long(), s.size(-1)).to(s.dtype)
+def last_alone(h, steps):
+    """The state at `steps` (...) of h (..., n, D). -> (..., D)"""
+    at = steps.long()[..., None, None].expand(*h.shape[:-2], 1, h.size(-1))
+    return h.gather(-2, at)[..., 0, :]
 
 
 def methods_in(file):
@@ -217,7 +212,7 @@ def check_settings(config):
         try:
             backbone.Options(**config.backbone_options)
         except (TypeError, ValueError) as error:
-            raise UserError(f"backbone_options of {config.backbone}: {error}") from None
+            raise UserError(f"backbone_options of {config.backbone}: {one_line(error)}") from None
     if not isinstance(config, kind.Config):
         raise ValueError(f"{config.method} has a {kind.Config.__name__}; make it by configure()")
     for one in fields(config):

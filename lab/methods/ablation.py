@@ -9,15 +9,15 @@ ablation-price          the price on what decoding executes: it is on what s exp
 ablation-price-grid     the same on the grid
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
 from attention import MASKED
 from lab.methods import PonderConfig, PonderLM3, last_alone
 from lab.methods.grid import Grid
-from router import Router, executed_steps, hide_stopped
+from model import settings
+from router import executed_steps, hide_stopped
+from train import Share
 
 
 def hide(bias, log_w, tau):
@@ -35,17 +35,18 @@ class NoMask(PonderLM3):
 class NoIntegration(PonderLM3):
     method, title = "ablation-integration", "PonderLM-3, no integration"
 
-    def step_weights(self, s, steps):
-        return last_alone(s, steps)
+    def integrate(self, h, s, steps):
+        return last_alone(h, steps)
 
 
 class UniformRouter(PonderLM3):
     method, title = "ablation-router", "PonderLM-3, uniform s"
     unused = ("router_offset",)
 
-    def make_router(self):  # its weights start at 0, and stay there
-        K = self.config.ponder_steps
-        return Router(self.config.hidden_size, K, [0.0] * (K + 1)).requires_grad_(False)
+    def __init__(self, config):
+        super().__init__(config)
+        self.router.requires_grad_(False)  # its weights start at 0, and stay there
+        self.router.offset.zero_()
 
 
 class PrintedIndex(PonderLM3):
@@ -57,9 +58,9 @@ class PrintedIndex(PonderLM3):
         return hide(F.pad(log_w[..., :-1], (1, 0)), log_w, tau)
 
 
-@dataclass
+@settings
 class PriceConfig(PonderConfig):
-    by_probability: float = 1.0  # share of the price that is on w_1 + .. + w_K
+    by_probability: Share = 1.0  # share of the price that is on w_1 + .. + w_K
 
 
 class ByProbability:

@@ -12,8 +12,9 @@ its predecessors thought.
 import torch
 
 from attention import attend_to_cache, augment
-from lab.kernels.attention import attend_to_slots
+from lab.kernels import attend_to_slots
 from lab.methods import FixedDepth, PonderLM3
+from model import LayerCache
 
 
 class OnGrid:
@@ -29,7 +30,7 @@ class OnGrid:
         for k in range(self.config.ponder_steps + 1):
             of_keys = self.mask_keys(log_w, tau)  # (B, T, S), or None
             of_keys = None if of_keys is None else of_keys[..., k]
-            layers = [SlotOfTokens(before, self.backend) for before in seen]
+            layers = [SlotOfTokens(before) for before in seen]
             h.append(self.transform(x, positions, of_keys, layers))
             seen = [layer.seen for layer in layers]
             if k == 0:
@@ -37,41 +38,42 @@ class OnGrid:
             x = self.feed_back(h[-1], e)
         return torch.stack(h, dim=2), s, log_w
 
-    def new_cache(self):
-        """A cache for each slot number; slot k looks into those of 0 .. k."""
-        return [super(OnGrid, self).new_cache() for _ in range(self.config.ponder_steps + 1)]
+    def ponder_token(self, token, position, cache, tau=1e-4, alpha=0.0):
+        for layer in cache:
+            layer.k = 0  # a token begins
+        return super().ponder_token(token, position, cache, tau, alpha)
 
-    def run_slot(self, k, x, positions, log_w, cache):
-        layers = [SlotOfToken(slots) for slots in zip(*cache[: k + 1], strict=True)]
-        return super().run_slot(k, x, positions, log_w, layers)
+    def new_cache(self):
+        return [SlotCache(self.config.ponder_steps + 1) for _ in self.model.layers]
 
 
 class SlotOfTokens:
     """One layer's attention of slot k of all tokens. A new one for each pass, which leaves the last one's
     keys as they were: a pass can be computed again in the backward pass."""
 
-    def __init__(self, before, backend):
-        self.before, self.backend = before, backend  # keys, values and log w of the slots before k
+    def __init__(self, before):
+        self.before = before  # keys, values and log w of the slots before k
 
     def attend(self, q, k, v, log_w):
         self.seen = k, v, k.new_zeros(k.size(0), k.size(2)) if log_w is None else log_w
         if self.before:
             pairs = zip(self.before, self.seen, (2, 2, 1), strict=True)
             self.seen = tuple(torch.cat([a, b], dim) for a, b, dim in pairs)
-        return attend_to_slots(q, *self.seen, self.backend)
+        return attend_to_slots(q, *self.seen)
 
 
-class SlotOfToken:
-    """One layer's attention of slot k of one token: its key joins those of slot k."""
+class SlotCache:
+    """One layer's keys and values, by slot number: slot k of a token sees those of slots 0 .. k so far."""
 
-    def __init__(self, slots):
-        self.slots = slots  # a LayerCache each, of slots 0 .. k
+    def __init__(self, S):
+        self.slots, self.k = [LayerCache() for _ in range(S)], 0
 
     def attend(self, q, k, v, log_w):
         d = q.size(-1)
         q, k, v = augment(q, k, v, log_w)
-        self.slots[-1].append(k, v)
-        k, v = (torch.cat([getattr(x, name) for x in self.slots], 2) for name in ("keys", "values"))
+        self.slots[self.k].append(k, v)
+        self.k += 1
+        k, v = (torch.cat([getattr(x, name) for x in self.slots[: self.k]], 2) for name in ("keys", "values"))
         return attend_to_cache(q, k, v, d)
 
 

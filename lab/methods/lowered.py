@@ -2,12 +2,13 @@
 
 import torch
 
-from lab.common import Count, strict_dataclass
+from lab.common import Count
 from lab.methods import PonderConfig
 from lab.methods.grid import FixedGrid
+from model import settings
 
 
-@strict_dataclass
+@settings
 class LoweredConfig(PonderConfig):
     stage: Count = 1000  # micro-batches of training with each K
 

@@ -58,9 +58,10 @@ class MoR(LoopedLM):
         s = upcast((slots == steps).to(self.lm_head.weight.dtype))
         return s, torch.zeros_like(s).masked_fill(slots > steps, MASKED)
 
-    def executed(self, log_w, tau):
-        """Steps beyond the first recursion, whatever tau is."""
-        return (log_w > MASKED).sum(-1) - 1
+    def forward(self, idx, targets=None, **how):
+        out = super().forward(idx, targets, **how)
+        out.steps = (out.log_w > MASKED).sum(-1) - 1  # beyond the first recursion, whatever tau is
+        return out
 
     def states(self, idx, R=None, tau=None, alpha=0.0):
         return self.recursions(idx)[:3]
@@ -68,7 +69,7 @@ class MoR(LoopedLM):
     def objective(self, x, y, R, price=0.0):
         """Cross-entropy plus the routers' loss."""
         h, s, log_w, router_loss = self.recursions(x)
-        steps = self.executed(log_w, None)
+        steps = (log_w > MASKED).sum(-1) - 1
         out = Output(self.lm_head, self.integrate(h, s, steps), steps, h, s, log_w)
         out.ce = self.cross_entropy(out.h_hat, y)
         out.loss = out.ce.sum() / (y != -100).sum().clamp(min=1)

@@ -20,8 +20,6 @@ h          h^(0..K)       (B, T, S, D)    states, each the output of a loop
 s, log_w   s, log w       (B, T, S)       see router.py
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -29,12 +27,13 @@ from torch import nn
 from attention import soft_mask_attention
 from lab.methods import PonderConfig, last_alone
 from lab.methods.looped import LoopedLM
-from router import upcast
+from model import NotNegative, settings
+from router import stop_step, upcast
 
 
-@dataclass
+@settings
 class OuroConfig(PonderConfig):
-    exit_entropy: float = 0.05  # beta
+    exit_entropy: NotNegative = 0.05  # beta
 
 
 class Gate(nn.Module):
@@ -71,10 +70,8 @@ class Ouro(LoopedLM):
 
     def __init__(self, config):
         super().__init__(config)
+        self.router = Gate(config.hidden_size).apply(self.init_weights)
         nn.init.zeros_(self.router.proj.bias)
-
-    def make_router(self):
-        return Gate(self.config.hidden_size)
 
     def states(self, idx, R=None, tau=None, alpha=0.0):
         x = self.embed(idx)
@@ -83,7 +80,7 @@ class Ouro(LoopedLM):
         seen, layers = [None] * len(self.model.layers), None
         for k in range(self.config.ponder_steps + 1):
             if tau is not None:
-                runs = self.executed(torch.stack(log_w, dim=-1), tau) == k  # w_k >= tau
+                runs = stop_step(torch.stack(log_w, dim=-1), tau) == k  # w_k >= tau
                 layers = [KeptKeys(self.backend, runs, pair) for pair in seen]
             x = self.transform(x, positions, cache=layers)  # of no use to tokens that have left
             h.append(x)
@@ -94,8 +91,8 @@ class Ouro(LoopedLM):
         w = log_w.exp()
         return torch.stack(h, dim=2), w - F.pad(w[..., 1:], (0, 1)), log_w
 
-    def step_weights(self, s, steps):
-        return last_alone(s, steps)
+    def integrate(self, h, s, steps):
+        return last_alone(h, steps)
 
     def objective(self, x, y, R, price=0.0):
         """The expected cross-entropy over the exits, minus beta H(s)."""
@@ -115,7 +112,7 @@ class Ouro(LoopedLM):
             x = self.model(x, positions, None, cache=layers)
             if k < self.config.ponder_steps:
                 log_w = log_w + self.router(x, alpha)
-                if self.executed(log_w[..., None], tau) < 0:  # w_{k+1} < tau
+                if stop_step(log_w[..., None], tau) < 0:  # w_{k+1} < tau
                     break
         for later in cache[k + 1 :]:
             for mine, layer in zip(layers, later, strict=True):

@@ -6,10 +6,9 @@ E is the scaled table, and the softmax is over the full vocabulary. Each pass se
 only. The LLaMA form in PonderLM-2's code does not accumulate, e_i = e_0 + ..: `--no-accumulate`.
 """
 
-from dataclasses import dataclass
-
 from lab.methods import PonderConfig
 from lab.methods.looped import LoopedLM
+from model import settings
 from router import upcast
 
 
@@ -19,7 +18,7 @@ def mixture(model, h):
     return p.to(h.dtype) @ model.model.embed_tokens.weight.to(h.dtype) * model.config.scale
 
 
-@dataclass
+@settings
 class PonderLM1Config(PonderConfig):
     accumulate: bool = True  # add each mixture to the last input, not to the first
 

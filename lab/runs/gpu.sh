@@ -15,7 +15,7 @@ ROUTER_RATE=3 # the default
 
 python=${PYTHON:-python} out=${OUT:-out/gpu} data=${DATA:-pysource} text=pydocs
 device=(--device cuda) test_device=cuda
-tests=(tests/root tests/kernels tests/engine tests/methods -n 4)
+tests=(tests/root tests/lab/test_kernels.py tests/engine tests/methods -n 4)
 presets="small 70m 410m"
 toy_training=() toy_evaluation=() toy_attention=() toy_step=() toy_decoding=()
 if [ -n "${TRY:-}" ]; then

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.."
 
 out=out/llama
 once $out plain 0 --preset tiny --method vanilla --embed-scale 1
-if [ ! -f $out/hugging-face/tokenizer.json ]; then # which is written last
+if [ ! -f $out/hugging-face/tokenizer_config.json ]; then # which is written last
   rm -rf $out/hugging-face
   "${PYTHON:-python}" -m lab convert $out/plain-0 --to $out/hugging-face
 fi

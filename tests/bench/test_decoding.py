@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from conftest import needs_bfloat16, small_model
+from lab_helpers import needs_bfloat16, small_model
 from pydantic import ValidationError
 
+from data import UserError
 from lab.bench.decoding import (
     decode,
     exit_rows,
@@ -16,8 +17,7 @@ from lab.bench.decoding import (
     weight_bytes,
 )
 from lab.engine.batching import Engine
-from lab.interop import save
-from model import UserError
+from lab.interop.weights import save
 
 
 @pytest.fixture(scope="module")

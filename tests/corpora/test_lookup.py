@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from data import Windows
+from data import UserError, Windows, read_json
 from lab.corpora import lookup
-from lab.corpora.preparation import load_tokens, prepare, read_meta
-from lab.corpora.tokenizers import load_tokenizer
-from model import UserError
+from lab.corpora.preparation import open_corpus
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +59,11 @@ def test_corpus(corpus):
     digests = {"train": "b1d522b7c0ed2bb4", "val": "64547a7e1f21490d"}
     for split, digest in digests.items():
         assert sha256((corpus / f"{split}.bin").read_bytes()).hexdigest()[:16] == digest
-    folder, tokenizer = prepare(str(corpus))
-    assert folder == corpus and tokenizer.name == "lookup"
-    tokens = load_tokens(folder, "train", tokenizer.vocab_size)
-    windows = Windows(tokens, lookup.LINE, seed=0)
-    x = windows.rows(0, windows.count)
-    assert (x[:, -2] == tokenizer.end_of_text).all()
-    assert read_meta(folder)["val_bytes"] == 1144
+    prepared = open_corpus(str(corpus))
+    assert prepared.tokenizer.name == "lookup" and prepared.val_bytes == 1144
+    windows = Windows(prepared.train, lookup.LINE, seed=0)
+    x = windows.stack(0, windows.count)
+    assert (x[:, -2] == prepared.tokenizer.end_of_text).all()
     # The held-out lines of another seed are none of these.
     assert not {*lookup.documents(30, 0)} & {*lookup.documents(30, 1)}
 
@@ -81,13 +77,13 @@ def test_chosen_lookups(tmp_path, monkeypatch):
     assert set(asked) == {"1", "3"} and 500 < asked.count("3") < 700
     folder, asked_for = tmp_path / "some", dict(lines=100, lookups=(1, 3))
     lookup.prepare_lookup(folder, **asked_for)
-    assert read_meta(folder)["source"] == "lookup task, 100 lines, seed 0, lookups 1 3"
+    assert read_json(folder / "meta.json")["source"] == "lookup task, 100 lines, seed 0, lookups 1 3"
     monkeypatch.setattr(lookup, "write_corpus", lambda *_: pytest.fail("it was made again"))
     lookup.prepare_lookup(folder, **asked_for)
     for other in (dict(lines=300), dict(seed=1), dict(lookups=()), dict(longest=10)):
-        with pytest.raises(UserError, match=r"holds something else than .*use another --folder"):
+        with pytest.raises(UserError, match="use another --folder"):
             lookup.prepare_lookup(folder, **asked_for | other)
-    with pytest.raises(UserError, match=r"lookups \[1, 8\]: chains have 1 to 6 \(--longest 10"):
+    with pytest.raises(UserError, match=r"lookups \[1, 8\]"):
         lookup.prepare_lookup(folder, lookups=(8, 1))
 
 
@@ -95,16 +91,15 @@ def test_command(tmp_path, monkeypatch, capsys, run):
     """Catches flags that change nothing, and a next step that is not named."""
     monkeypatch.chdir(tmp_path)
     run("lookup", "--folder", "there", "--lines", "150", "--seed", "2")
-    out = capsys.readouterr().out
-    assert "there: 21,450 bytes" in out and "lookup task, 150 lines, seed 2" in out
-    assert out.endswith("next: python -m lab train --data there\n")
+    assert capsys.readouterr().out.endswith("next: python -m lab train --data there\n")
+    assert read_json("there/meta.json")["source"] == "lookup task, 150 lines, seed 2"
     assert [path.name for path in Path().iterdir()] == ["there"]
 
 
 def test_lookups_asked(corpus):
     """Catches a mask that is one token off, and a text that is something else."""
-    tokenizer = load_tokenizer(corpus / "tokenizer.json")
-    x = torch.from_numpy(load_tokens(corpus, "val", 600)[: 4 * 64].astype(int)).view(4, 64)
+    prepared = open_corpus(str(corpus))
+    tokenizer, x = prepared.tokenizer, torch.from_numpy(prepared.val[: 4 * 64].astype(int)).view(4, 64)
     asked = lookup.lookups_asked(x.view(2, 128), tokenizer).view(4, 64)
     for line, row in zip(x.tolist(), asked.tolist(), strict=True):
         words = [tokenizer.decode([token]).decode().strip() for token in line]
@@ -116,5 +111,5 @@ def test_lookups_asked(corpus):
                 first = i == 14  # number, letter: 13, 14
                 assert n == (int(words[i - 1]) if first else -1)
     for other in (x[:, :60], x.roll(1, dims=1)):
-        with pytest.raises(UserError, match=r"not lines of the lookup task: .* --data data/lookup"):
+        with pytest.raises(UserError, match="not lines of the lookup task"):
             lookup.lookups_asked(other, tokenizer)

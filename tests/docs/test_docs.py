@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 import pandas as pd
 import pytest
-from conftest import ROOT
-
 from lab.engine.products import has_bfloat16
+from lab_helpers import ROOT
+
 from lab.intervals import interval
 
 README = (ROOT / "README.md").read_text("utf-8")

@@ -2,7 +2,7 @@
 
 import nbformat
 import pytest
-from conftest import ROOT
+from lab_helpers import ROOT
 from nbconvert.preprocessors import ExecutePreprocessor
 
 from docs.notebook import NOTEBOOK, build

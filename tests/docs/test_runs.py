@@ -9,9 +9,9 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from lab_helpers import ROOT
 
-import lab.interop as interop
+import lab.interop.weights as interop
 import lab.train
 from lab.methods import all_methods, build, find
 

@@ -4,13 +4,14 @@ import random
 
 import pytest
 import torch
-from conftest import small_model
+from lab_helpers import small_model
 
+from data import UserError
 from lab.corpora import lookup
 from lab.engine import puzzle
 from lab.figures.puzzle import Puzzle, main
-from lab.interop import INCLUDED
-from model import UserError, apply_rotary
+from lab.interop.weights import INCLUDED
+from model import rotate
 from router import stop_step
 
 
@@ -27,7 +28,7 @@ def attention_by_hand(model, ids, k, tau):
         e = model.embed(torch.tensor([[ids[t]]]))[:, 0]
         x = e if j == 0 else model.feed_back(h[:, t, j - 1], e)
         x = project(layer.input_layernorm(x)).view(1, -1, 1, layer.self_attn.d)
-        return apply_rotary(x, *model.model.angles(torch.tensor([t]), x.dtype))[0, :, 0]
+        return rotate(x, *model.model.angles(torch.tensor([t]), x.dtype))[0, :, 0]
 
     q = heads(len(ids) - 1, k, layer.self_attn.q_proj)  # (H, d)
     keys = torch.stack([heads(*slot, layer.self_attn.k_proj) for slot in slots], 1)  # (G, M, d)
@@ -113,7 +114,7 @@ def test_wrong_models_and_numbers(tmp_path):
 
 def test_picture(tmp_path):
     """Catches a picture without its steps, or with pairs that were not looked up."""
-    main(Puzzle(number=4, out=tmp_path / "it.svg"))
+    main(Puzzle(number=4, tau=0.1, out=tmp_path / "it.svg"))
     text = (tmp_path / "it.svg").read_text("utf-8")
     found = puzzle.solve(*puzzle.open_model(), puzzle.puzzle(6)[0], puzzle.puzzle(6)[1][4], 0.1)
     assert found.steps == 3 and all(f"{pair} {p:.2f}<" in text for pair, p in found.looked_up())

@@ -1,7 +1,7 @@
 """What the tests of evaluation share: models of every method."""
 
 import pytest
-from conftest import small_model
+from lab_helpers import small_model
 
 
 @pytest.fixture(scope="session")

@@ -1,32 +1,33 @@
 """Losses of texts: against the simple decoder, and whatever is scored beside them."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import decode
+from lab_helpers import decode
 
-from lab.evaluation.scoring import Window, cut, score
+from lab.evaluation.scoring import cut, score
 from lab.methods import all_methods
 
 METHODS = [kind.method for kind in all_methods() if not kind.method.startswith("ablation")]
 
 
 def ids(n, seed=0):
-    return torch.randint(31, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.randint(31, (n,), generator=torch.Generator().manual_seed(seed)).numpy()
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 9, 10, 16, 17, 40])
 @pytest.mark.parametrize("T", [8, 7, 1])
-def test_cut(n, T):
+def test_cut(T):
     """Catches a token that is predicted twice or never, or from less than half a window."""
-    text = list(range(n))
-    windows = cut(text, T)
-    predicted = [i for w in windows for i in w.ids[w.first :]]
-    assert predicted == text[1:]
-    for window in windows:
-        assert len(window.ids) <= T + 1 and window.ids == text[window.ids[0] :][: len(window.ids)]
-        for place in range(window.first, len(window.ids)):
-            assert place >= min(window.ids[place], T // 2 + 1)
+    texts = [100 * n + np.arange(n) for n in (0, 1, 2, 5, 9, 10, 16, 17, 40)]
+    cuts, predicted = cut(texts, T), []
+    for text, start, end, first in cuts.places:
+        assert end - start <= T + 1
+        predicted.append(texts[text][first:end])
+        assert first > start and all(place - start >= min(place, T // 2 + 1) for place in range(first, end))
+    assert np.array_equal(np.concatenate(predicted), np.concatenate([ids[1:] for ids in texts]))
+    assert cuts.sizes.tolist() == [*map(len, predicted)]
+    assert cuts[[2, 0]].places.tolist() == [cuts.places[i].tolist() for i in (2, 0)]
 
 
 def decoded_losses(model, text, tau):
@@ -41,7 +42,7 @@ def test_against_the_simple_decoder(method, tau, method_model):
     """Catches scores that decoding does not give: each token's loss to 1e-4 (the latents are
     settled to 1e-5), its steps exactly."""
     model, text = method_model(method), ids(20)
-    scores = score(model, [Window(text, 1)], tau)
+    scores = score(model, cut([text], 32), tau)
     losses, steps = decoded_losses(model, text, tau)
     torch.testing.assert_close(scores.hard, losses, atol=1e-4, rtol=0)
     assert scores.steps.tolist() == steps
@@ -54,10 +55,10 @@ def test_against_the_simple_decoder(method, tau, method_model):
 def test_batches_and_order_do_not_matter(method, method_model):
     """Catches padding that is seen, a tolerance that is shared, and scores in the wrong place."""
     model = method_model(method)
-    windows = [Window(ids(n, n), 1 + n % 3) for n in (12, 5, 33, 7, 20)]
-    alone = [score(model, [window], 0.3) for window in windows]
-    for batch_tokens, order in ((50, (0, 1, 2, 3, 4)), (10_000, (4, 3, 2, 1, 0))):
-        together = score(model, [windows[i] for i in order], 0.3, batch_tokens)
+    cuts = cut([ids(n, n) for n in (12, 5, 33, 7, 20, 90)], 32)
+    alone = [score(model, cuts[[i]], 0.3) for i in range(len(cuts))]
+    for batch_tokens, order in ((50, [*range(len(cuts))]), (10_000, [*range(len(cuts))][::-1])):
+        together = score(model, cuts[order], 0.3, batch_tokens)
         for name in ("soft", "hard", "steps"):
             expected = torch.cat([getattr(alone[i], name) for i in order])
             torch.testing.assert_close(getattr(together, name), expected, atol=1e-9, rtol=0)

@@ -114,7 +114,8 @@ def make_run(tmp_path):
         (run / "config.json").write_text(json.dumps({"format": "ponderlm-3", **asdict(model)}))
         (run / "model.safetensors").touch()
         ways = enumerate(("hard", "fixed", "trained"))
-        results = {way: {"loss": loss + i / 8, "steps": steps} for i, way in ways}
+        results = {way: {"loss": loss + i / 8, "steps": steps, "stopped": [0.5, 0.5]} for i, way in ways}
+        (run / "log.jsonl").write_text('{"step": 1, "tokens_per_second": 100}\n')
         (run / "results.json").write_text(json.dumps(results | {"R": 2, "unigram_entropy": 3.0}))
         return str(run)
 

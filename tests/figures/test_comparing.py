@@ -3,174 +3,202 @@
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
-from conftest import flags, records
+import torch
+from lab_helpers import flags
 
-from lab.evaluation.texts import validation_windows
+from analyze import pareto
+from data import UserError, open_corpus
 from lab.figures.comparing import (
-    Pareto,
-    at_other_taus,
+    Compare,
+    by_run,
     check_comparable,
-    curve_names,
+    comparison_table,
+    differences,
     draw_curves,
-    group_runs,
-    on_frontier,
-    pareto_rows,
+    losses,
+    named,
+    over_seeds,
     read_runs,
-    stopped_at,
 )
 from lab.figures.tables import new_figure
-from lab.interop import load
+from lab.interop.weights import load
+from lab.methods import find
 from lab.methods.cost import cost
-from model import UserError
-from train import evaluate
+from lab.train import read_run
+
+CPU = torch.device("cpu")
 
 
-def test_pareto_rows(make_run):
-    """Catches seeds that are mixed with other K, the perplexity of a mean loss instead of the mean
-    perplexity, a spread over the whole population, and another cost than cost.py's."""
-    runs = [make_run("a", 1.0, 2.0), make_run("b", 2.0, 3.0, seed=1)]
-    runs += [make_run("c", 0.5, 4.0, method="looped", ponder_steps=4)]
-    adaptive, looped = records(pareto_rows(read_runs(runs)))
+def rows_of(paths, taus=(1e-4,)):
+    return by_run(read_runs(paths), lambda run: losses(run, taus, 0, CPU))
+
+
+def test_means_over_seeds(make_run):
+    """Catches seeds that are mixed with other K, a spread over the whole population, another cost than
+    cost.py's, and numbers that are not those of the root's pareto."""
+    paths = [make_run("a", 1.0, 2.0), make_run("b", 2.0, 3.0, seed=1)]
+    paths += [make_run("c", 0.5, 4.0, method="looped", ponder_steps=4)]
+    frame = over_seeds(rows_of(paths), ["tau"])
+    adaptive, looped = frame.to_dict("records")
     assert (adaptive["method"], adaptive["K"], adaptive["seeds"]) == ("PonderLM-3", 3, 2)
     assert adaptive["steps"] == 2.5 and adaptive["steps_std"] == pytest.approx(math.sqrt(0.5))
-    assert adaptive["perplexity"] == pytest.approx((math.e + math.e**2) / 2)
-    assert adaptive["perplexity_std"] == pytest.approx((math.e**2 - math.e) / math.sqrt(2))
-    assert (looped["seeds"], looped["loss"], looped["loss_std"]) == (1, 0.5, None)
-    shape = read_runs(runs)[0].shape
-    assert adaptive["paper_flops"] == cost(shape, 2.5).paper_flops
-    assert (adaptive["frontier"], looped["frontier"]) == (1, 1)
+    assert (looped["seeds"], looped["loss"]) == (1, 0.5) and math.isnan(looped["loss_std"])
+    shape = read_runs(paths)[0].shape
+    assert adaptive["slots"] == pytest.approx(cost(shape, 2.5).training_forwards * 0.0512)
+    assert adaptive["minutes"] == pytest.approx(51_200 / 100 / 60)
+    ours = pareto(paths, {kind.method: kind.title for kind in map(find, ("ponderlm3", "looped"))})
+    for row in ours:
+        (mine,) = frame[(frame.method == row["method"]) & (row["K"] == frame.K)].to_dict("records")
+        for key in ("seeds", "steps", "loss", "steps_std", "loss_std"):
+            assert mine[key] == pytest.approx(row[key], nan_ok=True)
 
 
-def test_at_other_taus(trained):
-    """Catches an evaluation at the old tau, on other windows, or one that is taken for a seed."""
-    (run,) = read_runs([trained / "tau"])
-    _, _, val = validation_windows(run.path, run.config.data)
-    for tau, hard in stopped_at(run, (0.5, 0.97), "cpu", run.config.data):
-        expected = evaluate(load(run.path), val, 8, tau=tau)
-        assert hard["loss"] == pytest.approx(expected["loss"], abs=1e-9)
-        assert hard["steps"] == expected["steps"]
-    (later,) = at_other_taus([run], (0.97, 1e-4), "cpu", run.config.data)
-    assert run.results["hard"]["steps"] < 1.5 < later.results["hard"]["steps"]
-    assert set(pareto_rows([run, later]).method) == {"PonderLM-3", "PonderLM-3, tau 0.97"}
+def test_entropy(make_run):
+    """Catches an entropy of something else than the shares of tokens by their last step."""
+    (row,) = rows_of([make_run("a", 1.0, 1.0)]).to_dict("records")
+    assert row["entropy"] == pytest.approx(math.log(2))
 
 
-def test_on_frontier():
-    """Catches a frontier that keeps a beaten point, or drops one of two equal ones."""
-    points = [(0, 9), (2, 5), (2, 5), (2, 6), (3, 5), (3, 4), (4, 4.5)]
-    assert on_frontier(points) == [True, True, True, False, False, True, False]
+@torch.no_grad()
+def test_other_tau_and_windows_to_choose_by(trained):
+    """Catches windows that are reported as well, another text, an evaluation at the old tau, and one that is
+    taken for a seed."""
+    text = str(trained.parent / "text.txt")
+    runs, val = read_runs([trained / "ponder", trained / "tau"]), open_corpus(text, "bytes").val
+    frame = by_run(runs, lambda run: losses(run, (1e-4, 0.97), 4, CPU, text))
+    order = np.random.default_rng((0, 0)).permutation((len(val) - 1) // 16)
+    stack = lambda part: torch.from_numpy(np.stack([val[16 * i : 16 * i + 17] for i in part]).astype(int))  # noqa: E731
+    assert len(frame) == 4 and len(over_seeds(frame, ["tau"])) == 4
+    for run, (name, rows) in zip(runs, frame.groupby("method", sort=False), strict=True):
+        assert ("tau" in name) == (run.config.tau != 1e-4)
+        for row in rows.to_dict("records"):
+            for windows, loss, steps in (
+                (stack(order[8:12]), "choose", "choose_steps"),
+                (stack(order[:8]), "loss", "steps"),
+            ):
+                out = load(run.path)(windows[:, :-1], windows[:, 1:], tau=row["tau"])
+                assert row[loss] == pytest.approx(out.loss.item(), rel=1e-5)
+                assert row[steps] == pytest.approx(out.steps.float().mean().item(), rel=1e-5)
+    with pytest.raises(UserError, match="are reported, less than"):
+        by_run(runs, lambda run: losses(run, (), 10**6, CPU, text))
+
+
+def test_differences_by_pair(make_run):
+    """Catches another seed's reference, one at other steps, spreads of seeds instead of pairs, and a number
+    where the reference has none."""
+    paths = []
+    for seed, gain in enumerate((0.1, 0.2, 0.6)):
+        for K in (1, 2):
+            shape = dict(method="ponderlm2", ponder_steps=K)
+            paths.append(make_run(f"p{K}{seed}", 3.0 + seed - 0.4 * K, float(K), seed, **shape))
+        shape = dict(method="looped", ponder_steps=2)
+        paths.append(make_run(f"l{seed}", 2.4 + seed - gain, 1.5, seed, **shape))
+        paths.append(make_run(f"q{seed}", 2.0, 2.5, seed, method="pause"))  # more than the reference has
+    frame = rows_of(paths)
+    found = differences(frame, "PonderLM-2").set_index("method").difference
+    assert found["LoopedLM"].tolist() == pytest.approx([-0.1, -0.2, -0.6]) and found["Pause"].isna().all()
+    assert found["PonderLM-2"].tolist() == pytest.approx([0] * 6)
+    cells = comparison_table(frame, "PonderLM-2").set_index("method")
+    within = 4.303 * math.sqrt(0.07 / 3)
+    assert cells.loc["LoopedLM"].iloc[-1] == f"-0.3000 ± {within:.4f}" and cells.loc["Pause"].iloc[-1] == "-"
+    with pytest.raises(UserError, match="--against 'PonderLM-4' is none of 'PonderLM-2'"):
+        differences(frame, "PonderLM-4")
 
 
 def test_other_settings_are_other_curves(make_run):
-    """Catches a mean over runs that are not the same training, in all K of the method."""
-    runs = [make_run("a", 1, 2), make_run("b", 1, 2, penalty_weight=0.0)]
-    runs += [make_run("c", 1, 2, ponder_steps=4), make_run("d", 1, 0, method="vanilla")]
-    runs += [make_run("e", 1, 2, method="ponderlm1", accumulate=False)]
-    runs += [make_run("f", 1, 2, ponder_steps=2, router_offset=(0.0, 6.0, 12.0))]
-    runs += [make_run("g", 1, 2, method="looped", batch_size=4), make_run("h", 1, 2, seed=1)]
-    runs += [make_run(f"i{x}", 1, 2, method="looped", embed_scale=x) for x in (22.63, 22.627417)]
-    groups = group_runs(read_runs(runs))
-    assert {key: len(group) for key, group in groups.items()} == {
-        ("PonderLM-3, router_offset 0 6 12", 2): 1,
-        ("PonderLM-3", 3): 2,
-        ("PonderLM-3, penalty_weight 0", 3): 1,
-        ("PonderLM-3", 4): 1,
-        ("LoopedLM, batch_size 4", 3): 1,
-        ("LoopedLM, embed_scale 22.63", 3): 1,
-        ("LoopedLM, embed_scale 22.6274", 3): 1,
-        ("PonderLM-1, accumulate False", 3): 1,  # named although it is alone: not the paper's
-        ("vanilla", 0): 1,
+    """Catches a mean over runs that are not the same training, and runs from scratch and from another model
+    in one."""
+    paths = [make_run("a", 1, 2), make_run("b", 1, 2, penalty_weight=0.0)]
+    paths += [make_run("c", 1, 2, ponder_steps=4), make_run("d", 1, 0, method="vanilla")]
+    paths += [make_run("e", 1, 2, method="ponderlm1", accumulate=False), make_run("h", 1, 2, seed=1)]
+    paths += [make_run("g", 1, 2, method="looped", batch_size=4)]
+    paths += [make_run(f"i{x}", 1, 2, method="looped", embed_scale=x) for x in (22.63, 22.627417)]
+    paths += [
+        make_run("from", 1, 2, init_from="out/first", method="pause"),
+        make_run("p", 1, 2, method="pause"),
+    ]
+    found = {name: [run.shape.ponder_steps for run in runs] for name, runs in named(read_runs(paths)).items()}
+    assert found == {
+        "PonderLM-3": [3, 3, 4],
+        "PonderLM-3, penalty_weight 0": [3],
+        "LoopedLM, batch_size 4": [3],
+        "LoopedLM, embed_scale 22.63": [3],
+        "LoopedLM, embed_scale 22.6274": [3],
+        "Pause, init_from True": [3],
+        "Pause": [3],
+        "PonderLM-1, accumulate False": [3],  # named although it is alone: not the paper's
+        "vanilla": [0],
     }
 
 
-def test_where_a_run_began_is_another_curve(make_run):
-    """Catches runs from scratch and from another model in one mean."""
-    runs = read_runs([make_run("scratch", 1, 2), make_run("from", 1, 2), make_run("too", 1, 2)])
-    for i, run in enumerate(runs[1:]):
-        run.config.init_from, run.config.seed = f"out/first-{i}", i
-    names = [name for name, _ in group_runs(runs)]
-    assert names == ["PonderLM-3", "PonderLM-3, init_from True"]
-
-
-def test_refused_comparisons(make_run):
-    """Catches a copy of a run that counts as another seed; losses on other texts or windows in one
-    table."""
-    first, copy, short = read_runs(
-        [make_run("a", 1, 2), make_run("b", 1, 2), make_run("c", 1, 2, block_size=32)]
-    )
+def test_refused_comparisons(make_run, tmp_path, capsys):
+    """Catches a copy of a run that counts as another seed; losses on other texts or windows in one table; an
+    unfinished or damaged run that becomes a number; and trainings of other lengths without a word."""
+    first, short = read_runs([make_run("a", 1, 2), make_run("c", 1, 2, block_size=32)])
     with pytest.raises(UserError, match="are the same training"):
-        group_runs([first, copy])
+        read_runs([first.path, make_run("copy", 1, 2)])
     fewer = replace(first, config=replace(first.config, eval_windows=5))
     other = replace(first, corpus=first.corpus | {"sha256": "another"})
     for run, what in ((short, "windows"), (fewer, "numbers of windows"), (other, "corpora")):
         with pytest.raises(UserError, match=f"scored on different {what}"):
             check_comparable([first, run])
-
-
-def test_unlike_trainings_are_named(make_run, capsys):
-    """Catches methods that are compared after trainings of other lengths without a word."""
-    runs = [make_run("a", 1, 2), make_run("b", 1, 3, method="looped", batch_size=16)]
-    check_comparable(read_runs(runs))
+    check_comparable(read_runs([first.path, make_run("b", 1, 3, method="looped", batch_size=16)]))
     assert "the runs differ in batch_size, too: 8, 16" in capsys.readouterr().out
-
-
-def test_runs_that_are_left_out(make_run, tmp_path, capsys):
-    """Catches an unfinished or missing run that becomes a number or goes unmentioned, and a damaged
-    one that does."""
-    good, bad = make_run("good", 1.25, 2), [tmp_path / "empty", tmp_path / "missing"]
-    bad[0].mkdir()
-    assert [str(run.path) for run in read_runs([bad[0], good, bad[1]])] == [good]
+    (tmp_path / "empty").mkdir()
+    read_runs([tmp_path / "empty", first.path, tmp_path / "missing"])
     printed = capsys.readouterr().out
-    assert all(str(path) in printed for path in bad)
+    assert "empty" in printed and "missing" in printed
     with pytest.raises(UserError, match="no finished run"):
-        read_runs(bad)
-    with pytest.raises(UserError, match=r"results\.json"):
-        read_runs([make_run("damaged", math.nan, 2)])
+        read_runs([tmp_path / "empty"])
+    for changes in ({"loss": "x"}, {"loss": -1.0}, {"loss": None}, {"loss": math.nan}):
+        content = json.loads((first.path / "results.json").read_text())
+        content["hard"] |= changes
+        (first.path / "results.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match=r"results\.json"):
+            read_runs([first.path])
 
 
-def test_redrawing(make_run, tmp_path):
-    """Catches numbers that do not survive their file, and a figure that needs the runs."""
-    runs = [make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, ponder_steps=2)]
-    runs += [make_run("c", 1.3, 2.2, seed=1), make_run("v", 1.7, 0, method="vanilla")]
+def test_a_loss_that_is_huge(make_run):
+    """Catches a comparison that an enormous loss ends: it is a number like others."""
+    (row,) = rows_of([make_run("a", 1e9, 1.0)]).to_dict("records")
+    assert row["loss"] == 1e9
+
+
+def test_command(make_run, tmp_path):
+    """Catches a table or figure that is not of the rows, one that is not redrawn the same, and an axis that
+    nobody knows."""
+    paths = [make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, method="ponderlm2", ponder_steps=2)]
+    paths += [make_run("c", 1.3, 2.2, seed=1), make_run("v", 1.7, 0, method="vanilla")]
     out = tmp_path / "out"
-    Pareto(flags(runs), out=out).draw()
-    files = [out / f"pareto{suffix}" for suffix in (".csv", ".md", ".png")]
+    Compare(flags(paths), out=out, over="slots").draw()
+    files = [out / f"compare{suffix}" for suffix in (".csv", ".md", ".png")]
     before = [file.read_bytes() for file in files]
     files[1].unlink(), files[2].unlink()
-    Pareto(out=out, redraw=True).draw()
+    Compare(out=out, redraw=True, over="slots").draw()
     assert [file.read_bytes() for file in files] == before
-    pd.testing.assert_frame_equal(pd.read_csv(files[0]), pareto_rows(read_runs(runs)), check_exact=True)
+    pd.testing.assert_frame_equal(pd.read_csv(files[0]), rows_of(paths), check_exact=True)
+    with pytest.raises(UserError, match="over = 'time'"):
+        Compare(flags(paths), out=out, over="time").draw()
 
 
 def test_curves():
-    """Catches methods of one colour, variants of several or that cannot be told apart, and a point
-    with another K."""
-    names = ["A", "A, tau 1", "A, tau 2", "B", "C, x"]
-    rows = [{"method": n, "K": i, "steps": i, "loss": 1.0} for i, n in enumerate(names)]
-    frame = pd.DataFrame(rows)
+    """Catches methods that cannot be told apart, and a point with another K."""
+    frame = pd.DataFrame([{"method": n, "K": i, "steps": i, "loss": 1.0} for i, n in enumerate("ABC")])
     _, (axes,) = new_figure("", "")
-    draw_curves(axes, frame, frame.method, "steps", "loss")
+    draw_curves(axes, frame, "method", "steps", "loss")
     lines = [container[0] for container in axes.containers]
-    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines]
-    assert len(set(looks[:3])) == 3 and len({color for color, *_ in looks}) == 3
-    assert {color for color, *_ in looks[:3]} == {looks[0][0]}
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 3
     assert [(text.get_position()[0], text.get_text()) for text in axes.texts] == [
-        (i, str(i)) for i in range(5)
+        (i, str(i)) for i in range(3)
     ]
-    assert [*curve_names(frame)][:2] == ["A, K = 0", "A, tau 1, K = 1"]
-    assert [*curve_names(frame[:1])] == ["K = 0"]
 
 
-@pytest.mark.parametrize("changes", [{"loss": 1e9}, {"loss": "x"}, {"steps": -1}, {"steps": None}])
-def test_damaged_results(make_run, changes):
-    """Catches a loss whose perplexity is infinite, and numbers that are none."""
-    run = Path(make_run("run", 1.0, 1.0))
-    assert len(read_runs([run])) == 1
-    content = json.loads((run / "results.json").read_text())
-    content["hard"] |= changes
-    (run / "results.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"results\.json is damaged"):
-        read_runs([run])
+def test_one_text_is_read(trained):
+    """Catches a run that is read with other settings than those that it was trained with."""
+    config, shape, _ = read_run(trained / "ponder")
+    (run,) = read_runs([trained / "ponder"])
+    assert (run.config, run.shape.ponder_steps) == (config, shape.ponder_steps)

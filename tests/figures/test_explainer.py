@@ -17,17 +17,16 @@ from random import Random
 
 import pytest
 import torch
-from conftest import small_model
+from lab_helpers import small_model
 from PIL import Image
 from py_mini_racer import MiniRacer
 
-from data import Tokenizer
+from data import Tokenizer, UserError
 from lab.corpora import lookup
 from lab.engine.puzzle import chain_from
 from lab.figures import explainer
 from lab.figures.__main__ import main
-from lab.interop import INCLUDED, PUZZLES, load, save
-from model import UserError
+from lab.interop.weights import INCLUDED, PUZZLES, load, save
 from train import PRESETS
 
 ROOT = Path(explainer.__file__).parents[2]

@@ -2,12 +2,12 @@
 
 import pandas as pd
 import pytest
-from conftest import records
+from lab_helpers import records
 from safetensors.torch import load_file
 
+from data import UserError, read_json
 from lab.figures.comparing import read_runs
 from lab.figures.layers import Layers, layer_rows, summary, with_worth
-from model import UserError, read_json
 
 
 def test_rows(trained, tmp_path):

@@ -6,15 +6,15 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 import torch
-from conftest import flags, records, small_model
+from lab_helpers import flags, records, small_model
 
+from data import UserError
 from lab.corpora import lookup
 from lab.figures.comparing import read_runs
 from lab.figures.lookup import Kinds, Lookup, Stilled, answers, kind_rows, lookup_rows
 from lab.figures.subject import decoded, open_subject
-from lab.interop import load
 from lab.interop.warm_start import start_from
-from model import UserError
+from lab.interop.weights import load
 
 
 @pytest.fixture

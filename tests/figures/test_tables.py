@@ -5,8 +5,8 @@ import math
 import pandas as pd
 import pytest
 
+from data import UserError
 from lab.figures.tables import save, show
-from model import UserError
 
 
 def test_show():

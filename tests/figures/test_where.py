@@ -3,12 +3,11 @@
 import pandas as pd
 import pytest
 import torch
-from conftest import flags, records, small_model
+from lab_helpers import flags, records, small_model
 
-from data import PATTERNS, Tokenizer
+from data import PATTERNS, Tokenizer, UserError
 from lab.figures.subject import decoded
 from lab.figures.where import Permuted, Where, character, kinds_of, where_rows
-from model import UserError
 
 
 def test_kinds():

@@ -3,16 +3,15 @@
 import pandas as pd
 import pytest
 import torch
-from conftest import records
+from lab_helpers import records
 
-from data import Windows
+from data import UserError, Windows
 from lab.corpora.lookup import lookups_asked
-from lab.corpora.preparation import load_tokens
+from lab.corpora.preparation import open_corpus
 from lab.corpora.tokenizers import load_tokenizer
-from lab.figures import worth
-from lab.figures.worth import Worth, summary, trained_steps
-from lab.interop import load
-from model import UserError
+from lab.figures import lookup as worth
+from lab.figures.lookup import Worth, summary, trained_steps
+from lab.interop.weights import load
 
 
 @torch.no_grad()
@@ -28,7 +27,7 @@ def test_rows(trained, tmp_path, monkeypatch):
     assert [(r["model"], r["seed"]) for r in rows[::6]] == [("decides", 0), ("decides", 1), ("plain", 0)]
     assert all(r["seconds"] > 0 for r in rows) and (tmp_path / "worth.png").stat().st_size > 5000
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    val = Windows(load_tokens(folder, "val", tokenizer.vocab_size), 64, seed=0)
+    val = Windows(open_corpus(str(folder)).val, 64, seed=0)
     model, steps, right = load(runs[1]), [], {}
     for i in range(val.count):
         line, cache = torch.from_numpy(val.window(i)), model.new_cache()

@@ -1,17 +1,14 @@
 """The model that comes with the code: models/docstrings."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import ROOT
 
+from data import read_json
 from lab.figures import explainer
-from lab.interop import INCLUDED, load, read_config
+from lab.interop.weights import INCLUDED, load, read_config
 from lab.train import read_run
-from model import read_json
 
 
 def test_its_loss_is_as_stated():
@@ -41,11 +38,3 @@ def test_its_files_are_those_of_a_run():
     stated = {tau: scores for tau, *scores in re.findall(r"\| `--tau (\S+)`.* \| (\S+) \| (\S+) \|", page)}
     hard = results["hard"]
     assert stated["1e-4"] == [f"{hard['loss']:.4f}", f"{hard['steps']:.2f}"] and config.tau == 1e-4
-
-
-def test_sample_without_a_run(tmp_path):
-    """Catches a first `python sample.py` in a fresh clone that has nothing to say."""
-    command = [sys.executable, str(ROOT / "sample.py"), "--max-new-tokens", "5", "--seed", "1"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "this is the model that comes with the code" in done.stdout

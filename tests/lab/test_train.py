@@ -1,26 +1,27 @@
 """python -m lab train: any method by the root's loop; a trained model goes on, or learns to ponder."""
 
 import json
+import os
 import shutil
+import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import same_weights
 from foreign import make_llama, make_tokenizer
+from lab_helpers import same_weights
 
 import train as root
-from attention import eager, sdpa
-from data import Windows
+from attention import BACKENDS
+from data import UserError, Windows
 from lab.engine.batching import Engine
 from lab.engine.simple import generate
-from lab.interop import is_model, load, read_config, save
 from lab.interop.warm_start import follows, start_from
+from lab.interop.weights import is_model, load, read_config, save
 from lab.methods import all_methods, build, configure
 from lab.train import LabConfig, open_text, parse, read_run, train
-from model import UserError
 from train import evaluate, pick_tokenizer
 
 
@@ -67,7 +68,7 @@ def stops(monkeypatch):
 
     def save_and_stop(*checkpoint):
         save_checkpoint(*checkpoint)
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def run(*settings):
         with monkeypatch.context() as patch:
@@ -95,11 +96,11 @@ def test_resume(config, shape, stops, capsys):
     config = of_lab(config, steps=20)
     whole, _ = train(replace(config, name="whole"), shape)
     stops(replace(config, name="parts"), shape)
-    parts, _ = train(*parse(["--resume", "--name", "parts", "--backend", "eager"]))
+    parts, _ = train(*parse(["--resume", "--name", "parts", "--attention", "eager"]))
     assert "resumed at step 10" in capsys.readouterr().out
     assert same_weights(load(whole), load(parts))
     found, settings, _ = read_run(parts)
-    assert (found.backend, settings) == ("eager", shape) and load(parts).config == shape
+    assert (found.attention, settings) == ("eager", shape) and load(parts).config == shape
     with pytest.raises(UserError, match="undo accumulate: False -> True"):
         train(*parse(["--resume", "--name", "parts", "--accumulate"]))
 
@@ -123,7 +124,7 @@ def test_help(capsys):
     with pytest.raises(SystemExit):
         parse(["--preset", "70m", "--method", "ouro", "--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for flag in ("--init-from", "--backend", "--compile", "--method", "--exit-entropy", "--backbone-options"):
+    for flag in ("--init-from", "--attention", "--compile", "--method", "--exit-entropy", "--backbone-options"):
         assert flag in text
     assert "(default: 28610)" in text and "(default: ouro)" in text
 
@@ -134,36 +135,33 @@ def test_backbone_options():
     _, shape = parse(["--preset", "tiny", *flags])
     assert build(shape).config.backbone_options == {"rotary_pct": 0.25}
     for wrong in ("2", "many"):
-        with pytest.raises(UserError, match=wrong):
+        with pytest.raises((UserError, ValueError), match=wrong):
             parse(["--preset", "tiny", *flags[:-1], wrong])
 
 
-def test_kernels(config, shape, monkeypatch):
-    """Catches a backend or a compiler that is not taken, one that is not there and is not named, and an
-    evaluation that is compiled."""
-    ran, seen = [], []
+@pytest.mark.parametrize("name", ["eager", "sdpa", "exact"])
+@pytest.mark.parametrize("method", ["ponderlm3", "ponderlm2", "looped", "ouro", "pause", "mor-expert"])
+def test_attention(name, method, config, shape, monkeypatch):
+    """Catches a form of attention that is asked for and not entered, or another one that is."""
+    called = dict.fromkeys(BACKENDS, 0)
 
-    def compile(forward, dynamic):
-        return lambda *inputs: ran.append(torch.is_grad_enabled()) or forward(*inputs)
+    def counted(name, form):
+        def run(*inputs):
+            called[name] += 1
+            return form(*inputs)
 
-    monkeypatch.setattr(torch, "compile", compile)
-    train_by_root = root.train
+        return run
 
-    def look(config, shape, make_model, *rest):
-        seen.append(make_model(shape))
-        return train_by_root(config, shape, make_model, *rest)
+    for each, form in list(BACKENDS.items()):
+        monkeypatch.setitem(BACKENDS, each, counted(each, form))
+    train(of_lab(config, name="x", steps=1, attention=name), configure(shape, method))
+    assert called.pop(name) > 0 and not any(called.values())
 
-    monkeypatch.setattr(root, "train", look)
-    config = of_lab(config, steps=1, compile=True)
-    for backend in (eager, sdpa):
-        train(replace(config, name=backend.__name__, backend=backend.__name__), shape)
-        assert seen[-1].backend is backend
-    assert ran and all(ran)
-    with pytest.raises(UserError, match="attention backend 'flash' needs a CUDA device"):
-        train(replace(config, name="flash", backend="flash"), shape)
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(UserError, match=r"takes a C\+\+ compiler: install "):
-        train(replace(config, name="none"), shape)
+
+def test_attention_of_its_own(config, shape):
+    """Catches a form of attention that the grid passes by."""
+    with pytest.raises(UserError, match="attention = sdpa: grid has its own"):
+        train(of_lab(config, attention="sdpa"), configure(shape, "grid"))
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from conftest import small_model, tokens
+from lab_helpers import small_model, tokens
 
 from lab.methods import PonderConfig, all_methods, configure, find
 from lab.methods.cost import cost, parameters
@@ -60,7 +60,7 @@ def test_training_forwards_are_what_runs(method):
     idx = tokens(T=12)
     model.model.layers[0].register_forward_hook(lambda _, inputs, __: rows.append(inputs[0]))
     out = model(idx, idx, R=2)
-    steps = model.executed(out.log_w, 0).float().mean().item()
+    steps = out.steps.float().mean().item()
     config = replace(model.config, refinements=(2, 2))
     executed = sum(x.size(0) * x.size(1) for x in rows) / idx.numel()
     assert executed == pytest.approx(training_forwards(config, steps))

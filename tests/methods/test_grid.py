@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from conftest import small_model, tokens
+from lab_helpers import small_model, tokens
 
-from lab.methods import PonderLM3
+from router import stop_step
 
 
 def masked(S):
@@ -30,7 +30,10 @@ def obvious(model, idx, tau=None):
     e, backend = model.embed(idx), model.backend
     latents, of_keys, model.backend = e.new_zeros(*idx.shape, S - 1, e.size(-1)), None, masked(S)
     for _ in range(S + 1):  # one more: the scores of the first pass have no log w
-        h = PonderLM3.jacobi_pass(model, e, latents, of_keys)
+        x = torch.cat([e[:, :, None], latents], dim=2).flatten(1, 2)
+        positions = torch.arange(idx.size(1)).repeat_interleave(S)
+        bias = None if of_keys is None else of_keys.flatten(1)
+        h = model.model(x, positions, bias, model.backend).view(*idx.shape, S, -1)
         s, log_w = model.route(h)
         latents, of_keys = h[:, :, :-1], model.mask_keys(log_w, tau)
     model.backend = backend
@@ -44,12 +47,12 @@ def test_states_and_gradients(method, K, tau, form, monkeypatch):
     """Catches a deeper key that is seen, log w of another slot, a wrong order of the keys, and a pass that
     is computed again with the keys of a later one. To 1e-10 in float64."""
     model = small_model(seed=2, method=method, ponder_steps=K, router_scale=12.0)
-    monkeypatch.setattr("lab.kernels.attention.SHORT", 256 if form == "definition" else 0)
+    monkeypatch.setattr("lab.kernels.SHORT", 256 if form == "definition" else 0)
     idx, found = tokens(T=9, B=2), []
     for states in (model.states, lambda idx, tau: obvious(model, idx, tau)):
         model.recompute = form == "recompute"
         h, s, log_w = states(idx, tau=tau)
-        out = model.integrate(h, s, model.executed(log_w, tau))
+        out = model.integrate(h, s, stop_step(log_w, tau))
         loss = (out * torch.linspace(0, 1, out.numel()).view_as(out)).sum()
         found.append([h, s, log_w, *torch.autograd.grad(loss, list(model.model.parameters()))])
     for a, b in zip(*found, strict=True):

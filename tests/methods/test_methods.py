@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NEOX, decode, small_model, tokens
+from lab_helpers import NEOX, decode, small_model, tokens
 
 import lab.methods as methods
 from attention import eager
+from data import UserError
 from lab.engine import simple
-from lab.interop import load, save
-from lab.methods import PonderConfig, PonderLM3, all_methods, build, configure, find, objective
+from lab.interop.weights import load, save
+from lab.methods import PonderConfig, PonderLM3, all_methods, build, configure, find
 from lab.methods.cost import cost
 from lab.train import parse
-from model import UserError
-from sample import generate, stream
+from sample import stream
 from train import train
 
 METHODS = [kind.method for kind in all_methods()]
@@ -58,7 +58,10 @@ def test_cached_decoding_equals_scoring(method, K):
         logits, steps, cache = decode(model, idx, 0.1)
         assert (logits - out.logits[0]).abs().max() < 1e-9
         assert steps == out.steps[0].tolist()
-        layers = [cache[-1]] if hasattr(cache[0], "keys") else [loop[-1] for loop in cache]
+        if hasattr(cache[0], "slots"):  # the grid's
+            layers = cache[-1].slots
+        else:
+            layers = [cache[-1]] if hasattr(cache[0], "keys") else [loop[-1] for loop in cache]
         keys = torch.cat([layer.keys for layer in layers if layer.keys is not None], dim=2)
         per_layer = keys.unique(dim=2).size(2)  # Ouro has some of them in several loops
         assert per_layer == len(idx) + sum(steps)  # the cost table: 1 + steps a token
@@ -68,7 +71,7 @@ def test_cached_decoding_equals_scoring(method, K):
 def test_generate_is_greedy_argmax_of_scoring(method):
     """Catches a sampler that works for PonderLM only."""
     model, read = method_model(method), []
-    new, _ = generate(model, [3, 1, 4], 8, temperature=0, tau=0.1, read=read)
+    new = [token for token, _ in stream(model, [3, 1, 4], 8, temperature=0, tau=0.1, read=read)]
     idx = torch.tensor([[3, 1, 4, *new]])
     with torch.no_grad():
         out = model(idx, R=33, tau=0.1)
@@ -105,17 +108,17 @@ def test_training_gradients(method):
     for recompute in (False, True):
         model.recompute = recompute
         model.zero_grad()
-        objective(model, idx, idx, 1)[0].backward()
+        model.objective(idx, idx, 1)[0].backward()
         parameters = [p for p in model.parameters() if p.requires_grad]
         gradients.append([p.grad.clone() for p in parameters])
     for a, b in zip(*gradients, strict=True):
         assert torch.isfinite(a).all() and torch.allclose(a, b, atol=1e-12, rtol=0)
     with torch.no_grad():  # along the gradient the loss falls as it says
-        before = objective(model, idx, idx, 1)[0]
+        before = model.objective(idx, idx, 1)[0]
         slope = sum(g.square().sum() for g in gradients[0])
         for p, g in zip(parameters, gradients[0], strict=True):
             p -= 1e-7 * g
-        after = objective(model, idx, idx, 1)[0]
+        after = model.objective(idx, idx, 1)[0]
     assert abs((before - after) / (1e-7 * slope) - 1) < 1e-3
 
 
@@ -124,10 +127,10 @@ def test_train_and_evaluate(method, config, shape):
     """Catches a method that the root's loop cannot train, evaluate, save or resume, and one that the
     root's sampler cannot decode."""
     shape, config = configure(shape, method), replace(config, name=method, steps=3, eval_every=2)
-    run, results = train(config, shape, build, objective)
+    run, results = train(config, shape, build, find(method).objective)
     K = shape.ponder_steps
     assert results["hard"]["loss"] < 6 and len(results["hard"]["stopped"]) == K + 1
-    run, again = train(replace(config, steps=4, resume=True), shape, build, objective)
+    run, again = train(replace(config, steps=4, resume=True), shape, build, find(method).objective)
     assert again["hard"]["loss"] != results["hard"]["loss"]
     model, idx = load(run), texts(T=16)
     out = model(idx, idx, tau=1e-4)
@@ -152,7 +155,7 @@ def embedding(model, token):
 
 def compare(model, idx, logits, extra=0.0):
     """Logits, loss and all gradients of the model against those of the written-out form."""
-    found, _, out = objective(model, idx, idx, None)
+    found, _, out = model.objective(idx, idx, None)
     loss = F.cross_entropy(logits.flatten(0, 1), idx.flatten()) + extra
     assert (out.logits - logits).abs().max() < 1e-10
     compare_gradients(model, found, loss)
@@ -217,14 +220,14 @@ def test_ouro():
             ce = F.cross_entropy(model.lm_head(h), ids, reduction="none")
             s, left = left * stop, left * (1 - stop)
             loss = loss + (s * ce).mean() / 2 + 0.05 * (s * s.log()).mean() / 2
-    compare_gradients(model, objective(model, idx, targets, None)[0], loss)
+    compare_gradients(model, model.objective(idx, targets, None)[0], loss)
 
 
 def test_ouro_with_a_saturated_gate():
     """Catches a gradient that is NaN where a share of s is 0 in float32."""
     model, idx = small_model(method="ouro").float().train(), texts(T=6)
     torch.nn.init.constant_(model.router.proj.bias, 200.0)
-    objective(model, idx, idx.flip(1), None)[0].backward()
+    model.objective(idx, idx.flip(1), None)[0].backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
@@ -410,8 +413,8 @@ def test_a_new_method_is_one_file(config, shape, monkeypatch, tmp_path):
     monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path / "methods")])
     assert parse(["--preset", "tiny", "--method", "mine", "--gain", "0.5"])[1].gain == 0.5
     shape = configure(shape, "mine", ponder_steps=1, gain=0.5)
-    run, _ = train(replace(config, steps=3), shape, build, objective)
+    run, _ = train(replace(config, steps=3), shape, build, find("mine").objective)
     model = load(run)
-    assert (model.config.gain, model.title, len(generate(model, [1], 3)[0])) == (0.5, "My method", 3)
+    assert (model.config.gain, model.title, len([*stream(model, [1], 3)])) == (0.5, "My method", 3)
     assert cost(model.config, 1).training_forwards == 42
     assert model.title in [kind.title for kind in all_methods()]

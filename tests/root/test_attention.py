@@ -1,12 +1,12 @@
 """Soft-mask attention: the reference against its definition, the other forms against it."""
 
-import sys
 import types
 
 import pytest
 import torch
-from conftest import assert_is_attention, attention_inputs, outputs_and_gradients
+from helpers import assert_is_attention, attention_inputs, outputs_and_gradients
 
+import attention
 from attention import MASKED, attend_to_cache, augment, auto, eager, fa2, sdpa, soft_mask_attention
 
 
@@ -109,9 +109,30 @@ def test_fa2_layout(monkeypatch, G, d):
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
-    stand_in = types.SimpleNamespace(flash_attn_func=flash_attn_func)
-    monkeypatch.setitem(sys.modules, "flash_attn", stand_in)
+    monkeypatch.setattr(attention, "flash_attn_func", flash_attn_func)
     assert_is_attention(fa2, attention_inputs(4, G, 13, d), 1e-11)
+
+
+def test_the_fastest_form(monkeypatch):
+    """Catches a form that is taken where another is faster, or where flash-attn cannot be."""
+    entered = []
+    for name in ("eager", "sdpa", "fa2"):
+        monkeypatch.setattr(attention, name, lambda *_, name=name: entered.append(name))
+    for there in (True, False):
+        monkeypatch.setattr(attention, "flash_attn_func", there or None)
+        for device, dtype, N, form in (
+            ("cpu", torch.bfloat16, attention.SHORT, "eager"),
+            ("cpu", torch.float32, attention.SHORT + 1, "sdpa"),
+            ("cuda", torch.float32, 8, "sdpa"),
+            ("cuda", torch.bfloat16, 8, "fa2" if there else "sdpa"),
+        ):
+            q = types.SimpleNamespace(
+                is_cuda=device == "cuda", device=torch.device(device), dtype=dtype, size=lambda _, N=N: N
+            )
+            auto(q, None, None, None)
+            assert entered.pop() == form
+    with pytest.raises(RuntimeError, match="flash-attn"):
+        fa2(*attention_inputs())
 
 
 def test_shapes_that_do_not_fit():

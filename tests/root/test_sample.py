@@ -9,20 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import small_model
 
 import sample
-from data import Tokenizer
-from model import Config, PonderLM, UserError, command_line, save
-from sample import choose, generate, main, mark, stream
+from data import Tokenizer, UserError, command_line
+from model import save
+from sample import Options, Sampling, chooser, main, mark, stream
 
 
-def small_model(seed=0, **settings):
-    """Random weights, with a router whose tokens differ in their steps."""
-    torch.manual_seed(seed)
-    settings = dict(vocab_size=31, block_size=32, router_offset=(0.0,) * 4) | settings
-    model = PonderLM(Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, **settings))
-    torch.nn.init.normal_(model.router.proj.weight, std=0.9)
-    return model.double().eval()
+def generate(model, prompt, n, **how):
+    """The new tokens, and the steps of each."""
+    pairs = [*stream(model, prompt, n, **how)]
+    return [token for token, _ in pairs], [steps for _, steps in pairs]
+
+
+def sample_main(**options):
+    main(Options(device="cpu", **options))
 
 
 @pytest.fixture
@@ -67,7 +69,8 @@ def test_seeds():
 
 
 def test_longer_than_the_window():
-    """Catches a crash at the window's end, and a context other than the documented last half."""
+    """Catches a crash at the window's end, a context other than the documented last half, and tokens
+    before each text that do not stay."""
     model, greedy = small_model(block_size=8), dict(temperature=0)
     tokens, _ = generate(model, [1, 2, 3], 30, **greedy)
     assert len(tokens) == 30
@@ -77,6 +80,9 @@ def test_longer_than_the_window():
     read = []
     long = generate(model, [*range(20)], 1, read=read, **greedy)
     assert long == generate(model, [16, 17, 18, 19], 1, **greedy) and len(read) == 4
+    read.clear()
+    long = generate(model, [*range(20)], 1, begin=[30, 29], read=read, **greedy)
+    assert long == generate(model, [30, 29, 16, 17, 18, 19], 1, **greedy) and len(read) == 6
 
 
 def test_end():
@@ -84,44 +90,45 @@ def test_end():
     model = small_model()
     free = generate(model, [1], 9, temperature=0)[0]
     at = free.index(free[4])
-    assert generate(model, [1], 9, temperature=0, end=free[4])[0] == free[: at + 1]
+    assert generate(model, [1], 9, temperature=0, ends={free[4]})[0] == free[: at + 1]
 
 
 def test_choices():
-    """Catches tokens chosen more or less often than their probability, an unused temperature, and a top-k
-    that keeps one too many or few."""
-    p, generator = torch.tensor([0.1, 0.4, 0.2, 0.3]), torch.Generator().manual_seed(0)
+    """Catches tokens chosen more or less often than their probability, an unused temperature, a top-k
+    that keeps one too many or few, and another choice than the given one."""
+    p = torch.tensor([0.1, 0.4, 0.2, 0.3])
 
-    def shares(temperature, top_k=None):
-        drawn = [choose(p.log(), temperature, top_k, generator) for _ in range(4000)]
-        return torch.tensor(drawn).bincount(minlength=4) / 4000
+    def shares(**how):
+        choose = chooser(Sampling(seed=0, **how))
+        return torch.tensor([choose(p.log()) for _ in range(4000)]).bincount(minlength=4) / 4000
 
-    assert choose(p.log(), 0, None, generator) == choose(p.log(), 1e-30, None, generator) == 1
-    assert ((shares(1.0) - p).abs() < 0.03).all()
-    assert ((shares(0.5) - p**2 / (p**2).sum()).abs() < 0.03).all()
-    assert ((shares(1.0, 2) - torch.tensor([0, 4, 0, 3]) / 7).abs() < 0.03).all()
-    assert shares(1.0, 99).min() > 0 and shares(1.0, 1)[1] == 1
+    assert shares(temperature=0.0)[1] == shares(temperature=1e-30)[1] == shares(top_k=1)[1] == 1
+    assert ((shares(temperature=1.0) - p).abs() < 0.03).all()
+    assert ((shares(temperature=0.5) - p**2 / (p**2).sum()).abs() < 0.03).all()
+    assert ((shares(temperature=1.0, top_k=2) - torch.tensor([0, 4, 0, 3]) / 7).abs() < 0.03).all()
+    assert shares(temperature=1.0, top_k=99).min() > 0
+    seen = []
+    own = generate(small_model(), [1], 3, choose=lambda logits: seen.append(logits.shape) or 7)[0]
+    assert own == [7, 7, 7] and seen == [(31,)] * 3
 
 
 @pytest.mark.parametrize(
-    "prompt, choice, message",
+    "wrong",
     [
-        ([], {}, "ids below 31, one at least"),
-        ([31], {}, "ids below 31"),
-        ([-1], {}, "ids below 31"),
-        ([1], dict(tau=1.5), r"tau = 1\.5: give a number from 0 to 1"),
-        ([1], dict(tau=-1e-9), "tau = "),
-        ([1], dict(temperature=-1.0), "temperature = "),
-        ([1], dict(temperature=float("nan")), "temperature = nan"),
-        ([1], dict(top_k=0), "top_k = 0"),
-        ([1], dict(seed=-1), "seed = -1"),
-        ([1], dict(alpha=float("inf")), "logits are not finite"),
+        *(dict(prompt=[]), dict(prompt=[31]), dict(prompt=[-1]), dict(tau=1.5), dict(tau=-1e-9)),
+        *(dict(temperature=-1.0), dict(temperature=float("nan")), dict(top_k=0), dict(seed=-1)),
+        *(dict(alpha=float("inf")), dict(seed=1.5), dict(top_p=0.5), dict(logits=float("nan"))),
     ],
+    ids=str,
 )
-def test_refused(prompt, choice, message):
+def test_refused(wrong):
     """Catches values that are taken and do nothing, or end in a stack trace."""
-    with pytest.raises(UserError, match=message):
-        next(stream(small_model(), prompt, 1, **choice))
+    model, (name, value) = small_model(), *wrong.items()
+    if name == "logits":
+        model.lm_head.weight.data[3] = value
+    how = wrong if name not in ("prompt", "logits") else {}
+    with pytest.raises((UserError, ValueError), match=name):
+        next(stream(model, wrong.get("prompt", [1]), 1, **how))
 
 
 def test_marks():
@@ -138,10 +145,19 @@ def test_show_steps(run, monkeypatch, capsys):
     and an end that is shown; and a saving that is not of these steps."""
     pairs = [(102, 1), (0xC3, 0), (0xA9, 3), (120, 2), (256, 2)]
     monkeypatch.setattr(sample, "stream", lambda *_, read, **__: read.append(1) or iter(pairs))
-    main(run=run, prompt="a", show_steps=True, device="cpu")
+    sample_main(run=run, prompt="a", show_steps=True)
     out = capsys.readouterr().out
     assert "\naf₁é₃x₂\n" in out
     assert "\n1.00 of 3 pondering steps per token, prompt included, 50% of the slots saved; " in out
+
+
+def test_ascii(run, monkeypatch):
+    """Catches a terminal or a log that knows ASCII alone, and ends in a stack trace at the first digit."""
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # these of the tests stay
+    command_line(lambda: sample_main(run=run, prompt="é", show_steps=True, max_new_tokens=3, seed=0))
+    assert b"\n\\xe9" in out.buffer.getvalue() and b"\\u208" in out.buffer.getvalue()
 
 
 def test_samples_and_prompts(run, monkeypatch, capsys):
@@ -149,7 +165,7 @@ def test_samples_and_prompts(run, monkeypatch, capsys):
     that is cut in silence, and standard input that is not read."""
 
     def printed(**options):
-        main(run=run, max_new_tokens=9, device="cpu", **options)
+        sample_main(run=run, max_new_tokens=9, **options)
         return capsys.readouterr().out.rpartition("\n\n")[0]
 
     three = printed(prompt="ab", num_samples=3, seed=4)
@@ -165,16 +181,17 @@ def test_samples_and_prompts(run, monkeypatch, capsys):
     "options, message",
     [
         (dict(prompt=os.fsdecode(b"a\xff")), "the prompt is not UTF-8 text"),
-        (dict(tau=-1.0), r"tau = -1\.0: give a number from 0 to 1"),
-        (dict(num_samples=0), "max_new_tokens and num_samples have to be 1 or more"),
-        (dict(run="none"), "none has no model"),
-        (dict(device="tpu"), "device 'tpu' is not here"),
+        (dict(tau=-1.0), r"tau = -1\.0"),
+        (dict(num_samples=0), "num_samples = 0"),
+        (dict(max_new_tokens=0), "max_new_tokens = 0"),
+        (dict(run="none"), "none cannot be read"),
+        (dict(device="tpu"), "device 'tpu'"),
     ],
 )
 def test_refused_commands(options, message, run, capsys):
     """Catches an error that is a stack trace, or that comes after the prompt was printed."""
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-        command_line(lambda: main(**{"run": run, "prompt": "a", "device": "cpu"} | options))
+        command_line(lambda: main(Options(**{"run": run, "prompt": "a", "device": "cpu"} | options)))
     assert "\na" not in capsys.readouterr().out
 
 
@@ -182,22 +199,22 @@ def test_which_model(run, tmp_path, monkeypatch, capsys):
     """Catches a model that is taken without a word, and none that is a stack trace."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sample, "INCLUDED", tmp_path / "run")
-    main(prompt="a", max_new_tokens=1, device="cpu")
+    sample_main(prompt="a", max_new_tokens=1)
     assert "no run in out/ yet: this is the model that comes with the code" in capsys.readouterr().out
     (tmp_path / "out").mkdir()
     os.rename(run, tmp_path / "out/mine")
-    main(prompt="a", max_new_tokens=1, device="cpu")
+    sample_main(prompt="a", max_new_tokens=1)
     assert "model: out/mine\n" in capsys.readouterr().out
     os.rename(tmp_path / "out/mine", run)
     monkeypatch.setattr(sample, "INCLUDED", tmp_path / "none")
     with pytest.raises(UserError, match="no trained model in out/"):
-        main(prompt="a", device="cpu")
+        sample_main(prompt="a")
 
 
 def test_what_the_docstring_shows(capsys):
     """Catches a docstring that shows what the command no longer prints."""
-    options = dict(prompt="Return the", seed=1, max_new_tokens=47, show_steps=True, device="cpu")
-    main(run=str(Path(sample.__file__).parent / "models/docstrings"), **options)
+    options = dict(prompt="Return the", seed=1, max_new_tokens=47, show_steps=True)
+    sample_main(run=str(Path(sample.__file__).parent / "models/docstrings"), **options)
     text, _, summary = capsys.readouterr().out.split("\n\n", 1)[1].rpartition("\n\n")
     shown = textwrap.dedent(sample.__doc__.split("was chosen:\n\n")[1])
     assert text == shown.split("\n\n")[0]

@@ -26,7 +26,9 @@ import torch
 import torch.nn.functional as F
 
 from attention import MASKED
-from lab.kernels.channels import decoding_kernels
+from lab.kernels import decoding_kernels
+from model import tolerance_of
+from router import stop_step
 
 
 @dataclass
@@ -52,7 +54,7 @@ def shape_block(idx):
 
 
 @torch.no_grad()
-def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, cache=None):
+def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=None, cache=None):
     """All states of all tokens as decoding at tau has them, in parallel (sections 3.3, 3.4.1).
 
     A row is done when a pass has changed its latents by at most `tolerance` (relative norm) and
@@ -64,11 +66,13 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, cac
         idx: (B, T) token ids.
         tau, alpha: as PonderLM.ponder_token.
         lengths: (B,) tokens of each row, at least 1; padding follows them. None: T.
-        tolerance: with 0 it goes on until nothing moves.
+        tolerance: None: 1e-5, or what half precision can reach; with 0 it goes on until nothing moves.
         cache: one object a layer whose `attend` takes the place of the model's attention, and
             whose `rows` are told which rows a pass is about; see cache.PromptLayer.
     """
     e, inside = model.embed(idx), within(idx, lengths)  # (B, T, D), (B, T)
+    if tolerance is None:
+        tolerance = 1e-2 if tolerance_of(e) > 1e-3 else 1e-5
     (B, T), S, device = idx.shape, model.config.ponder_steps + 1, idx.device
     h = e.new_zeros(B, T, S, e.size(-1))
     s, log_w = (torch.zeros_like(x) for x in model.route(h))  # (B, T, S)
@@ -104,7 +108,7 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=1e-5, cac
         after = before.scatter(1, places, out.to(h.dtype))
         h[rows] = after.view(len(rows), T, S, -1)
         s[rows], log_w[rows] = model.route(h[rows], alpha)
-        steps[rows] = model.executed(log_w[rows], tau)
+        steps[rows] = stop_step(log_w[rows], tau)
         ran[rows] = active.sum(-1)
 
         following = wanted(rows)
@@ -131,8 +135,8 @@ def stopped_states(model, idx, tau, alpha=0.0, lengths=None):
     if model.iterates:
         found = settle(model, idx, tau, alpha, lengths=lengths)
         return found.h, found.s, found.steps
-    h, s, log_w = model.states(idx, tau=tau, alpha=alpha)
-    return h, s, model.executed(log_w, tau)
+    out = model(idx, tau=tau, alpha=alpha)
+    return out.h, out.s, out.steps
 
 
 @torch.no_grad()
@@ -166,7 +170,7 @@ def read_on_grid(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, cache):
         h[:, :, k] = h[:, :, k].scatter(1, rows, (out * here[..., None]).to(h.dtype))
         if k == 0:
             s, log_w = model.route(h[:, :, :1], alpha)
-            steps = model.executed(log_w, tau) * inside
+            steps = stop_step(log_w, tau) * inside
             wanted = (slot <= steps[..., None]) & inside[..., None]  # (B, T, S)
             # All that the host has to know, in one copy: slots of each row in each pass.
             counts = [*wanted.sum(1).T.tolist(), [0]]

@@ -1,5 +1,7 @@
-"""log w to 16 bits in half precision, for long trainings on a GPU and for caches: `augment` of the root's
-attention.py with a second channel, and a power of two in place of sqrt(d), which every precision holds.
+"""Further forms of soft-mask attention: log w to 16 bits in half precision, and one slot against all so far.
+
+For long trainings on a GPU and for caches: `augment` of the root's attention.py with a second channel, and a
+power of two in place of sqrt(d), which every precision holds.
 
 code       shape                  meaning
 d, d'                             head width without and with the channels, a multiple of 8
@@ -12,6 +14,8 @@ from contextlib import nullcontext
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attention import BACKENDS, SHORT
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -67,6 +71,33 @@ def attend(q, k, v, d, mask=None):
         q, k, v, mask, is_causal=mask is None, scale=1 / math.sqrt(d), enable_gqa=grouped
     )
     return out[..., :d]
+
+
+def exact(q, k, v, log_w):
+    """As attention.sdpa, with log w to 16 bits in half precision."""
+    return attend(*augment(q, k, v, log_w), q.size(-1))
+
+
+BACKENDS["exact"] = exact  # so that --attention knows it
+
+
+def attend_to_slots(q, k, v, log_w):
+    """One slot of all tokens against all slots so far: token t sees those of the tokens up to t.
+
+    Args:
+        q: (B, H, T, d). k, v: (B, G, n T, d), log_w: (B, n T): slot 0 of all tokens, then slot 1, ..
+
+    Returns:
+        (B, H, T, d): on a CPU a short text by the definition, else through torch's fused attention.
+    """
+    (_, H, T, d), G, n = q.shape, k.size(1), k.size(2) // q.size(2)
+    if q.device.type == "cpu" and n * T <= SHORT:
+        k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
+        M = torch.full((T, T), -torch.inf).triu(1).repeat(1, n)
+        scores = q @ k.mT / math.sqrt(d) + (log_w[:, None, None, :] + M)
+        return scores.softmax(-1).to(v.dtype) @ v
+    mask = None if n == 1 else torch.ones(T, T, dtype=torch.bool, device=q.device).tril().repeat(1, n)
+    return attend(*augment(q, k, v, log_w), d, mask)
 
 
 def decoding_kernels(device):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from conftest import decode, small_model
+from lab_helpers import decode, small_model
 
 from lab.engine.cache import GridPrompt
-from lab.engine.prefill import read_on_grid, settle, within
+from lab.engine.states import read_on_grid, settle, within
+from router import stop_step
 
 LENGTHS = torch.tensor([14, 1, 12])
 QUICK = [(0, 0.3), (1, 0.3), (2, 0), (3, 1e-4), (3, 0.3), (3, 1), (4, 0.3)]
@@ -90,7 +91,7 @@ def settle_and_watch(seed, monkeypatch):
 
     monkeypatch.setattr(model.model, "forward", watch)
     rough = settle(model, idx[:1], 0.3, tolerance=0.9)
-    assert torch.equal(rough.steps, model.executed(rough.log_w, 0.3))  # all that w asks for ran
+    assert torch.equal(rough.steps, stop_step(rough.log_w, 0.3))  # all that w asks for ran
     assert torch.equal(ran[-1], rough.steps[0] + 1)
     ran.clear()
     found = settle(model, idx[:1], 0.3, tolerance=0)

@@ -1,0 +1,345 @@
+"""Speed, as ratios of medians of one run, and on CUDA the memory at the peak.
+
+    python -m lab bench attention     the forms of soft-mask attention against plain attention
+    python -m lab bench step          a training step against plain passes over as many slots
+    python -m lab bench decoding      early exit against all steps; against transformers
+
+Things that are compared take turns, so that a machine that slows down slows all of them. Tables are printed,
+and written to <out>/attention-<device>.json, train-<preset>-<device>.json or decode-<run>-<device>.json.
+"""
+
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import pandas as pd
+import torch
+import torch.nn.functional as F
+import tyro
+from pydantic import Field
+from torch.utils.benchmark import Timer
+
+import sample
+from attention import BACKENDS, auto, sdpa
+from data import UserError, command_line, one_line, pick_device, write_json
+from lab import kernels  # noqa: F401 - which adds `exact` to BACKENDS
+from lab.common import Count, autocast, progress
+from lab.engine.batching import Engine, serves
+from lab.engine.request import check_request
+from lab.evaluation.texts import validation_windows
+from lab.interop.warm_start import BACKBONE
+from lab.interop.weights import find_model, load, save
+from lab.methods import PonderConfig, build
+from model import PonderLM, settings
+from train import PRESETS, compile_blocks, objective, pick_precision
+
+Some = Annotated[tuple[TypeVar("T"), ...], Field(min_length=1)]  # for a flag: Some[int]
+SHORT = {"eager": 4096}  # slots up to which a form is measured: its N x N matrices take gigabytes
+WINDOWS = {"tiny": 256, "small": 64, "70m": 4, "410m": 1}  # of a step in 80 GB
+
+
+@settings
+class Options:
+    repeats: Count = 3  # rounds
+    device: str = "auto"  # auto, cpu, cuda
+    out: Path = Path("out/bench")  # folder for the results
+
+
+def measure(runs, repeats, device, calls=1):
+    """{name: a function} -> by name the median seconds of a call, and the MiB that it takes at its peak (None
+    on a CPU); and why others cannot run."""
+    timers, memory, refused = {}, {}, {}
+    for name, run in runs.items():
+        try:
+            run()  # which may compile
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                run()
+                memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        except Exception as error:  # too little memory; a kernel of others fails in any way
+            refused[name] = one_line(error)
+        else:
+            timers[name] = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    rounds = [{name: timer.timeit(calls).mean for name, timer in timers.items()} for _ in range(repeats)]
+    seconds = {name: statistics.median(found[name] for found in rounds) for name in timers}
+    return seconds, {name: memory.get(name) for name in timers}, refused
+
+
+def write(out, name, device, **results):
+    """Print tables, those of the results that are lists of rows, and write all to a new file of `out`."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    machine = {"device": f"{device.type} {gpu}".strip(), "threads": torch.get_num_threads()}
+    machine |= {"torch": torch.__version__, "time": time.strftime("%Y-%m-%d %H:%M")}
+    print(machine)
+    for title, rows in results.items():
+        if isinstance(rows, list) and rows:
+            table = pd.DataFrame(rows).dropna(axis=1, how="all")
+            print(f"\n{title}\n{table.to_string(index=False, na_rep='', float_format='{:.4g}'.format)}")
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / f"{name}-{device.type}.json", {"machine": machine, **results})
+    print(f"\nwritten: {out / name}-{device.type}.json")
+
+
+# -- Attention -------------------------------------------------------------------------------------
+
+
+def attention_run(form, q, k, v, log_w):
+    """A function that runs a form forward and backward once; log_w None: plain attention."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, log_w) if x is not None]
+    gradient = torch.randn_like(q)
+
+    def run():
+        form(*leaves, *[None] * (4 - len(leaves))).backward(gradient)
+        for x in leaves:
+            x.grad = None
+
+    return run
+
+
+@settings
+class Attention(Options):
+    lengths: Some[Count] = (1024, 4096, 8192, 16384)  # N, in slots
+    widths: Some[Count] = (56, 64, 128)  # d of a head
+    backends: Some[Literal[tuple(BACKENDS)]] = ("sdpa", "exact", "eager")  # forms of attention
+
+
+def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
+    """Soft-mask attention against plain causal attention, forward and backward.
+
+    On a CPU one sequence of 4 heads in float32; on CUDA 16,384 slots of 16 heads in bfloat16.
+    """
+    device, rows, refused = pick_device(o.device), [], []
+    on_cuda = device.type == "cuda"
+    make = dict(device=device, dtype=torch.bfloat16 if on_cuda else torch.float32)
+    for d, N in progress(list(product(o.widths, o.lengths)), "attention", unit=" sizes", leave=False):
+        B, H = (max(16384 // N, 1), 16) if on_cuda else (1, 4)
+        q, k, v = torch.randn(3, B, H, N, d, **make)
+        log_w = -9 * torch.rand(B, N, device=device)
+        runs = {"plain": attention_run(sdpa, q, k, v, None)}
+        for name in o.backends:
+            if SHORT.get(name, N) >= N:
+                runs[name] = attention_run(BACKENDS[name], q, k, v, log_w)
+        seconds, memory, failed = measure(runs, o.repeats, device, 10 if on_cuda else 1)
+        refused += [{"backend": name, "N": N, "d": d, "why": why} for name, why in failed.items()]
+        if "plain" not in seconds:
+            raise UserError(f"plain attention of lengths = {N}, widths = {d}: {failed['plain']}")
+        for name, time_ in seconds.items():
+            row = {"backend": name, "N": N, "d": d, "milliseconds": 1e3 * time_, "MiB": memory[name]}
+            row["time_ratio"] = time_ / seconds["plain"]
+            row["memory_ratio"] = memory[name] and memory[name] / memory["plain"]
+            rows.append(row)
+    write(o.out, "attention", device, dtype=str(make["dtype"]), rows=rows, refused=refused)
+
+
+# -- A training step -------------------------------------------------------------------------------
+
+
+def slots_of_passes(K, R):
+    """How many slots a token has in each pass of a training step: the ladder, then R + 1 whole passes."""
+    return [*range(1, K + 1), *[K + 1] * (R + 1)]
+
+
+def step_run(shape, B, R, device, dtype, *, plain=False, compiled=False, recompute=False):
+    """A function that runs forward and backward on B windows once.
+
+    `plain` is what the passes would cost as ordinary sequences of a Llama of the same shape, each with its
+    own backward pass: same slots, no log w, no router, no penalty, one head.
+    """
+    torch.manual_seed(0)
+    model = PonderLM(shape).to(device).train()
+    model.recompute = recompute
+    if compiled:
+        compile_blocks(model)
+    T, D = shape.block_size, shape.hidden_size
+    rows = torch.randint(shape.vocab_size, (B, T + 1), device=device)
+    x, y = rows[:, :-1], rows[:, 1:]
+    slots = slots_of_passes(shape.ponder_steps, R)
+    inputs = [torch.randn(B, T * n, D, device=device) for n in slots] if plain else []
+
+    def run():
+        for i, e in enumerate(inputs):
+            positions = torch.arange(T, device=device).repeat_interleave(e.size(1) // T)
+            e.grad = None
+            with autocast(device, dtype):
+                h = model.model(e.requires_grad_(), positions, None, auto)
+                loss = (
+                    F.cross_entropy(model.lm_head(h).float().flatten(0, 1), y.flatten()) if i == 0 else None
+                )
+            h.backward(e) if loss is None else loss.backward()  # any gradient takes as long
+        if not plain:
+            with autocast(device, dtype):
+                loss, _, _ = objective(model, x, y, R)
+            loss.backward()
+        model.zero_grad()
+
+    return run
+
+
+@settings
+class Step(Options):
+    preset: Literal["tiny", "small", "70m", "410m"] = "small"  # the shape
+    windows: Count | None = None  # a step; None: 2 on a CPU, on a GPU what one of 80 GB holds
+    R: Annotated[int, Field(ge=0)] = 2  # refinements
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is fast
+    compile: bool = False  # also with compiled blocks
+
+
+def step(o: Annotated[Step, tyro.conf.arg(name="")]):
+    """A training step against plain forward and backward over as many slots."""
+    device, shape = pick_device(o.device), PRESETS[o.preset][1]
+    dtype = getattr(torch, pick_precision(o.precision, device))
+    B = o.windows or (WINDOWS[o.preset] if device.type == "cuda" else 2)
+    cases = {"plain": dict(plain=True), "PonderLM-3": {}, "--recompute": dict(recompute=True)}
+    if o.compile:
+        cases |= {"plain, --compile": dict(plain=True, compiled=True), "--compile": dict(compiled=True)}
+    runs = {name: step_run(shape, B, o.R, device, dtype, **how) for name, how in cases.items()}
+    seconds, memory, failed = measure(runs, o.repeats, device)
+    if "plain" not in seconds:
+        raise UserError(f"the plain step: {failed['plain']}; try fewer --windows than {B}")
+    weights = sum(p.numel() for p in PonderLM(shape).model.layers.parameters())
+    slots = B * shape.block_size * sum(slots_of_passes(shape.ponder_steps, o.R))
+    rows = [
+        {
+            "case": name,
+            "seconds": time_,
+            "tokens_per_second": B * shape.block_size / time_,
+            "MiB": memory[name],
+        }
+        | {"time_ratio": time_ / seconds["plain"], "teraflops": 6e-12 * weights * slots / time_}
+        for name, time_ in seconds.items()
+    ]
+    about = {"dtype": str(dtype), "preset": o.preset, "windows": B, "R": o.R, "shape": asdict(shape)}
+    refused = [{"case": name, "why": why} for name, why in failed.items()]
+    write(o.out, f"train-{o.preset}", device, **about, rows=rows, refused=refused)
+
+
+# -- Decoding --------------------------------------------------------------------------------------
+
+
+def prompts_of(ids, n, length):
+    """n prompts from a text, as far apart as it goes."""
+    if len(ids) <= length:
+        raise UserError(f"prompts = {length}: the validation text has only {len(ids)} tokens")
+    starts = torch.linspace(0, len(ids) - length - 1, n).long().tolist()
+    return [ids[start : start + length].tolist() for start in starts]
+
+
+def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, **how):
+    """Ratios to all steps. saved: saved time by saved slots, where a tenth of them is (target: 0.9)."""
+    B, device, ways = len(prompts), model.lm_head.weight.device, {}
+    engine = dict(prefill="sequential", **how)  # of prompts in parallel the time does not go by slots
+    ways["all steps"] = Engine(model, B, tau=0, **engine)
+    for alpha in alphas:
+        ways[f"alpha {alpha:g}"] = Engine(model, B, tau=tau, alpha=alpha, **engine)
+    if compile:
+        ways["all steps, compiled"] = Engine(model, B, tau=0, compile=True, **engine)
+    if device.type == "cuda":
+        ways["all steps, no graphs"] = Engine(model, B, tau=0, graphs=False, **engine)
+
+    def one_by_one():
+        for prompt in prompts:
+            list(sample.stream(model, prompt, new_tokens, tau=0, seed=0))
+
+    runs = {name: lambda e=e: e.generate(prompts, new_tokens, seed=0) for name, e in ways.items()}
+    seconds, _, _ = measure(runs | {"all steps, sample.py": one_by_one}, repeats, device)
+    rows, K = [], model.config.ponder_steps
+    for name, time_ in seconds.items():
+        row = {
+            "batch": B,
+            "prompt": len(prompts[0]),
+            "way": name,
+            "tokens_per_second": B * new_tokens / time_,
+        }
+        row["time_ratio"] = time_ / seconds["all steps"]
+        if name.startswith("alpha"):
+            read = [[] for _ in prompts]
+            list(ways[name].stream(prompts, new_tokens, seed=0, read=read))
+            steps = sum(map(sum, read)) / sum(map(len, read))
+            share = (1 + steps) / (1 + K)
+            row |= {"steps": steps, "slot_ratio": share}
+            row["saved"] = (1 - row["time_ratio"]) / (1 - share) if share < 0.9 else None
+        rows.append(row)
+    return rows
+
+
+def llama(config):
+    """A model without thinking of the same shape, untrained, and the same in transformers."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    shape = {name: getattr(config, name) for name in (*BACKBONE, "block_size")}
+    vanilla = build(PonderConfig(**shape, method="vanilla", ponder_steps=0)).eval()
+    with tempfile.TemporaryDirectory() as directory:
+        save(vanilla, directory)
+        return AutoModelForCausalLM.from_pretrained(directory).eval(), vanilla
+
+
+def other_rows(models, prompts, new_tokens, repeats, compile=False, **how):
+    """Tokens a second of the engine and of transformers' generate, prompt included; models: of `llama`."""
+    theirs, ours = models
+    idx = torch.tensor(prompts, device=ours.lm_head.weight.device)
+    options = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(idx))
+    options |= dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
+    engine = Engine(ours, len(prompts), compile=compile, **how)
+    runs = {"ours": lambda: engine.generate(prompts, new_tokens, temperature=0.0)}
+    runs["theirs"] = lambda: theirs.generate(idx, **options)
+    seconds, _, _ = measure(runs, repeats, idx.device)
+    row = {"against": "transformers", "batch": len(prompts), "prompt": idx.size(1)}
+    row |= {f"{name}_tokens_per_second": len(prompts) * new_tokens / x for name, x in seconds.items()}
+    return [row | {"ratio": seconds["theirs"] / seconds["ours"]}]
+
+
+@settings
+class Decoding(Options):
+    run: str | None = None  # directory of a trained PonderLM-3; None: the newest in out/
+    data: str | None = None  # the text that it was scored on, if that is no corpus with a name
+    batch_sizes: Some[Count] = (1, 8, 32)  # sequences that run at once
+    prompts: Some[Count] = (32,)  # lengths of prompts, in tokens
+    new_tokens: Count = 64  # to generate for each
+    tau: float = 1e-4  # where early exit stops
+    alphas: Some[float] = (0.0, -2.0, -4.0)  # shifts of the router, which sweep the executed steps
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the engine's products, and of transformers
+    compile: bool = False  # on a CPU also compiled passes
+
+
+def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
+    """Early exit against all steps and sample.py; a model of the shape without thinking against transformers."""
+    device, directory = pick_device(o.device), find_model(o.run)
+    model, dtype = load(directory).to(device), getattr(torch, o.precision)
+    if not (serves(model) and model.has_router):
+        raise UserError(f"{directory} is of method {model.config.method}: give a PonderLM-3")
+    for alpha in o.alphas:
+        check_request(model, [], tau=o.tau, alpha=alpha)
+    _, _, windows = validation_windows(directory, o.data)
+    val = torch.from_numpy(windows.tokens[:2_000_000].astype("int64"))
+    # Times do not depend on what is said beyond the window, and RoPE knows no end.
+    window = max(model.config.block_size, max(o.prompts) + o.new_tokens)
+    model.config, rows, others = replace(model.config, block_size=window), [], []
+    try:
+        both = [m.to(device) for m in llama(model.config)]
+        both[0].to(dtype)
+    except ImportError:
+        both = print("transformers is not installed: the comparison with its generate is left out")
+    for B, length in progress(
+        list(product(o.batch_sizes, o.prompts)), "decoding", unit=" sizes", leave=False
+    ):
+        texts, how = prompts_of(val, B, length), dict(compile=o.compile, dtype=dtype)
+        rows += exit_rows(model, texts, o.new_tokens, o.tau, o.alphas, o.repeats, **how)
+        others += other_rows(both, texts, o.new_tokens, o.repeats, **how) if both else []
+    about = {"run": directory.name, "parameters": sum(p.numel() for p in model.parameters()), "tau": o.tau}
+    about |= {"precision": o.precision, "compile": o.compile}
+    write(o.out, f"decode-{directory.name}", device, **about, exit=rows, others=others)
+
+
+if __name__ == "__main__":
+    commands = {command.__name__: command for command in (attention, step, decoding)}
+    how = dict(prog="python -m lab bench", description=__doc__)
+    command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, **how))

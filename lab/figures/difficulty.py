@@ -1,0 +1,71 @@
+"""What each step gains, and the shifted router, by a difficulty that is no term of the gain: the losses of
+another model on the same windows (reading note 11)."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+
+import analyze
+from data import UserError, pick_device
+from lab.common import Count, Given
+from lab.corpora.tokenizers import load_tokenizer
+from lab.evaluation.texts import Share
+from lab.figures.subject import decoded, open_subject
+from lab.figures.tables import save
+from lab.interop.weights import find_model, load
+from model import settings
+
+
+def reference_losses(subject, place):
+    """The losses (n,) of the model in `place` on a subject's windows. UserError: it cannot read them."""
+    model = load(place).to(subject.windows.device)
+    digest = load_tokenizer(place / "tokenizer.json").digest
+    if digest != subject.tokenizer.digest or model.config.block_size < subject.windows.size(1) - 1:
+        raise UserError(f"--reference {place} has another tokenizer than {subject.path}, or a shorter window")
+    return decoded(replace(subject, model=model))[0]
+
+
+def gains(subject, difficulty):
+    """As analyze.buckets, by thirds of a difficulty (n,)."""
+    ce, steps = analyze.losses_by_depth(subject.model, subject.windows, subject.tau)
+    columns = {f"gain_{i}": ce[:, i - 1] - ce[:, i] for i in range(1, ce.size(1))}
+    return [*analyze.means(difficulty, {"difficulty": difficulty, "steps": steps, **columns})]
+
+
+def shifts(subject, difficulty):
+    """As analyze.shift, by thirds of a difficulty (n,)."""
+    model, windows, tau = subject.model, subject.windows, subject.tau
+    found = {alpha: analyze.decoded(model, windows, tau, alpha) for alpha in analyze.ALPHAS}
+    return [
+        {"alpha": alpha, **row}
+        for alpha, (loss, steps) in found.items()
+        for row in analyze.means(difficulty, {"steps": steps, "change": loss - found[0][0]})
+    ]
+
+
+@settings
+class Difficulty:
+    """The paper's figures of easy and hard tokens, by the losses of another model."""
+
+    reference: Given  # another trained model on the same text
+    run: Given | None = None  # directory of a trained model; None: the newest in out/
+    windows: Count = 256  # of the validation text
+    tau: Share | None = None  # where pondering stops; None: where the run was scored
+    data: Given | None = None  # the text that it was scored on, if that is no named corpus
+    out: Path | None = None  # where the results go; None: <run>/report
+    device: str = "auto"  # auto, cpu, cuda or mps
+
+    def draw(self):
+        path = find_model(self.run)
+        subject = open_subject(path, self.windows, self.tau, pick_device(self.device), self.data)
+        if not subject.model.iterates or not subject.model.has_router:
+            raise UserError(f"{path} is of method {subject.model.method}: these are figures of a PonderLM-3")
+        difficulty, out = reference_losses(subject, find_model(self.reference)), self.out or path / "report"
+        for name, rows in (("buckets", gains(subject, difficulty)), ("shift", shifts(subject, difficulty))):
+            title, _, draw = analyze.DRAWINGS[name]
+            frame = save(out, f"{name}-by-reference", pd.DataFrame(rows), pd.DataFrame)
+            figure, (axes,) = analyze.sheet(title)
+            draw(frame.to_dict("records"), axes)
+            axes.get_legend().set_title("thirds by the loss of another model")
+            figure.savefig(out / f"{name}-by-reference.png", format="png")

@@ -1,0 +1,122 @@
+"""What the tests of the root share, and those of the lab too: small models, golden files, a full disk.
+
+Nothing here needs more than requirements.txt. What needs the lab is in lab_helpers.py.
+"""
+
+import json
+import resource
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from placement import TEST_DEVICE
+from safetensors import safe_open
+
+from attention import eager
+from model import Config, PonderLM
+from router import upcast
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden"
+
+
+# -- Models ----------------------------------------------------------------------------------------
+
+
+def small_model(seed=0, router_scale=5.0, kind=PonderLM, **settings):
+    """A float64 model in evaluation mode whose router has random weights, so that tokens differ.
+
+    Random weights alone spread s too evenly for any w to fall below a tau; router_scale makes the
+    router decided.
+    """
+    torch.manual_seed(seed)
+    shape = dict(vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2, block_size=32)
+    settings = shape | dict(num_attention_heads=4, num_key_value_heads=2, ponder_steps=3) | settings
+    settings = {"router_offset": (0.0,) * (settings["ponder_steps"] + 1)} | settings
+    model = kind(Config(**settings))
+    if model.router is not None:
+        torch.nn.init.normal_(model.router.proj.weight, std=router_scale / model.config.hidden_size**0.5)
+    return model.double().eval().to(TEST_DEVICE)
+
+
+class PonderLM2(PonderLM):
+    """PonderLM-2: each token takes all K steps, the last state alone predicts, and no key has a weight."""
+
+    method = "ponderlm2"
+    mask_keys = staticmethod(lambda log_w, tau=None: None)
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.router = None
+
+    def route(self, h, alpha=0.0):
+        s = upcast(h.new_zeros(*h.shape[:-2], self.config.ponder_steps + 1))
+        s[..., -1] = 1
+        return s, torch.zeros_like(s)
+
+
+def read_golden(name, kind=PonderLM2):
+    """A golden file: a model with its weights, its other tensors, and the official config."""
+    with safe_open(GOLDEN / name, "pt") as file:
+        official = json.loads(file.metadata()["config"])
+        tensors = {key: file.get_tensor(key).to(TEST_DEVICE) for key in file.keys()}  # noqa: SIM118
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    shape = {name: official[name] for name in (*names, "rms_norm_eps", "rope_theta")}
+    model = kind(Config(ponder_steps=official["num_latent_thoughts"], **shape))
+    model.eval().to(TEST_DEVICE)
+    model.load_state_dict({k: tensors.pop(k) for k in list(tensors) if k.endswith(".weight")})
+    return model, tensors, official
+
+
+def tokens(T=10, B=1, V=31, seed=0):
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def decode(model, idx, tau=1e-4, alpha=0.0):
+    """Read idx (T,) token by token -> logits (T, V), the steps of each, and the cache."""
+    cache = model.new_cache()
+    pairs = [model.ponder_token(int(token), t, cache, tau, alpha) for t, token in enumerate(idx)]
+    logits, steps = zip(*pairs, strict=True)
+    return torch.stack(logits), [*steps], cache
+
+
+# -- Attention -------------------------------------------------------------------------------------
+
+
+def attention_inputs(H=4, G=4, N=17, d=8, dtype=torch.float64, log_w=(-80.0, 0.0), seed=0):
+    """q, k, v and a key bias in the range log_w, of which gradients can be taken."""
+    g = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, H, N, d, generator=g, dtype=dtype)
+    k, v = (torch.randn(2, G, N, d, generator=g, dtype=dtype) for _ in range(2))
+    low, high = log_w
+    bias = low + (high - low) * torch.rand(2, N, generator=g, dtype=dtype)
+    bias[:, 0] = 0  # the first slot of a sequence is always visible
+    return [x.requires_grad_() for x in (q, k, v, bias)]
+
+
+def outputs_and_gradients(form, leaves):
+    out = form(*leaves)
+    g = torch.Generator().manual_seed(1)
+    weights = torch.randn(out.shape, generator=g, dtype=torch.float64).to(out.dtype)
+    return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+def assert_is_attention(form, leaves, tolerance):
+    """A form of soft-mask attention against the definition: outputs and all gradients."""
+    found, expected = (outputs_and_gradients(function, leaves) for function in (form, eager))
+    for name, a, b in zip(("out", "dq", "dk", "dv", "dlog_w"), found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m)
+
+
+# -- Files -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def full_disk(size):
+    """What stands for it: within it no file grows beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,130 @@
+"""The further forms of attention against the definition, channels in half precision, the choice."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lab_helpers import assert_is_attention, attention_inputs, outputs_and_gradients
+from pretended_cuda import pretended_cuda
+from torch.backends import cuda as flags
+
+from attention import MASKED, SHORT, eager
+from lab.kernels import (
+    attend,
+    attend_to_slots,
+    augment,
+    decoding_kernels,
+    exact,
+    key_channels,
+    query_channels,
+)
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-11), (torch.float32, 5e-5)])
+@pytest.mark.parametrize("G", [4, 2, 1])
+@pytest.mark.parametrize("N,d", [(1, 8), (17, 7), (33, 8), (40, 56), (19, 64)])
+def test_exact_equals_eager(dtype, tolerance, G, N, d):
+    """Catches errors of the channels (scale, unit, padding) or a head group, in outputs and all
+    gradients."""
+    assert_is_attention(exact, attention_inputs(4, G, N, d, dtype), tolerance)
+
+
+# -- One slot of all tokens against several --------------------------------------------------------
+
+
+def to_slots_by_hand(q, k, v, log_w):
+    """Token by token: of every slot, those of the tokens up to t."""
+    (_, H, T, d), n = q.shape, k.size(2) // q.size(2)
+    k, v = (x.repeat_interleave(H // k.size(1), dim=1) for x in (k, v))
+    out = []
+    for t in range(T):
+        seen = [slot * T + j for slot in range(n) for j in range(t + 1)]
+        scores = (k[:, :, seen] @ q[:, :, t, :, None])[..., 0] / math.sqrt(d) + log_w[:, None, seen]
+        out.append((scores.softmax(-1)[:, :, None] @ v[:, :, seen])[:, :, 0])
+    return torch.stack(out, dim=2)
+
+
+def inputs_of_slots(T, n, G=2, d=16):
+    q, k, v, log_w = attention_inputs(4, G, n * T, d, log_w=(-8, 0))
+    return [q.detach()[:, :, :T].requires_grad_(), k, v, log_w]
+
+
+def assert_same(forms, leaves, tolerance):
+    for a, b in zip(*(outputs_and_gradients(form, leaves) for form in forms), strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("G", [4, 2])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("short", [True, False])
+def test_attend_to_slots(short, n, G, monkeypatch):
+    """Catches a slot that is seen too early or without its log w, and mixed-up head groups, in the
+    form for short texts and in the one for long ones."""
+    assert n * 11 <= SHORT
+    monkeypatch.setattr("lab.kernels.SHORT", SHORT if short else 0)
+    assert_same((attend_to_slots, to_slots_by_hand), inputs_of_slots(11, n, G), 1e-11)
+
+
+# -- log w in half precision -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("d", [24, 56, 64, 120, 128])
+@pytest.mark.parametrize("dtype,bits", [(torch.bfloat16, 16), (torch.float16, 20)])
+def test_bias_in_half_precision(d, dtype, bits):
+    """Catches a log w that is rounded to 8 bits, or multiplied by a rounded sqrt(d) (0.2 % at 56):
+    what queries and keys carry makes sqrt(d) log w to 16 bits in bfloat16, 20 in float16 (of which
+    the smallest number is 6e-8)."""
+    log_w = -torch.logspace(-3, 2, 400, dtype=torch.float64)
+    q, k = query_channels(d, dtype).double(), key_channels(log_w, d, dtype).double()
+    torch.testing.assert_close(k @ q / math.sqrt(d), log_w, rtol=2**-bits, atol=1e-7)
+    assert key_channels(log_w, d, dtype).shape == (400, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("d", [8, 24, 56, 128])
+def test_masked_in_half_precision(d, dtype):
+    """Catches a hidden key that overflows (-1e4 sqrt(128) is -1e5, beyond float16), or is seen."""
+    q, k, v, _ = (x.to(dtype) for x in attention_inputs(N=12, d=d, dtype=torch.float32))
+    log_w = torch.zeros(2, 12)
+    log_w[:, 5] = MASKED
+    assert augment(q, k, v, log_w)[1].isfinite().all()
+    seen = exact(q, k, v, log_w)
+    rest = [i for i in range(12) if i != 5]
+    without = exact(q[:, :, rest], k[:, :, rest], v[:, :, rest], log_w[:, rest])
+    torch.testing.assert_close(seen[:, :, rest], without, atol=2e-2, rtol=0)
+    v[:, :, 5] = 1e4  # a weight of 1e-6 would be seen
+    assert (exact(q, k, v, log_w)[:, :, rest] - seen[:, :, rest]).abs().max() == 0
+
+
+def test_decoding_kernels():
+    """Catches decoding that waits for a cuDNN plan at each slot, and training that loses cuDNN."""
+    with decoding_kernels(CUDA):
+        assert not flags.cudnn_sdp_enabled()
+        assert flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled()
+    assert flags.cudnn_sdp_enabled()
+    with decoding_kernels(CPU):
+        assert flags.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    "dtype, masked, shares",
+    [("bfloat16", False, True), ("bfloat16", True, False), ("float32", 0, 0)],
+)
+def test_keys_that_heads_share(dtype, masked, shares, monkeypatch):
+    """Catches N x N scores on CUDA: the only form there that shares keys in float32, or with a
+    mask, has them."""
+    own, asked = F.scaled_dot_product_attention, []
+
+    def watch(*args, enable_gqa, **kwargs):
+        asked.append(enable_gqa)
+        return own(*args, enable_gqa=enable_gqa, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    with pretended_cuda():
+        q, k, v, _ = (x.detach().to("cuda", getattr(torch, dtype)) for x in attention_inputs(G=2))
+        mask = torch.ones(17, 17, dtype=torch.bool, device="cuda").tril() if masked else None
+        found, expected = attend(q, k, v, 8, mask), eager(q, k, v, None)
+    assert asked == [shares] and (found - expected).norm() < 1e-2 * expected.norm()

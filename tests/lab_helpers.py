@@ -1,0 +1,150 @@
+"""What the tests of the lab share: models of each method, golden files, a small training.
+
+What they share with those of the root is in helpers.py, and can be imported from here as well.
+"""
+
+import json
+
+import pytest
+import torch
+from helpers import (  # noqa: F401
+    GOLDEN,
+    ROOT,
+    assert_is_attention,
+    attention_inputs,
+    decode,
+    full_disk,
+    outputs_and_gradients,
+    tokens,
+)
+from placement import DEVICE, TEST_DEVICE
+from safetensors import safe_open
+
+from data import Tokenizer
+from lab.interop.weights import save
+from lab.methods import PonderConfig, build, configure, find, unused_settings
+from train import TrainConfig
+
+LLAMA3 = dict(  # options of backbones/llama3.py that matter within a few tokens
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8.0
+)
+NEOX = dict(backbone="gpt_neox", num_key_value_heads=None)
+
+
+@pytest.fixture(autouse=True)
+def tokens_alone(request, monkeypatch):
+    """On a GPU tests compare tokens and steps: nobody can look at logits within a CUDA graph."""
+    if DEVICE != "cpu" and "logits" in request.fixturenames:
+        request.getfixturevalue("logits")  # which looks at them
+        monkeypatch.undo()
+        monkeypatch.setattr(request.module, "compare", lambda seen: None)
+
+
+def small_model(seed=0, **kwargs):
+    """A float64 model in evaluation mode whose router has random weights, so that tokens differ.
+
+    Random weights alone spread s too evenly for any w to fall below a tau; router_scale makes the
+    router decided. ponder_steps=0 is the method vanilla.
+    """
+    torch.manual_seed(seed)
+    scale = kwargs.pop("router_scale", 5.0)
+    method = kwargs.pop("method", "ponderlm3")
+    method = "vanilla" if kwargs.get("ponder_steps") == 0 else method
+    shape = PonderConfig(
+        vocab_size=31,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        block_size=32,
+    )
+    config = configure(shape, method, **kwargs)
+    if config.router_offset is None and "router_offset" not in unused_settings(find(method)):
+        config.router_offset = (0.0,) * (config.ponder_steps + 1)
+    model = build(config)
+    if model.feedback:
+        torch.nn.init.normal_(model.feedback.weight, std=1.5)
+    if model.has_router:
+        for weight in (p for p in model.router.parameters() if p.dim() == 2):
+            torch.nn.init.normal_(weight, std=scale / config.hidden_size**0.5)
+    return model.double().eval().to(TEST_DEVICE)
+
+
+@pytest.fixture
+def golden():
+    """Read one golden file: its tensors, and a model with its weights."""
+
+    def read(name, method="ponderlm2"):
+        with safe_open(GOLDEN / name, "pt") as file:
+            official = json.loads(file.metadata()["config"])
+            tensors = {key: file.get_tensor(key).to(TEST_DEVICE) for key in file.keys()}  # noqa: SIM118
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        names += ("num_attention_heads", "rms_norm_eps", "rope_theta")
+        shape = {field: official[field] for field in names}
+        K = official["num_latent_thoughts"]
+        model = build(configure(PonderConfig(), method, ponder_steps=K, **shape))
+        model.eval().to(TEST_DEVICE)
+        model.load_state_dict({k: tensors.pop(k) for k in list(tensors) if k.endswith(".weight")})
+        return model, tensors, official
+
+    return read
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A training of a second, in an empty directory; its model is `shape`."""
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
+    return TrainConfig(
+        preset="tiny",
+        data=str(text),
+        out=str(tmp_path / "out"),
+        steps=30,
+        batch_size=8,
+        learning_rate=1e-2,
+        log_every=5,
+        eval_every=10,
+        eval_windows=8,
+        device="cpu",
+        precision="float32",
+    )
+
+
+@pytest.fixture
+def shape():
+    """Of the model of `config`."""
+    return PonderConfig(257, 32, 64, 1, 2, head_dim=16, block_size=16, ponder_steps=2)
+
+
+def same_weights(a, b):
+    """Whether two models have the same tensors under the same names, bit for bit."""
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def save_for_bytes(model, folder):
+    """Save a model of bytes with its tokenizer. -> the directory"""
+    save(model.float(), folder)
+    Tokenizer.bytes().save(folder / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory):
+    """A directory of a model with a window of 16 bytes, whose texts end now and then."""
+    model = small_model(seed=2, vocab_size=257, block_size=16)
+    with torch.no_grad():
+        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
+    return str(save_for_bytes(model, tmp_path_factory.mktemp("bytes") / "run"))
+
+
+def records(frame):
+    """The rows of a frame as dicts, None for nothing."""
+    frame = frame.astype(object)
+    return frame.where(frame.notna(), None).to_dict("records")
+
+
+def flags(runs):
+    return tuple(map(str, runs))
