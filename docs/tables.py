@@ -8,8 +8,8 @@ A comment above a table says what it shows, as JSON:
                 "columns": {"loss": "loss .4f ±", "minus no thinking": "loss +.4f - no thinking"}} -->
 
 rows       {title: {column: value}}: the rows of the file that are its seeds
-columns    {title: "COLUMN FORMAT"}: their mean; with ± the standard deviation over seeds, too; with - TITLE the mean
-           difference to the row of that title, by pairs of seeds, and its 95 % interval
+columns    {title: "COLUMN FORMAT"}: their mean; with ± the standard deviation over seeds, too; with - TITLE
+           the mean difference to the row of that title, by pairs of seeds, and its 95 % interval
 
 A table of numbers without such a comment has one that says where they are from: <!-- by hand: .. -->.
 """
@@ -24,7 +24,7 @@ from data import write_whole
 from lab.intervals import interval
 
 ROOT = Path(__file__).parents[1]
-TABLE = re.compile(r"<!-- table (\{.*?\}) -->\n\n(?:\|.*\n)*", re.DOTALL)
+TABLE = re.compile(r"<!-- table (\{.*?\}) -->\n\n(?:\|[^\n]*\n)*", re.DOTALL)
 
 
 def pages():

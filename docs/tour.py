@@ -79,7 +79,10 @@ def passes(model, idx, number):
     e = model.embed(idx)
     latents, bias = e[:, :, None][:, :, :0], None  # nothing to feed back yet
     for _ in range(number):
-        h = model.jacobi_pass(e, latents, bias)
+        x = torch.cat([e[:, :, None], latents], dim=2)  # (1, T, slots, D)
+        positions = torch.arange(T).repeat_interleave(x.size(2))
+        log_w = None if bias is None else bias[..., : x.size(2)].flatten(1)
+        h = model.transform(x.flatten(1, 2), positions, log_w).view_as(x)
         yield h
         _, log_w = model.route(h)
         latents, bias = model.feed_back(h[:, :, :K], e[:, :, None]), model.mask_keys(log_w)

@@ -242,12 +242,12 @@ def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, *
     if device.type == "cuda":
         ways["all steps, no graphs"] = Engine(model, B, tau=0, graphs=False, **engine)
 
-    def one_by_one():
-        for prompt in prompts:
-            list(sample.stream(model, prompt, new_tokens, tau=0, seed=0))
-
     runs = {name: lambda e=e: e.generate(prompts, new_tokens, seed=0) for name, e in ways.items()}
-    seconds, _, _ = measure(runs | {"all steps, sample.py": one_by_one}, repeats, device)
+    if B == 1:
+        runs["all steps, sample.py"] = lambda: list(
+            sample.stream(model, prompts[0], new_tokens, tau=0.0, seed=0)
+        )
+    seconds, _, _ = measure(runs, repeats, device)
     rows, K = [], model.config.ponder_steps
     for name, time_ in seconds.items():
         row = {
@@ -311,7 +311,7 @@ class Decoding(Options):
 
 
 def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
-    """Early exit against all steps and sample.py; a model of the shape without thinking against transformers."""
+    """Early exit against all steps and sample.py; a Llama of the shape against transformers."""
     device, directory = pick_device(o.device), find_model(o.run)
     model, dtype = load(directory).to(device), getattr(torch, o.precision)
     if not (serves(model) and model.has_router):

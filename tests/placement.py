@@ -24,14 +24,13 @@ if DEVICE != "cuda":
 TEST_DEVICE = torch.device("cpu" if DEVICE == "cpu" else "cuda")
 EQUIVALENCE = {f"root/test_{name}.py" for name in ("attention", "golden", "model", "router")}
 EQUIVALENCE |= {"lab/test_kernels.py", "methods/test_grid.py", "methods/test_equivalence.py"}
-EQUIVALENCE |= {"engine/test_batching.py", "engine/test_states.py"}
+EQUIVALENCE |= {"engine/test_batching.py", "engine/test_states.py", "engine/test_ways.py"}
 # Tests in these files that make modules of their own, that are about files, other devices or the
 # compiler, or that count what runs: on a GPU more does, so that nobody has to wait.
 ON_CPU = {"test_initialisation", "test_k0_is_llama", "test_tolerance_by_type"}
 ON_CPU |= {"test_files", "test_damaged_files"}
-ON_CPU |= {"test_what_cannot_be_compiled", "test_compiled", "test_frozen"}
+ON_CPU |= {"test_what_cannot_be", "test_compiled", "test_frozen"}
 ON_CPU |= {"test_bfloat16", "test_bias_in_half_precision", "test_nobody_waits"}
-ON_CPU |= {"test_flex_equals_eager", "test_flex_to_slots", "test_flex_is_compiled_once_a_length"}
 ON_CPU |= {"test_alpha_shifts_and_a_scalar_would_not", "test_router_start"}
 ON_CPU |= {"test_router_keeps_float32_under_autocast", "test_decoding_kernels"}
 ON_CPU |= {"test_steps_that_fall_and_rise", "test_keys_that_heads_share", "test_many_short_prompts"}

@@ -154,7 +154,7 @@ def by_run(runs, measure, one_text=True):
     for name, group in named(runs).items():
         for run in progress(group, desc=name, leave=False):
             who = {"method": name, "K": run.shape.ponder_steps, "seed": run.config.seed}
-            rows = pd.DataFrame(measure(run))
+            rows = pd.DataFrame(measure(run)).reset_index(drop=True)
             found.append(pd.DataFrame(who, index=rows.index).join(rows))
     return pd.concat(found, ignore_index=True)
 

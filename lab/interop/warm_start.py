@@ -81,26 +81,18 @@ def start_from(directory, config):
         UserError: as read_config; or a model of another method or shape.
     """
     base = load(locate(directory))
-    if base.config.method not in ("vanilla", config.method):
-        raise UserError(
-            f"{directory} is a {base.config.method} and can only go on as that: --method "
-            f"{base.config.method}; a model without pondering can become a {config.method}"
-        )
+    had, K, T = base.config, base.config.ponder_steps, base.config.block_size
+    if had.method not in ("vanilla", config.method):
+        raise UserError(f"{directory} is a {had.method} and can only go on as that: --method {had.method}")
     for name in BACKBONE:
         what = "scale" if name == "embed_scale" else name
-        ours, theirs = getattr(config, what), getattr(base.config, what)
+        ours, theirs = getattr(config, what), getattr(had, what)
         if ours != theirs:
             raise UserError(f"{name} = {ours}: {directory} has {theirs}; leave it as it is")
-    if config.ponder_steps < (K := base.config.ponder_steps):
-        raise UserError(
-            f"ponder_steps = {config.ponder_steps}: {directory} takes {K}, which can become more, not "
-            "fewer; leave it as it is"
-        )
-    if config.block_size > base.config.block_size:
-        raise UserError(
-            f"block_size = {config.block_size}: {directory} was trained on windows of "
-            f"{base.config.block_size} tokens"
-        )
+    if config.ponder_steps < K:
+        raise UserError(f"ponder_steps = {config.ponder_steps}: {directory} takes {K}, which can only grow")
+    if config.block_size > T:
+        raise UserError(f"block_size = {config.block_size}: {directory} was trained on windows of {T} tokens")
     return carried_over(base, config)
 
 

@@ -19,8 +19,10 @@ understood is refused by name: a misread model would talk nonsense.
 import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field, TypeAdapter
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -34,6 +36,9 @@ from sample import INCLUDED
 FOR_TRANSFORMERS = "ponderlm"  # model_type where export.py has put our form into config.json
 PUZZLES = INCLUDED.parent / "lookup"  # another model that comes with the code
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Of each tensor the file that holds it, which is beside the index.
+File = Annotated[str, Field(pattern=r"^[^/\\]+\.safetensors$")]
+PLACES = TypeAdapter(Annotated[dict[str, File], Field(min_length=1)])
 
 # -- Places ----------------------------------------------------------------------------------------
 
@@ -275,19 +280,15 @@ def shards(directory):
     """The files of a model and the names of the tensors in each, as {file: names or None for all}.
 
     Raises:
-        UserError: the index is damaged.
+        UserError: the index is damaged, or names what is no safetensors file beside it.
     """
-    directory = Path(directory)
+    directory, found = Path(directory), {}
     if (directory / SINGLE).is_file():
         return {directory / SINGLE: None}
-    places = read_json(directory / INDEX).get("weight_map")
-    if not places or not isinstance(places, dict):
-        raise UserError(f"{directory / INDEX} has no weight_map")
-    found = {}
-    for tensor, name in places.items():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith("safetensors"):
-            raise UserError(f"{directory / INDEX}: {name!r} is not a safetensors file beside it")
-        found.setdefault(directory / name, []).append(tensor)
+    content = read_json(directory / INDEX)
+    with reading(directory / INDEX):
+        for tensor, name in PLACES.validate_python(content["weight_map"]).items():
+            found.setdefault(directory / name, []).append(tensor)
     return found
 
 

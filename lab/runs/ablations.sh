@@ -24,5 +24,5 @@ for seed in ${SEEDS:-0 1 2}; do
 done
 
 if [ -z "${SEEDS:-}" ]; then
-  "${PYTHON:-python}" -m lab analyze choose --runs "$RUNS"/*-[0-9] --out out/ablations
+  "${PYTHON:-python}" -m lab analyze compare --choose 256 --runs "$RUNS"/*-[0-9] --out out/ablations
 fi

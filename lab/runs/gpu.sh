@@ -17,7 +17,7 @@ python=${PYTHON:-python} out=${OUT:-out/gpu} data=${DATA:-pysource} text=pydocs
 device=(--device cuda) test_device=cuda
 tests=(tests/root tests/lab/test_kernels.py tests/engine tests/methods -n 4)
 presets="small 70m 410m"
-toy_training=() toy_evaluation=() toy_attention=() toy_step=() toy_decoding=()
+toy_training=() toy_evaluation=() toy_attention=() toy_step=(--compile) toy_decoding=()
 if [ -n "${TRY:-}" ]; then
   data=docs/tour.md text=docs/tour.md presets=tiny
   device=(--device cpu) test_device=pretended
@@ -25,7 +25,7 @@ if [ -n "${TRY:-}" ]; then
   toy_training=(--preset tiny --steps 4 --batch-size 2 --block-size 64 --eval-windows 2)
   toy_evaluation=(--windows 3)
   toy_attention=(--lengths 64 --widths 56 --repeats 1)
-  toy_step=(--windows 1 --R 1 --repeats 1 --no-compile)
+  toy_step=(--windows 1 --R 1 --repeats 1)
   toy_decoding=(--batch-sizes 1 --prompts 8 --new-tokens 4 --repeats 1)
 fi
 
@@ -34,7 +34,7 @@ train_and_score() { # name, flags
   "$python" -m lab evaluate --run "$out/$1-0" --windows 300 "${device[@]}" "${toy_evaluation[@]}"
 }
 decode() { # run, the text that it was trained on
-  "$python" -m lab bench decode --run "$1" --data "$2" --precision bfloat16 --prompts 512 --repeats 2 "${device[@]}" "${toy_decoding[@]}"
+  "$python" -m lab bench decoding --run "$1" --data "$2" --precision bfloat16 --prompts 512 --repeats 2 "${device[@]}" "${toy_decoding[@]}"
 }
 
 for part in "${@:?which part: a, b, c or d}"; do
@@ -44,7 +44,7 @@ for part in "${@:?which part: a, b, c or d}"; do
        for K in 1 3; do train_and_score grid-$K --method grid --ponder-steps $K; done ;;
     c) "$python" -m lab bench attention --repeats 3 "${device[@]}" "${toy_attention[@]}"
        for preset in $presets; do
-         "$python" -m lab bench train --preset "$preset" --compile --repeats 3 "${device[@]}" "${toy_step[@]}"
+         "$python" -m lab bench step --preset "$preset" --repeats 3 "${device[@]}" "${toy_step[@]}"
        done ;;
     d) decode "$out/ponderlm3-0" "$data"
        [ -n "${MODEL:-}" ] || continue

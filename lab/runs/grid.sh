@@ -16,7 +16,7 @@ grid() { train "$1" grid-"$2" --method grid --ponder-steps "$2" --steps "$3" "${
 
 pairs() { [ -n "${SEEDS:-}" ] || [ "$seed" -lt "$1" ]; }
 
-for part in ${PARTS:-slots half text short}; do
+for part in ${PARTS:-slots half text}; do
   for seed in ${SEEDS:-0 1 2 3 4}; do
     case $part in
       slots) # as many as 1000 steps of PonderLM-3 with K = 3 run: 14 for each token that they read
@@ -41,19 +41,13 @@ for part in ${PARTS:-slots half text short}; do
         pairs 3 || continue
         train text ouro-3 --method ouro
         ;;
-      short) # a million bytes of Shakespeare, read 7 times by vanilla
-        pairs 3 || continue
-        train short vanilla --method vanilla --steps 14000 --data "${SHAKESPEARE:-shakespeare}"
-        grid short 1 7000 --data "${SHAKESPEARE:-shakespeare}"
-        ;;
     esac
   done
 done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
-  analyze() { "${PYTHON:-python}" -m lab analyze budget --runs "${@:2}" --out "out/analyze/$1"; }
+  analyze() { "${PYTHON:-python}" -m lab analyze compare --over slots --runs "${@:2}" --out "out/analyze/$1"; }
   analyze slots out/slots/* out/text/ponderlm3-3-[012]
   analyze half out/half/* out/slots/grid-1-*
-  analyze text out/text/* --reference ponderlm3
-  analyze short out/short/*
+  analyze text out/text/*
 fi

@@ -24,5 +24,5 @@ for seed in ${SEEDS:-1 2 3 4 5}; do
 done
 
 if [ -z "${SEEDS:-}" ]; then
-  "${PYTHON:-python}" -m lab analyze pareto --runs $out/*-[0-9] --taus 0.1 --out $out/report
+  "${PYTHON:-python}" -m lab analyze compare --runs $out/*-[0-9] --taus 0.1 --out $out/report
 fi

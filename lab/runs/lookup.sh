@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 . lab/runs/once.sh
 
-OUT=out/lookup
+OUT=out/lookup ROUTER_RATE=3
 
 task() { # folder, lines, seed, flags
   [ -f "data/$1/meta.json" ] ||
@@ -60,7 +60,7 @@ done
 
 if [ -z "${RUNS:-}${SEEDS:-}" ]; then
   asked() { "${PYTHON:-python}" -m lab analyze lookup --data "data/$1-all" --tau "$2" --runs "${@:3}"; }
-  asked lookup 0.1 $OUT/grown-K[13]-? $OUT/grown-?
+  asked lookup 1e-4 $OUT/grown-K[13]-? $OUT/grown-?
   asked lookup 0.1 $OUT/{grown-K3,fixed,looped,once,vanilla}-? --out out/analyze/rivals
   asked long 0 $OUT/grown-long-? --most 5 7 9 11 --out out/analyze/long
 fi

@@ -19,7 +19,8 @@ if [ -n "${TRY:-}" ]; then
   exit
 fi
 
-"$PYTHON" -m lab corpus stream pile --tokens "${TOKENS[$SIZE]}" --folder data/pile
+[ -d data/pile ] || "$PYTHON" -m lab corpus prepare monology/pile-uncopyrighted --tokenizer gpt2 \
+  --tokens "${TOKENS[$SIZE]}" --to data/pile
 for method in ${METHODS:-ponderlm3 ponderlm2 looped vanilla}; do
   run=$RUNS/$method
   if [ ! -f "$run/results.json" ]; then

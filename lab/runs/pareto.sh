@@ -40,5 +40,5 @@ for seed in ${SEEDS:-0 1 2}; do
 done
 
 if [ -z "${SEEDS:-}" ]; then
-  "${PYTHON:-python}" -m lab analyze pareto --runs "$RUNS"/*-[0-9] --taus 0.01 0.1
+  "${PYTHON:-python}" -m lab analyze compare --runs "$RUNS"/*-[0-9] --taus 0.01 0.1
 fi

@@ -38,3 +38,9 @@ for part in ${PARTS:-grid jacobi rates}; do
     esac
   done
 done
+
+if [ -z "${PARTS:-}${SEEDS:-}" ]; then
+  for part in grid jacobi; do
+    "${PYTHON:-python}" -m lab analyze compare --runs out/pays/$part/*-[0-9] --out out/analyze/pays-$part
+  done
+fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What does a step have to cost, and from when on? `tiny` by Jacobi iteration, 1,000 steps: the form of the price
 # (executed; half of it on probability; probability), its size, the router's rate, where the router starts.
-#     bash lab/runs/price.sh          PARTS="tiny small", SEEDS=1 or both: these runs, no table
+#     bash lab/runs/price.sh          SEEDS=1: these runs, no table
 # What is finished is skipped. On one core of an EPYC with AVX-512 a run takes 2 minutes.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -38,3 +38,7 @@ for part in ${PARTS:-tiny}; do
     esac
   done
 done
+
+if [ -z "${PARTS:-}${SEEDS:-}" ]; then
+  "${PYTHON:-python}" -m lab analyze compare --runs out/price/tiny/*-[0-9] --out out/analyze/price
+fi

@@ -146,9 +146,7 @@ def test_what_is_left_out(capsys):
         (texts / name).write_bytes(content)
     prepare(Options("texts", Path("out")))
     said = capsys.readouterr().out
-    assert (
-        "note: 4 of texts hold no text, left out: texts/data.json, texts/image.png" in said
-    )
+    assert "note: 4 of texts hold no text, left out: texts/data.json, texts/image.png" in said
     assert "note: 2 of texts are hidden, left out: texts/.DS_Store, texts/.copies" in said
     assert sorted(found_in("out")) == sorted(text + b"\0" for text in TEXTS)
     write_rows(Path("rows/a.jsonl"), [None, b" ", *TEXTS, b"a\0b"])

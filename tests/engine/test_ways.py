@@ -10,7 +10,7 @@ from placement import TEST_DEVICE
 import model as root
 import sample
 from lab.engine.batching import Engine
-from lab.engine.request import choose_finite
+from lab.engine.request import choose
 from lab.interop.weights import INCLUDED, load
 from lab.methods import PonderConfig, PonderLM3
 
@@ -42,7 +42,7 @@ def by_engine(model, prompt, n, monkeypatch, tau, alpha, **how):
 
     def watch(logits, *args):
         seen.append(logits[0])
-        return choose_finite(logits, *args)
+        return choose(logits, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr("lab.engine.batching.choose_finite", watch)
@@ -76,4 +76,5 @@ def test_same(name, tau, monkeypatch):
     for way in (dict(prefill="jacobi"), dict(prefill="sequential")):
         found = by_engine(theirs, prompt, n, monkeypatch, **how, **way)
         assert found[:2] == (tokens, read)
-        torch.testing.assert_close(found[2], logits, atol=1e-4, rtol=0)
+        if TEST_DEVICE.type == "cpu":  # nobody can look at logits within a CUDA graph
+            torch.testing.assert_close(found[2], logits, atol=1e-4, rtol=0)

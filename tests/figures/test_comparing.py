@@ -105,7 +105,7 @@ def test_differences_by_pair(make_run):
     cells = comparison_table(frame, "PonderLM-2").set_index("method")
     within = 4.303 * math.sqrt(0.07 / 3)
     assert cells.loc["LoopedLM"].iloc[-1] == f"-0.3000 ± {within:.4f}" and cells.loc["Pause"].iloc[-1] == "-"
-    with pytest.raises(UserError, match="--against 'PonderLM-4' is none of 'PonderLM-2'"):
+    with pytest.raises(UserError, match="--against 'PonderLM-4' is none of"):
         differences(frame, "PonderLM-4")
 
 

@@ -285,9 +285,9 @@ REFUSED = {  # what is made: what becomes of it, and the words of the refusal
         (in_tensors(lambda t: t.update({"lm_head.weight": t.pop(TABLE)})), TABLE)
     ],
     partial(make_llama, shard="10KB"): [
-        (in_index(lambda places: {}), "weight_map"),
+        (in_index(lambda places: {}), interop.INDEX),
         (in_index(lambda places: places | {NORM: "other.safetensors"}), "other.safetensors"),
-        (in_index(lambda places: places | {NORM: "../../model.safetensors"}), "beside it"),
+        (in_index(lambda places: places | {NORM: "../../model.safetensors"}), f"{interop.INDEX}.*{NORM}"),
     ],
     make_ours: [
         (dict(method=None), "config.json.*method"),

@@ -117,6 +117,7 @@ def test_command_line_of_a_process():
     file behind."""
     script = (
         f"import os, signal, sys; sys.path.insert(0, {str(ROOT)!r}); from data import *\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup lets be ignored
         "def main():\n"
         "    for number in (signal.SIGTERM, signal.SIGHUP):\n"
         "        try: write_whole('x', lambda part: (part.touch(), os.kill(os.getpid(), number)))\n"

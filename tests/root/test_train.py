@@ -49,6 +49,17 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture(autouse=True, scope="module")
+def signals():
+    """The usual ones, also where a script or nohup started these tests and lets some be ignored."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    usual |= {signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def go(flags="", **doors):
     """A training of a second by the flags of TINY and these, or with --resume by these alone."""
     flags = flags if "--resume" in flags else f"{TINY} {flags}"

@@ -1,0 +1,169 @@
+"""`python -m lab bench`: what it measures against what, and what it refuses before it measures."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from lab_helpers import small_model
+from pydantic import ValidationError
+
+import train as train_script
+from data import Tokenizer, UserError
+from lab import bench
+from lab.engine.batching import Engine
+from lab.interop.weights import save
+from model import Llama
+from train import PRESETS, objective
+
+CPU = torch.device("cpu")
+
+
+def test_measure(monkeypatch):
+    """Catches things that do not take turns, a mean in place of a median, one that fails and takes all with
+    it or disappears without a reason, and a peak that counts what was there before, or of another run."""
+    order, waits = [], iter([0, 0, 0.3] + 10 * [0])
+
+    def slow_once():
+        order.append("b")
+        time.sleep(next(waits, 0))
+
+    def fails():
+        raise RuntimeError("too large\nby far")
+
+    runs = {"a": lambda: order.append("a"), "b": slow_once, "c": fails}
+    seconds, memory, refused = bench.measure(runs, 3, CPU)
+    assert seconds.keys() == {"a", "b"} and seconds["b"] < 0.05 and memory == {"a": None, "b": None}
+    assert refused == {"c": "too large by far"}
+    turns = "".join(order)[2:]  # the first calls load what is needed
+    assert turns == 3 * turns[: len(turns) // 3]
+
+    now = dict(allocated=2**30, peak=2**40)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda: now["allocated"])
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: now["peak"])
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: now.update(peak=now["allocated"]))
+    grow = lambda: now.update(peak=now["allocated"] + 2**23)  # noqa: E731
+    assert bench.measure({"a": grow, "b": lambda: None}, 1, torch.device("cuda"))[1] == {"a": 8, "b": 0}
+
+
+def test_attention(tmp_path, capsys, monkeypatch):
+    """Catches a command that crashes, ratios to something else than plain attention, and forms that have no
+    mask, or a size that is too large for them."""
+    seen, form = [], bench.BACKENDS["sdpa"]
+
+    def watch(q, k, v, log_w):
+        seen.append(log_w is not None)
+        return form(q, k, v, log_w)
+
+    monkeypatch.setitem(bench.BACKENDS, "sdpa", watch)
+    monkeypatch.setitem(bench.SHORT, "eager", 32)
+    bench.attention(bench.Attention(lengths=(32, 64), widths=(8,), repeats=1, device="cpu", out=tmp_path))
+    rows = json.loads((tmp_path / "attention-cpu.json").read_text())["rows"]
+    assert [(row["backend"], row["N"]) for row in rows] == [
+        *((name, 32) for name in ("plain", "sdpa", "exact", "eager")),
+        *((name, 64) for name in ("plain", "sdpa", "exact")),
+    ]
+    assert all(seen) and seen
+    for row in rows:
+        plain = next(x["milliseconds"] for x in rows if (x["backend"], x["N"]) == ("plain", row["N"]))
+        assert row["time_ratio"] == pytest.approx(row["milliseconds"] / plain)
+    assert "time_ratio" in capsys.readouterr().out
+
+
+def test_step(tmp_path, monkeypatch):
+    """Catches a command that crashes, ratios to something else than the plain step, and a compiled step that
+    is not compiled."""
+    compiled = []
+    monkeypatch.setattr("torch.compile", lambda form, **how: compiled.append(how) or form)
+    bench.step(bench.Step(preset="tiny", windows=1, R=0, repeats=1, compile=True, device="cpu", out=tmp_path))
+    assert compiled == [{"dynamic": False}] * 2 * PRESETS["tiny"][1].num_hidden_layers
+    rows = json.loads((tmp_path / "train-tiny-cpu.json").read_text())["rows"]
+    assert [row["case"] for row in rows[:2]] == ["plain", "PonderLM-3"] and len(rows) == 5
+    for row in rows:
+        assert row["time_ratio"] == pytest.approx(row["seconds"] / rows[0]["seconds"])
+
+
+@pytest.mark.parametrize("K, R", [(1, 2), (2, 1), (3, 0)])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_a_step_runs(K, R, recompute, monkeypatch):
+    """Catches a step that is not that of train.py, or runs without its flag; and a plain one with other slots
+    or without a backward pass."""
+    shape, seen = replace(PRESETS["tiny"][1], block_size=8, ponder_steps=K), {True: [], False: []}
+    made, forward, backward, gradients = [], Llama.forward, torch.Tensor.backward, []
+
+    def watch(model, *inputs):
+        made.append(model)
+        return objective(model, *inputs)
+
+    for plain, slots in seen.items():
+        run = bench.step_run(shape, 1, R, CPU, torch.float32, plain=plain, recompute=recompute)
+        note = lambda llama, x, *rest, slots=slots: slots.append(x.size(1)) or forward(llama, x, *rest)  # noqa: E731
+        with monkeypatch.context() as patch:
+            patch.setattr(bench, "objective", watch)
+            patch.setattr(Llama, "forward", note)
+            patch.setattr("torch.Tensor.backward", lambda *x: gradients.append(x) or backward(*x))
+            run()
+        if not (recompute and not plain):  # which runs each pass once more
+            assert slots == [8 * n for n in bench.slots_of_passes(K, R)]
+    assert len(gradients) == len(bench.slots_of_passes(K, R)) + 1
+    (model,) = made
+    assert model.recompute == recompute and bench.objective is train_script.objective
+
+
+# -- Decoding --------------------------------------------------------------------------------------
+
+
+def test_llama_beside_a_ponderlm():
+    """Catches settings of PonderLM-3 that keep a Llama of its shape away, and another shape."""
+    model = small_model(penalty_weight=0.0, reread=True)
+    theirs, ours = bench.llama(model.config)
+    idx = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(idx).logits, theirs(idx).logits, atol=1e-5, rtol=0)
+    assert ours.config.hidden_size == model.config.hidden_size and ours.config.method == "vanilla"
+
+
+def test_rows():
+    """Catches a measurement that counts other slots than were run, or has other tokens than transformers."""
+    model, alphas, how = small_model(seed=2, block_size=64).float(), (0.0, -4.0), dict(dtype=torch.float32)
+    texts = bench.prompts_of(torch.arange(200) % 31, 2, 5)
+    *_, loop = bench.exit_rows(model, texts[:1], 4, 0.3, alphas, 1, **how)
+    assert loop["way"] == "all steps, sample.py" and loop["time_ratio"] > 0
+    always, full, less = bench.exit_rows(model, texts, 4, 0.3, alphas, 1, **how)
+    assert always["time_ratio"] == 1
+    assert 0 < less["slot_ratio"] < full["slot_ratio"] < 1
+    for row, alpha in zip((full, less), alphas, strict=True):
+        engine = Engine(model, 2, tau=0.3, alpha=alpha, prefill="sequential")
+        engine.generate(texts, 4, seed=0)
+        read = 2 * (5 + 4 - 1)  # tokens; the last one that is chosen is not read
+        assert engine.stats.slots == pytest.approx((1 + row["steps"]) * read)
+        assert row["slot_ratio"] == pytest.approx((1 + row["steps"]) / 4)
+        seconds = 8 / row["tokens_per_second"]
+        assert row["time_ratio"] == pytest.approx(seconds / (8 / always["tokens_per_second"]))
+    both = bench.llama(model.config)
+    (other,) = bench.other_rows(both, texts, 4, 1, **how)
+    assert other["ratio"] == pytest.approx(
+        other["ours_tokens_per_second"] / other["theirs_tokens_per_second"]
+    )
+    theirs = both[0].generate(torch.tensor(texts), do_sample=False, max_new_tokens=4, pad_token_id=0)
+    ours = Engine(both[1], 2).generate(texts, 4, temperature=0.0)
+    assert [sample.tokens for sample in ours] == theirs[:, 5:].tolist()
+
+
+@pytest.mark.parametrize(
+    "method, options, wrong",
+    [
+        ("ponderlm3", dict(prompts=(-3,)), "prompts"),
+        ("ponderlm3", dict(batch_sizes=()), "batch_sizes"),
+        ("ponderlm3", dict(alphas=(float("nan"),)), "alpha"),
+        ("ponderlm3", dict(tau=2.0), "tau"),
+        ("ponderlm2", {}, "of method ponderlm2: give a PonderLM-3"),
+    ],
+)
+def test_refusals(method, options, wrong, tmp_path):
+    """Catches a measurement that breaks off after minutes, or sweeps a router that is not there."""
+    save(small_model(method=method, vocab_size=257).float(), tmp_path)
+    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    with pytest.raises((UserError, ValidationError), match=wrong):
+        bench.decoding(bench.Decoding(run=str(tmp_path), device="cpu", **options))
