@@ -142,7 +142,8 @@ def pick_device(name="auto"):
 def command_line(main):
     """Run a command: an error that the user can mend is one line, and no stack trace."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show is spelled out
+        if hasattr(stream, "reconfigure"):  # a notebook's has it not
+            stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show is spelled out
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: files that are half written are removed
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
