@@ -109,6 +109,8 @@ def write_whole(file, write):
     try:
         write(part)
         os.replace(part, file)
+    except BrokenPipeError:  # of what is printed meanwhile
+        raise
     except (OSError, RuntimeError, SafetensorError) as error:  # torch has no class for a full disk
         raise UserError(f"cannot write {file}: {one_line(error)}") from None
     finally:
@@ -121,10 +123,12 @@ def write_json(file, content):
 
 def newest_run(out="out"):
     """The run whose weights are the newest, out/<name>. UserError: there is none."""
-    runs = sorted(Path(out).glob("*/model.safetensors"), key=lambda file: file.stat().st_mtime)
+    with reading(out):
+        places = list(Path(out).iterdir()) if Path(out).exists() else []
+        runs = [run for run in places if (run / "model.safetensors").exists()]
     if not runs:
         raise UserError(f"there is no trained model in {out}/ yet: python train.py trains one")
-    return runs[-1].parent
+    return max(runs, key=lambda run: (run / "model.safetensors").stat().st_mtime)
 
 
 def pick_device(name="auto"):

@@ -5,7 +5,7 @@ sample     as sample.py for many sequences at once, and for any method
 analyze    figures and pages beyond the paper's
 evaluate   perplexity and bits per byte of texts; two models compared
 bench      speed and memory, as ratios
-convert    weights: what a directory holds; ours, Hugging Face's, llama.cpp's
+convert    weights: what a directory holds; ours, Hugging Face's
 corpus     prepare texts: JSON lines, large streams, the lookup task
 worth      what thinking is worth where the answer is known: a table
 puzzle     a model solves puzzles, a lookup a step

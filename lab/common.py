@@ -5,13 +5,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import pydantic
 import torch
 from pydantic import Field
 from tqdm import tqdm
 
 import data
-from data import UserError, reading, write_whole
+from data import UserError
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Given = Annotated[str, Field(min_length=1)]
@@ -20,17 +19,6 @@ progress = partial(tqdm, disable=None)  # a bar, where stderr is a terminal
 
 
 # -- Files -----------------------------------------------------------------------------------------
-
-
-def write_bytes(file, content):
-    """Replace a file by new content, or leave it as it was."""
-    write_whole(file, lambda part: part.write_bytes(content))
-
-
-def read_json(file, kind=dict, way_out=""):
-    """As data.read_json, of a `kind` that pydantic knows. UserError: with a way out."""
-    with reading(file, way_out):
-        return pydantic.TypeAdapter(kind).validate_python(data.read_json(file), strict=True)
 
 
 def settings_of(run):

@@ -20,7 +20,7 @@ from data import UserError, command_line, newest_run, pick_device
 from lab.common import settings_of
 from lab.corpora.preparation import open_corpus
 from lab.interop.warm_start import FEEDBACK_RATE, check_ids, start_defaults, start_from
-from lab.interop.weights import locate, parse_config
+from lab.interop.weights import as_root, locate, parse_config
 from lab.methods import build, check_settings, configure, find
 from model import settings
 from train import PRESETS, TrainConfig, refuse_changes
@@ -135,6 +135,7 @@ def make_model(config, shape):
     """The model of a training: new, or begun from another one."""
     begun = config.resume and Path(config.out, config.name, "trainer.pt").exists()
     model = start_from(config.init_from, shape) if config.init_from and not begun else build(shape)
+    model = as_root(model)  # sample.py reads what it can
     if config.learning_rate:
         model.feedback_rate = FEEDBACK_RATE / config.learning_rate
     return model

@@ -11,7 +11,7 @@ from lab_helpers import ROOT
 
 SCRIPTS = {"attention", "router", "model", "data", "train", "sample", "analyze"}
 # Packages of lab/requirements.txt and others that no import of a file may need.
-OPTIONAL = ["datasets", "tokenizers", "huggingface_hub", "transformers", "gguf", "lm_eval"]
+OPTIONAL = ["datasets", "tokenizers", "huggingface_hub", "transformers", "lm_eval"]
 OPTIONAL += ["flash_attn", "ctranslate2"]
 
 

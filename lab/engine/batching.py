@@ -139,6 +139,7 @@ class Engine:
         self.passes = (
             Compiled(self.rows) if compile else Graphs(self.rows, graphs) if self.few_shapes else self.rows
         )
+        self.most = self.places(model.config.block_size)
         self.running = []  # Sequence number i runs in row i
         self.stats = Stats()
 
@@ -303,14 +304,15 @@ class Engine:
     def launch(self, choice):
         """One pass: every running sequence by one slot. -> its result, and whose it is"""
         A, places = len(self.running), max(q.length for q in self.running) + 1
-        if places > self.places(self.model.config.block_size) + self.ahead:
+        if places > self.most + self.ahead:
             raise RuntimeError("a bug: a row stands still, and its sequence does not end")
         if self.few_shapes:
             A = min(rounded(A), self.batch_size)
             places = min(max(rounded(places), self.cache.block), self.cache.layers[0].size(2))
         else:
             places = -(-places // PLACES) * PLACES
-            self.cache.reserve(places)
+            if places > self.cache.layers[0].size(2):
+                self.cache.reserve(places)
         out = self.passes.advance(A, places, choice)
         for q in self.running:
             q.length += 1

@@ -64,7 +64,8 @@ class Rows:
         self.counters = torch.zeros(B, 6, dtype=torch.long, **make)
         self.context = torch.zeros(B, T, dtype=torch.long, **make)
         self.uniform = torch.zeros(B, T, dtype=torch.float64, **make)
-        self.numbers = torch.arange(B, **make)
+        self.numbers, self.slots = torch.arange(B, **make), S * torch.arange(B, **make)  # slot 0 of each row
+        self.nothing = torch.full((2, B), -1, **make)
 
     # -- Rows come and go --------------------------------------------------------------------------
 
@@ -97,13 +98,15 @@ class Rows:
             (2, A): the steps of the token that has now been read, -1 where none has; and the token behind it,
             -1 where the logits are not finite.
         """
-        model, rows, e, x = self.model, self.numbers[:A], self.e[:A], self.x[:A]
+        model, e, x = self.model, self.e[:A], self.x[:A]
         k, steps, position, length, _, limit = self.counters[:A].unbind(1)
         if self.cache.seen != (A, places):
             self.cache.look(A, places)
+        slot = self.slots[:A] + k  # among those of all rows
+        of_key = self.channels.flatten(0, 1).index_select(0, slot)[:, None]  # (A, 1, c)
         of_query = None if self.queries is None else self.queries[k][:, None]
-        h = self.step(x, self.cache, position, length, self.channels[rows, k][:, None], of_query)
-        self.h[rows, k] = h
+        h = self.step(x, self.cache, position, length, of_key, of_query)
+        self.h.view(-1, h.size(1)).index_copy_(0, slot, h)
 
         if (at := self.some(k == 0)) is not None:  # a token begins: how far does it go?
             s, log_w = model.route(self.of(h, at)[:, None], self.alpha)  # (R, S)
@@ -113,20 +116,24 @@ class Rows:
                 of_keys = key_channels(of_keys, model.config.d, self.dtype)[..., :2]
                 self.put(self.channels[:A, :, :2], at, of_keys)
 
-        active = position < limit
-        done = active & (k == steps)
-        length += active
-        k += active
+        moves = (position < limit).long() if self.static else 1  # else only rows that move run
+        length += moves
+        k += moves
+        done = k > steps
         x.copy_(model.feed_back(h, e))
-        tokens = torch.full_like(steps, -1)
-        if (at := self.some(done)) is not None:  # a token has been read: which one follows?
-            position += done
-            k.masked_fill_(done, 0)
-            self.put(tokens, at, self.following(self.of(rows, at), choice))
-            new = model.embed(self.of(tokens, at).clamp(min=0)[:, None])[:, 0]
-            self.put(e, at, new)
-            self.put(x, at, new)
-        return torch.stack([steps.where(done, -1), tokens])
+        if (at := self.some(done)) is None:
+            return self.nothing[:, :A]
+        # A token has been read: which one follows?
+        k.masked_fill_(done, 0)
+        position += done
+        out = torch.full_like(self.nothing[:, :A], -1)
+        tokens = self.following(self.of(self.numbers[:A], at), choice)
+        self.put(out[0], at, self.of(steps, at))
+        self.put(out[1], at, tokens)
+        new = model.embed(tokens.clamp(min=0)[:, None])[:, 0]
+        self.put(e, at, new)
+        self.put(x, at, new)
+        return out
 
     def following(self, rows, choice):
         """The tokens that follow those which rows (R,) have read, of the context or chosen. -> (R,)"""

@@ -59,7 +59,7 @@ class Product:
             return onednn._linear_pointwise.binary(x, other, self.weight, None, then)
         if then == "add":
             return torch.addmm(other, x, self.weight)
-        y = x @ self.weight
+        y = torch.mm(x, self.weight)
         return F.silu(y) if then == "swish" else y * other if then == "mul" else y
 
 
@@ -103,6 +103,10 @@ class SlotStep:
         self.angles = torch.stack([turned, as_it_is], dim=2).unflatten(-1, (2, -1))
         self.kind = torch.tensor([0] * (self.H + self.G) + [1] * self.G, device=device)
         self.of_query = query_channels(self.d, dtype, device)[:2]
+        # Queries, keys and values of a slot. Behind each head is what augment appends: a number to queries,
+        # log w to keys, zeros to values.
+        self.new = torch.zeros(batch_size, self.H + 2 * self.G, self.width, dtype=dtype, device=device)
+        self.new[:, : self.H, self.d : self.d + 2] = self.of_query
         self.heads = torch.arange(batch_size * 2 * self.G, device=device).view(batch_size, -1)
 
     def norm(self, x):
@@ -123,18 +127,22 @@ class SlotStep:
         (A, _), H, G, d, c = x.shape, self.H, self.G, self.d, of_key.size(-1)
         # Once for all layers. Values are turned by no angle: see self.kind.
         cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, 2, d/2)
-        # What augment appends to each head: a number to queries, log w to keys, zeros to values.
-        behind = of_key.new_zeros(A, H + 2 * G, self.width - d)
-        behind[:, :H, :c] = self.of_query if of_query is None else of_query
-        behind[:, H : H + G, :c] = of_key
+        new = of_key.new_zeros(A, H + 2 * G, self.width) if self.compiled else self.new[:A]  # (A, H+2G, d')
+        if self.compiled or of_query is not None:
+            new[:, :H, d : d + c] = self.of_query if of_query is None else of_query
+        new[:, H : H + G, d : d + c] = of_key
+        turned = new[..., :d].unflatten(-1, (2, -1))  # (A, H+2G, 2, d/2)
         at = self.heads[:A] * cache.layers[0].size(2) + length[:, None]  # (A, 2G) the slot's places
         at, scale = at.flatten(), 1 / math.sqrt(d)
+        q, k_v = new[:, :H].view(A, G, H // G, -1), new[:, H:]  # a group's heads are its queries
         for layer, kv, (keys, values) in zip(self.layers, cache.layers, cache.views, strict=True):
             y = layer.qkv(self.norm(x).to(self.dtype)).view(A, H + 2 * G, 2, -1)
-            y = torch.addcmul(y * cos, y.flip(2), sin).flatten(2)  # RoPE, as model.rotate
-            y = torch.cat([y, behind], dim=-1)  # (A, H+2G, d')
-            kv.view(-1, self.width).index_copy_(0, at, y[:, H:].reshape(-1, self.width))
-            q = y[:, :H].view(A, G, H // G, -1)  # a group's heads are its queries
+            if self.compiled:  # nothing is written but the cache
+                y = torch.cat([(y * cos + y.flip(2) * sin).flatten(2), new[..., d:]], dim=-1)
+                q, k_v = y[:, :H].view(A, G, H // G, -1), y[:, H:]
+            else:
+                torch.addcmul(y * cos, y.flip(2), sin, out=turned)  # RoPE, as model.rotate
+            kv.view(-1, self.width).index_copy_(0, at, k_v.reshape(-1, self.width))
             if self.compiled:  # spelled out, it becomes a few loops: (A, G, H/G, M), then (A, G, H/G, d)
                 p = ((q[..., None, :] * keys[:, :, None]).sum(-1) * scale).softmax(-1)
                 out = (p[..., None] * values[:, :, None, :, :d]).sum(-2)

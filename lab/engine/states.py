@@ -23,7 +23,6 @@ order                 (R, N)          the places t*S + k of these; a row with fe
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from attention import MASKED
 from lab.kernels import decoding_kernels
@@ -53,13 +52,34 @@ def shape_block(idx):
     return 1 if idx.device.type == "cpu" else 64
 
 
+def run_slots(model, e, h, log_w, active, N, cache):
+    """The active slots of some rows through the backbone, at most N a row.
+
+    Args:
+        e: (R, T, D). h: (R, T, S, D) the last outputs. log_w: (R, T, S). active: (R, T, S).
+
+    Returns:
+        h with the new outputs.
+    """
+    order = (~active).flatten(1).sort(stable=True).indices[:, :N]  # (R, N)
+    places, first = order[..., None].expand(-1, -1, e.size(-1)), e[:, :, None]
+    x = torch.cat([first, model.feed_back(h[:, :, :-1], first)], dim=2)  # (R, T, S, D)
+    x = x.flatten(1, 2).gather(1, places)  # (R, N, D)
+    of_keys = model.mask_keys(log_w)  # (R, T, S), or None
+    if of_keys is not None:
+        of_keys = of_keys.flatten(1).gather(1, order)  # (R, N)
+    with decoding_kernels(e.device):
+        out = model.model(x, order // h.size(2), of_keys, model.backend, cache)  # (R, N, D)
+    return h.flatten(1, 2).scatter(1, places, out.to(h.dtype)).view_as(h)
+
+
 @torch.no_grad()
 def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=None, cache=None):
     """All states of all tokens as decoding at tau has them, in parallel (sections 3.3, 3.4.1).
 
-    A row is done when a pass has changed its latents by at most `tolerance` (relative norm) and
-    K-hat not at all, after K*T + 1 passes at the latest, where it is exact. It then sits out, so
-    that it does not depend on its neighbours.
+    A row is done when a pass has changed its latents by at most `tolerance` (relative norm) and K-hat not at
+    all, after K*T + 1 passes at the latest, where it is exact. It then sits out, so that it does not depend
+    on its neighbours.
 
     Args:
         model: a PonderLM whose latents are a fixed point (model.iterates).
@@ -67,8 +87,8 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=None, cac
         tau, alpha: as PonderLM.ponder_token.
         lengths: (B,) tokens of each row, at least 1; padding follows them. None: T.
         tolerance: None: 1e-5, or what half precision can reach; with 0 it goes on until nothing moves.
-        cache: one object a layer whose `attend` takes the place of the model's attention, and
-            whose `rows` are told which rows a pass is about; see cache.PromptLayer.
+        cache: one object a layer whose `attend` takes the place of the model's attention, and whose `rows`
+            are told which rows a pass is about; see cache.PromptLayer.
     """
     e, inside = model.embed(idx), within(idx, lengths)  # (B, T, D), (B, T)
     if tolerance is None:
@@ -76,45 +96,28 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=None, cac
     (B, T), S, device = idx.shape, model.config.ponder_steps + 1, idx.device
     h = e.new_zeros(B, T, S, e.size(-1))
     s, log_w = (torch.zeros_like(x) for x in model.route(h))  # (B, T, S)
-    steps = torch.zeros_like(idx)
-    ran = torch.zeros_like(idx)
-    slot = torch.arange(S, device=device)
+    steps, ran, slot = torch.zeros_like(idx), torch.zeros_like(idx), torch.arange(S, device=device)
 
     def wanted(rows):  # -> (R, T, S)
         return (slot <= torch.minimum(steps, ran)[rows, :, None]) & inside[rows, :, None]
 
-    block = shape_block(idx)
-    rows, slots = torch.arange(B, device=device), 0
+    block, rows, slots = shape_block(idx), torch.arange(B, device=device), 0
     following = wanted(rows)
     counts = following.flatten(1).sum(1).tolist()  # slots of each row in this pass
     for passes in range(1, (S - 1) * T + 2):  # noqa: B007
-        active = following
+        active, before, N = following, h[rows], -(-max(counts) // block) * block
         slots += sum(counts)
-        N = -(-max(counts) // block) * block
-        order = (~active).flatten(1).sort(stable=True).indices[:, :N]  # (R, N)
-        places = order[..., None].expand(-1, -1, e.size(-1))  # (R, N, D)
-        first = e[rows, :, None]  # (R, T, 1, D)
-        x = torch.cat([first, model.feed_back(h[rows, :, :-1], first)], dim=2)  # (R, T, S, D)
-        x = x.flatten(1, 2).gather(1, places)  # (R, N, D)
-        of_keys = model.mask_keys(log_w[rows])  # (R, T, S), or None
-        if of_keys is not None:
-            of_keys = of_keys.flatten(1).gather(1, order)  # (R, N)
         for layer in cache or ():
             layer.rows = rows
-        with decoding_kernels(device):
-            out = model.model(x, order // S, of_keys, model.backend, cache)  # (R, N, D)
-
-        before = h[rows].flatten(1, 2)  # (R, T*S, D)
-        after = before.scatter(1, places, out.to(h.dtype))
-        h[rows] = after.view(len(rows), T, S, -1)
-        s[rows], log_w[rows] = model.route(h[rows], alpha)
+        h[rows] = after = run_slots(model, e[rows], before, log_w[rows], active, N, cache)
+        s[rows], log_w[rows] = model.route(after, alpha)
         steps[rows] = stop_step(log_w[rows], tau)
         ran[rows] = active.sum(-1)
 
         following = wanted(rows)
-        fed_back = F.pad(following[..., 1:], (0, 1)).flatten(1)[..., None]  # the outputs that are
-        change = ((after - before) * fed_back).flatten(1).norm(dim=1)  # (R,)
-        size = (after * fed_back).flatten(1).norm(dim=1)
+        fed_back = following[..., 1:, None]  # the outputs that are
+        change = ((after - before)[:, :, :-1] * fed_back).flatten(1).norm(dim=1)  # (R,)
+        size = (after[:, :, :-1] * fed_back).flatten(1).norm(dim=1)
         moving = (change > tolerance * size) | (following != active).flatten(1).any(1)
         # All that the host has to know of a pass, in one copy.
         moves, counts = torch.stack([moving, following.flatten(1).sum(1)]).tolist()
@@ -125,8 +128,7 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=None, cac
         left = torch.tensor(left).to(device)
         rows, following = rows[left], following[left]
     steps = (ran - 1) * inside
-    h = h * (slot <= steps[..., None])[..., None]
-    return Settled(h, s, log_w, steps, passes, slots)
+    return Settled(h * (slot <= steps[..., None])[..., None], s, log_w, steps, passes, slots)
 
 
 def stopped_states(model, idx, tau, alpha=0.0, lengths=None):

@@ -3,8 +3,8 @@
 import pytest
 from lab_helpers import full_disk
 
-from data import UserError, command_line
-from lab.common import progress, read_json, write_bytes
+from data import UserError, command_line, read_json, write_json
+from lab.common import progress
 
 
 @pytest.mark.parametrize(
@@ -14,23 +14,16 @@ from lab.common import progress, read_json, write_bytes
 def test_not_json(tmp_path, content):
     """Catches a stack trace for a damaged file, too deep ones included."""
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"x\.json .*; write it again|x\.json"):
-        read_json(tmp_path / "x.json", way_out="; write it again")
-
-
-def test_another_kind(tmp_path):
-    """Catches a field of another type."""
-    (tmp_path / "x.json").write_text('{"a": "b"}')
-    with pytest.raises(UserError, match=r"x\.json .*a = 'b'"):
-        read_json(tmp_path / "x.json", dict[str, int])
+    with pytest.raises(UserError, match=r"x\.json cannot be read"):
+        read_json(tmp_path / "x.json")
 
 
 def test_full_disk(tmp_path):
     """Catches a full disk without a word of the file, a file that is cut, and one that is left."""
     file = tmp_path / "x.json"
-    write_bytes(file, b"old")
+    file.write_text("old")
     with full_disk(100), pytest.raises(SystemExit, match=r"x\.json.*File too large"):
-        command_line(lambda: write_bytes(file, b"new" * 100))
+        command_line(lambda: write_json(file, {"new": "new" * 100}))
     assert [f.read_text() for f in tmp_path.iterdir()] == ["old"]
 
 

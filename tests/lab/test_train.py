@@ -22,6 +22,7 @@ from lab.interop.warm_start import follows, start_from
 from lab.interop.weights import is_model, load, read_config, save
 from lab.methods import all_methods, build, configure
 from lab.train import LabConfig, open_text, parse, read_run, train
+from model import load as root_load
 from train import evaluate, pick_tokenizer
 
 
@@ -106,6 +107,12 @@ def test_resume(config, shape, stops, capsys):
         train(*parse(["--resume", "--name", "parts", "--accumulate"]))
 
 
+def test_a_run_for_the_root(config, shape):
+    """Catches a run of the paper's own model that sample.py refuses."""
+    run, _ = train(of_lab(config, name="ours", steps=2), configure(shape, "ponderlm3"))
+    assert same_weights(root_load(run), load(run))
+
+
 def test_runs_of_the_root(config, capsys):
     """Catches a run of train.py that cannot be read here, or goes on with settings that it lacks."""
     _, shape = root.parse(["--preset", "tiny"])
@@ -116,7 +123,7 @@ def test_runs_of_the_root(config, capsys):
     with pytest.raises(UserError, match=r"was begun by train\.py: go on with python train\.py --resume"):
         parse(["--resume"])
     (run / "train.json").write_text('{"config": 2.5}')
-    with pytest.raises(UserError, match="train.json cannot be read"):
+    with pytest.raises(UserError, match=r"train\.json cannot be read"):
         read_run(run)
 
 
