@@ -375,7 +375,7 @@ def chains_of(pairs):
 
 
 @torch.no_grad()
-def answer_of(model, pairs, letter, tau=0.1):
+def answer_of(model, pairs, letter, tau=1e-4):
     """What a model of the task says after "n letter" -> n, steps, the word, its probability."""
     (n,) = (len(chain) - 1 - chain.index(letter) for chain in chains_of(pairs) if letter in chain)
     ids = TOKENIZER.encode("".join(f" {word}" for word in [*pairs, n, letter]))
@@ -445,7 +445,7 @@ def test_a_solved_puzzle(name, worker):
     for letter in "cilg":
         n, steps, word, p = answer_of(model, pairs, letter)
         ids = [page.payload["words"].index(word) for word in [*pairs, str(n), letter]]
-        found = page.ask("solve", ids=ids, tau=0.1)
+        found = page.ask("solve", ids=ids, tau=1e-4)
         assert found["steps"] == steps and page.payload["words"][found["integrated"][0][0]] == word
         assert found["integrated"][0][1] == pytest.approx(p, abs=1e-3)
         assert name != "grid" or any(key["t"] < 13 and key["k"] for key in found["keys"])
@@ -462,7 +462,7 @@ class Puzzle(Page):
         super().__init__(page.driver)
         self.model = model_of("puzzles")
 
-    def expect(self, pairs, letter, tau=0.1):
+    def expect(self, pairs, letter, tau=1e-4):
         """Wait until this is what the page asks and says, as the model would."""
         n, steps, word, p = answer_of(self.model, pairs.split(), letter, tau)
         there = "document.body.dataset.puzzle === 'ready' && ponder.puzzle.ask === arguments[0]"
@@ -472,7 +472,7 @@ class Puzzle(Page):
             return [table.pairs.join(' '), ask, tau, thought.n, thought.steps, thought.answer]""")
         assert seen == [pairs, letter, tau, n, steps, word]
         address = f"#puzzle={pairs.replace(' ', '.')}&ask={letter}&tau={tau:g}"
-        if (pairs, letter, tau) != (TABLE, SIX, 0.1):  # what it begins with
+        if (pairs, letter, tau) != (TABLE, SIX, 1e-4):  # what it begins with
             self.until("location.hash === arguments[0]", address)
         assert self.text("read").split() == [*pairs.split(), str(n), letter, word]
         done = self.run("return [...document.querySelectorAll('#thoughts td:nth-child(2)')]"
@@ -562,7 +562,7 @@ def test_tau_of_the_puzzle(puzzle):
     assert page.expect(TABLE, SIX, 1) == 0
     page.click("many")
     assert {right for *_, right in page.counts(31)} == {True, False}
-    page.put("puzzle-tau", 59)
+    page.put("puzzle-tau", 30)
     assert page.expect(TABLE, SIX, 0) == 5
     lines = page.text("tally").splitlines()
     assert [line.split(":")[0] for line in lines] == ["τ = 0", "Thinking", "Not thinking"]
