@@ -25,7 +25,6 @@ import math
 import re
 from copy import deepcopy
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,8 +34,18 @@ import tyro
 from matplotlib import rc
 from matplotlib.figure import Figure
 
-from data import SOURCES, UserError, Windows, command_line, newest_run, open_corpus, read_json, write_whole
-from model import PonderLM, settings
+from data import (
+    SOURCES,
+    UserError,
+    Windows,
+    command_line,
+    newest_run,
+    open_corpus,
+    read_json,
+    reading,
+    write_whole,
+)
+from model import settings
 from router import stop_step
 from sample import open_model
 from train import Count, Share, pick_tokenizer, read_run, windows_at_a_time
@@ -221,63 +230,32 @@ def tau_curve(model, windows, taus=TAUS):
     return [row | {"change": row["loss"] - rows[0]["loss"]} for row in rows]
 
 
-# Settings that name a run, or change its speed alone.
-LEFT_OUT = {"preset", "name", "out", "resume", "data", "tokenizer", "seed", "method", "ponder_steps"}
-LEFT_OUT |= {"log_every", "eval_every", "device", "precision", "attention", "compile", "recompute"}
-LEFT_OUT |= {"micro_batch_size"}
-
-
-def read_result(run):
-    """A finished run: its settings, what it was scored on, and {steps, loss} as it decodes."""
-    content, results = read_json(run / "train.json"), read_json(run / "results.json")
-    try:
-        settings, corpus, hard = content["config"] | content["model"], content["corpus"], results["hard"]
-        scored_on = (
-            corpus["val_sha256"],
-            corpus["tokenizer"],
-            settings["block_size"],
-            settings["eval_windows"],
-        )
-        settings |= {x: int(settings[x]) for x in ("ponder_steps", "seed")}
-        return settings, scored_on, {x: float(hard[x]) for x in ("steps", "loss")}
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{run}: train.json or results.json is damaged: {error!r}") from None
-
-
-def pareto(runs, titles=None):
-    """Perplexity against executed steps: a row for each method, with the settings in which its runs of
-    some K differ, and K; mean and standard deviation over seeds. frontier is 1 where no other row has
-    fewer steps or less perplexity without more of the other. titles: {method: title}.
+def pareto(runs):
+    """Perplexity against executed steps, as each run scored itself: a row a run. frontier is 1 where no other
+    run has fewer steps or less perplexity without more of the other.
 
     Raises:
-        UserError: no finished run, the same one twice, or scores on different windows.
+        UserError: no finished run, or scores on different windows.
     """
-    finished = [run for run in map(Path, runs) if (run / "results.json").is_file()]
-    for run in sorted({*map(Path, runs)} - {*finished}):
-        print(f"left out, not a finished run: {run}")
-    if not finished:
+    rows, texts = [], {}
+    for run in map(Path, runs):
+        if not (run / "results.json").is_file():
+            print(f"left out, not a finished run: {run}")
+            continue
+        content, results = read_json(run / "train.json"), read_json(run / "results.json")
+        with reading(f"{run}: train.json or results.json"):
+            shape, corpus, hard = content["model"], content["corpus"], results["hard"]
+            text = corpus["val_sha256"], corpus["tokenizer"], shape["block_size"]
+            texts[run] = *text, content["config"]["eval_windows"]
+            row = {"run": run.name, "method": shape["method"], "K": int(shape["ponder_steps"])}
+            row |= {key: float(hard[key]) for key in ("steps", "loss")}
+        rows.append(row | {"perplexity": perplexity(row["loss"])})
+    if not rows:
         raise UserError("there is no finished run among --runs; --runs out/* gives all that are in out/")
-    found, groups, rows = [read_result(run) for run in finished], {}, []
-    titles = {PonderLM.method: PonderLM.title} | (titles or {})
-    differ = {settings["method"]: set() for settings, *_ in found}
-    for (a, *_), (b, *_) in combinations(found, 2):
-        if all(a[key] == b[key] for key in ("method", "ponder_steps")):
-            differ[a["method"]] |= {key for key in (a.keys() & b.keys()) - LEFT_OUT if a[key] != b[key]}
-    for run, (mine, scored_on, hard) in zip(finished, found, strict=True):
-        if scored_on != found[0][1]:
-            raise UserError(f"{run} and {finished[0]} are scored on different windows or in other tokens")
-        method, K, seed = (mine[x] for x in ("method", "ponder_steps", "seed"))
-        own = [f"{key} {mine[key]}" for key in sorted(differ[method] & mine.keys())]
-        name = ", ".join([titles.get(method, method), *own])
-        if seed in groups.setdefault((name, K), {}):
-            raise UserError(f"{run} has the settings and the seed of another run: give one of them")
-        groups[name, K][seed] = hard | {"perplexity": perplexity(hard["loss"])}
-    for (name, K), seeds in sorted(groups.items()):
-        row = {"method": name, "K": K, "seeds": len(seeds)}
-        for key in ("steps", "loss", "perplexity"):
-            x = np.array([hard[key] for hard in seeds.values()])
-            row |= {key: x.mean(), f"{key}_std": x.std(ddof=1) if len(x) > 1 else math.nan}
-        rows.append(row)
+    first = next(iter(texts))
+    for run, text in texts.items():
+        if text != texts[first]:
+            raise UserError(f"{run} and {first} are scored on different windows or in other tokens")
     points = [(row["steps"], row["perplexity"]) for row in rows]
     for row, p in zip(rows, points, strict=True):
         row["frontier"] = int(not any(q[0] <= p[0] and q[1] <= p[1] and q != p for q in points))
@@ -376,17 +354,15 @@ def draw_tau(rows, left, right):
 
 
 def draw_pareto(rows, axes):
-    names = "steps", "perplexity", "steps_std", "perplexity_std", "K"
     for i, method in enumerate(dict.fromkeys(column(rows, "method"))):
-        x, y, x_std, y_std, K = (column(rows, key, method=method) for key in names)
-        look = {"marker": "os^Dv"[i % 5], "color": COLORS[i % len(COLORS)], "capsize": 2}
-        axes.errorbar(x, y, xerr=x_std, yerr=y_std, label=method, **look)
-        for at, k in zip(zip(x, y, strict=True), K, strict=True):
-            axes.annotate(f"K = {k:.0f}", at, (6, 6), textcoords="offset points", fontsize=7)
-    x, y = (column(rows, key, frontier=1) for key in names[:2])
-    axes.scatter(x, y, edgecolor="#777777", label="on the frontier, by the means", **RING)
+        x, y, K = (column(rows, key, method=method) for key in ("steps", "perplexity", "K"))
+        axes.plot(x, y, "os^Dv"[i % 5], color=COLORS[i % len(COLORS)], label=method)
+        for k, *at in zip(K, x, y, strict=True):
+            axes.annotate(f"K = {k}", at, (6, 6), textcoords="offset points", fontsize=7)
+    x, y = (column(rows, key, frontier=1) for key in ("steps", "perplexity"))
+    axes.scatter(x, y, edgecolor="#777777", label="on the frontier", **RING)
     axes.set(xlabel="executed extra steps per token, mean", ylabel="perplexity per token")
-    axes.legend(title="bars: standard deviation over seeds")
+    axes.legend()
     axes.margins(0.1)
 
 

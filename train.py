@@ -359,7 +359,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
         print(f"{run}: resumed at step {first}" if first else f"{run}: a new training", flush=True)
 
         seconds = seconds_before
-        with Interrupt() as interrupt:
+        with noted_signals() as received:
             for step in range(first, config.steps):
                 began, at = time.monotonic(), (step * processes + rank) * share
                 rows = windows.stack(at, at + share)
@@ -394,12 +394,12 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
                     check_finite(run, done, validation=loss)
                     print(f"step {done}/{config.steps}  validation {loss:.3f}", flush=True)
                     log.append({"step": done, "val": loss})
-                stop = any(gather(interrupt.received))  # a signal to any of the processes
+                stop = any(gather(bool(received)))  # a signal to any of the processes
                 if (is_due or stop) and not rank:
                     save_checkpoint(run, model, optimizer, done, seconds, log)
                 if stop:
                     break
-        if any(gather(interrupt.received)):
+        if any(gather(bool(received))):
             print(f"stopped; go on with: {config.program.format('train')} {resume_flags(run)}", flush=True)
             return run, None
 
@@ -455,15 +455,12 @@ def pick_micro_batch(config, model, share, loss_of):
         room -= 8 * sum(p.numel() for p in model.parameters())  # AdamW's two numbers for each weight
         micro = max(n for n in fits if n == 1 or peaks[0] + (n - 1) * (peaks[1] - peaks[0]) < room)
         micro = min(gather(micro))
-    if micro in fits:
-        return micro
-    other = max(n for n in fits if n < max(micro, 2))
-    if not config.resume:
-        raise UserError(f"micro_batch_size = {micro} does not divide the {share} of a process; take {other}")
-    print(
-        f"note: {other} windows at a time, not {micro}: a penalty, which is of these, is not exactly the same"
-    )
-    return other
+    if micro not in fits:
+        wrong, micro = micro, max(n for n in fits if n < max(micro, 2))
+        if not config.resume:
+            raise UserError(f"micro_batch_size = {wrong} does not divide {share} windows; take {micro}")
+        print(f"note: {micro} windows at a time, not {wrong}: a penalty, which is of these, differs a little")
+    return micro
 
 
 def compile_blocks(model):
@@ -565,12 +562,9 @@ def save_checkpoint(run, model, optimizer, step, seconds, log):
     """
     norm = torch.stack([p.detach().norm() for p in model.parameters()]).norm()
     check_finite(run, step, weights=norm.item())
-    checkpoint = {
-        "step": step,
-        "seconds": seconds,
-        "log": log,
-    }  # no random state: batches and R are of the step
-    checkpoint |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    # No random state: batches and R are functions of the step.
+    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint |= {"step": step, "seconds": seconds, "log": log}
     write_whole(run / "trainer.pt", lambda part: torch.save(checkpoint, part))
     save(model, run)
     lines = "".join(json.dumps(row) + "\n" for row in log)
@@ -602,10 +596,8 @@ def load_checkpoint(run, model, optimizer):
 def check_finite(run, step, **values):
     if not all(math.isfinite(value) for value in values.values()):
         found = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        way_out = (
-            f"lower --learning-rate; the last checkpoint, if there is one, goes on by {resume_flags(run)}"
-        )
-        raise UserError(f"step {step} is not finite ({found}): {way_out}")
+        way_out = f"the last checkpoint, if there is one, goes on by {resume_flags(run)}"
+        raise UserError(f"step {step} is not finite ({found}): lower --learning-rate; {way_out}")
 
 
 def resume_flags(run):
@@ -613,26 +605,28 @@ def resume_flags(run):
     return shlex.join(["--resume", *out, "--name", run.name])
 
 
-class Interrupt:
-    """Ctrl-C, a kill or a closed terminal within it is noted, and the same a second time ends the process."""
+@contextmanager
+def noted_signals():
+    """Ctrl-C, a kill or a closed terminal within it go into the list that it gives; a second one ends the
+    process."""
+    received = []
 
-    def __enter__(self):
-        self.received, self.before = False, {}
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-                self.before[number] = signal.signal(number, self.receive)
-        return self
-
-    def receive(self, number, frame):
+    def receive(number, frame):
         signal.signal(number, signal.SIG_DFL)
-        self.received = True
+        received.append(number)
         if number == signal.SIGHUP:  # the terminal is gone, and who writes to it fails
             for stream in (1, 2):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         os.write(2, b"\nstopping; once more to exit at once\n")
 
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    usual = {number: handler for number, handler in usual.items() if handler != signal.SIG_IGN}  # by nohup
+    for number in usual:
+        signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        for number, handler in usual.items():
             signal.signal(number, handler)
 
 
