@@ -2,6 +2,7 @@
 
 python -m lab corpus prepare DATA --to FOLDER     JSON lines, Parquet, texts, a data set of the Hub
 python -m lab corpus lookup                       the lookup task, into data/lookup
+python -m lab corpus mixed                        the lookup task and docstrings, into data/mixed
 """
 
 import ctypes
@@ -14,6 +15,7 @@ import tyro
 
 from data import UserError, command_line
 from lab.corpora.lookup import CACHE, prepare_lookup
+from lab.corpora.mixed import prepare_mixed
 from lab.corpora.preparation import Options, prepare
 
 
@@ -37,6 +39,19 @@ def lookup(
     print(f"next: python -m lab train --data {folder}")
 
 
+def mixed(folder: Path = CACHE / "mixed", lines: int = 50_000, seed: int = 0, lookups: tuple[int, ...] = ()):
+    """Prepare two kinds of text: lines of the lookup task, and as many windows of docstrings.
+
+    Args:
+        folder: where to
+        lines: of the task, of 64 tokens each; one in 20 is for validation
+        seed: of the random lines and of their order
+        lookups: as for the lookup task
+    """
+    prepare_mixed(folder, lines, seed, lookups)
+    print(f"next: python -m lab train --data {folder}")
+
+
 def corpus(o: Annotated[Options, tyro.conf.arg(name="")]):
     with suppress(OSError, AttributeError):  # of glibc: give large blocks back at once, or the heap grows
         ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD
@@ -47,7 +62,7 @@ def corpus(o: Annotated[Options, tyro.conf.arg(name="")]):
 
 def main():
     name, *flags = sys.argv[1:] or ["--help"]
-    commands = {"prepare": corpus, "lookup": lookup}
+    commands = {"prepare": corpus, "lookup": lookup, "mixed": mixed}
     if name in ("-h", "--help"):
         print(__doc__.strip())
     elif name in commands:

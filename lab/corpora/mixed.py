@@ -1,0 +1,52 @@
+"""Two kinds of text in one corpus, of which one needs thought: docstrings, and lines of the lookup task.
+
+Half of its windows of 64 tokens are lines of the task (lookup.py). The others are prose: the docstrings of
+data.pydocs in the tokens of the task, cut into 63 and the end of a text. All are shuffled.
+"""
+
+import random
+
+import numpy as np
+
+from data import UserError, divide, id_type, pydocs, read_json, write_json
+from lab.corpora.lookup import LINE, line, tokenizer
+
+
+def windows_of_prose(texts, tokens, n):
+    """The first n windows of some texts, (n, 64). UserError: there are fewer."""
+    ids, wanted = [], n * (LINE - 1)
+    for text in texts:
+        if len(ids) >= wanted:
+            break
+        ids += tokens.encode(text)
+    if len(ids) < wanted:
+        raise UserError(f"the docstrings make {len(ids) // (LINE - 1)} windows, not {n}: give fewer --lines")
+    rows = np.array(ids[:wanted]).reshape(n, LINE - 1)
+    return np.pad(rows, ((0, 0), (0, 1)), constant_values=tokens.end_of_text)
+
+
+def prepare_mixed(folder, lines=50_000, seed=0, lookups=()):
+    """Write the prepared corpus, unless it is there: as many windows of prose as lines, one in 20 of each
+    for validation. `lookups`: as lookup.prepare_lookup.
+
+    Raises:
+        UserError: a folder that holds something else; more lines than there is prose.
+    """
+    asked = f", lookups {' '.join(map(str, lookups))}" if lookups else ""
+    source = f"{lines} lines of the lookup task and as many windows of docstrings, seed {seed}{asked}"
+    if (folder / "meta.json").exists():
+        if read_json(folder / "meta.json").get("source") != source:
+            raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
+        return
+    tokens, rng = tokenizer(), random.Random(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, texts, n in zip(
+        ("train", "val"), divide(pydocs()), (lines * 19 // 20, lines // 20), strict=True
+    ):
+        rng.shuffle(texts)
+        prose = windows_of_prose(texts, tokens, n)
+        puzzles = [[*tokens.encode(line(rng, lookups)), tokens.end_of_text] for _ in range(n)]
+        rows = np.random.default_rng(seed).permutation(np.concatenate([prose, np.array(puzzles)]))
+        rows.astype(id_type(tokens.vocab_size)).tofile(folder / f"{split}.bin")
+    tokens.save(folder / "tokenizer.json")
+    write_json(folder / "meta.json", {"source": source, "dtype": id_type(tokens.vocab_size).name})

@@ -1,0 +1,70 @@
+"""One model for two kinds of text (corpora/mixed.py): does it think where thinking pays?
+
+column       meaning
+kind         prose: a token of the docstrings; 1 .. 6: the question of a puzzle that takes so many lookups;
+             puzzles: a token of a line of the task, whatever it is
+loss         nats a token, hard-stopped at tau; all_steps: with every step taken
+right        the share of the questions whose answer is the most probable token
+steps        executed at tau, mean over these tokens
+"""
+
+import pandas as pd
+import torch
+
+from analyze import by_token
+from lab.corpora.lookup import longest_of, lookups_asked
+from lab.engine.states import stopped_states
+from lab.evaluation.texts import Share
+from lab.figures.comparing import Comparison, by_run, over_seeds
+from lab.figures.subject import open_subject
+from model import settings
+
+
+def is_line(rows, tokenizer):
+    """Which windows (W, T+1) are lines of the task: they begin with a table of pairs. -> (W,) bool"""
+    return (rows[:, : longest_of(tokenizer) + 7] >= tokenizer.encode(" ab")[0]).all(-1)
+
+
+def kind_rows(subject):
+    """A row for each kind, of one run."""
+    model, tokenizer, rows = subject.model, subject.tokenizer, subject.windows
+
+    def find(x, y):
+        found = []
+        for tau in (subject.tau, 0.0):
+            h, s, steps = stopped_states(model, x, tau)
+            h_hat = model.integrate(h, s, steps)
+            found += [model.cross_entropy(h_hat, y), steps, model.lm_head(h_hat).argmax(-1) == y]
+        return found
+
+    puzzle = is_line(rows, tokenizer)
+    asked = torch.full((len(rows), rows.size(1) - 1), -1)
+    asked[puzzle.cpu()] = lookups_asked(rows[puzzle, :-1], tokenizer).cpu()
+    asked, of_puzzle = asked.flatten(), puzzle.cpu().repeat_interleave(rows.size(1) - 1)
+    loss, steps, right, all_steps, *_ = by_token(rows, find)
+    kinds = {"prose": ~of_puzzle, "puzzles": of_puzzle}
+    kinds |= {str(n): asked == n for n in range(1, longest_of(tokenizer) + 1)}
+    columns = {"loss": loss, "all_steps": all_steps, "steps": steps, "right": right}
+    return pd.DataFrame(
+        {"kind": kind, "tokens": int(chosen.sum())}
+        | {name: x[chosen].double().mean().item() for name, x in columns.items()}
+        for kind, chosen in kinds.items()
+    )
+
+
+@settings
+class Mixed(Comparison):
+    """Models that were trained on prose and puzzles: loss, steps and right answers of each. A table."""
+
+    tau: Share | None = None  # where pondering stops; by default where each run scored it
+
+    def draw(self):
+        def rows(runs, device):
+            def numbers(run):
+                return kind_rows(open_subject(run.path, 2000, self.tau, device, self.data, other=True))
+
+            return over_seeds(by_run(runs, numbers, one_text=not self.data), ["kind"])
+
+        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "kind": "kind"}
+        columns |= {"loss": "loss:.4f", "with all steps": "all_steps:.4f", "steps": "steps:.2f"}
+        self.frame("mixed", columns | {"right": "right:.3f"}, rows)
