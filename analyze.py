@@ -45,10 +45,10 @@ from data import (
     reading,
     write_whole,
 )
-from model import settings
+from model import Count, Share, settings
 from router import stop_step
 from sample import open_model
-from train import Count, Share, pick_tokenizer, read_run, windows_at_a_time
+from train import pick_tokenizer, read_run, windows_at_a_time
 
 BUCKETS = "easy", "medium", "hard"
 ALPHAS = -8, -4, -3, -2, -1, 0, 1, 2, 4
@@ -117,8 +117,9 @@ def converge(model, windows, most=12):
     R counts from the end of the ladder. In float64, on the first 8 windows; the fixed point is where a pass
     no longer changes the latents.
     """
-    device, K = windows.device if windows.device.type != "mps" else "cpu", model.config.ponder_steps
-    model, idx = deepcopy(model).to(device).double(), windows[:8, :-1].to(device)  # MPS has no float64
+    K, device = model.config.ponder_steps, windows.device
+    device = "cpu" if device.type == "mps" else device  # which has no float64
+    model, idx = deepcopy(model).to(device).double(), windows[:8, :-1].to(device)
     fixed, fixed_s, _ = model.jacobi(idx, tolerance=1e-14)
 
     def rmse(a, b):  # within each token, and the mean over tokens
@@ -232,11 +233,8 @@ def tau_curve(model, windows, taus=TAUS):
 
 def pareto(runs):
     """Perplexity against executed steps, as each run scored itself: a row a run. frontier is 1 where no other
-    run has fewer steps or less perplexity without more of the other.
-
-    Raises:
-        UserError: no finished run, or scores on different windows.
-    """
+    run has fewer steps or less perplexity without more of the other. UserError: no finished run, or scores
+    on different windows."""
     rows, texts = [], {}
     for run in map(Path, runs):
         if not (run / "results.json").is_file():
@@ -282,7 +280,7 @@ def sheet(title, panels=1):
 
 
 def column(rows, key, **wanted):
-    """The values of a column, in rows with the wanted ones; no mean of no tokens."""
+    """The values of one column, of the rows that have the `wanted` ones; rows of no tokens are left out."""
     chosen = (row for row in rows if all(row[name] == value for name, value in wanted.items()))
     return [row[key] for row in chosen if row.get("tokens") != 0]
 
@@ -383,10 +381,7 @@ def open_windows(run, model_config, count, data=None):
     """The first `count` windows of the validation text that a run was scored on, (W, T+1).
 
     A run may come from a stranger, so no file is opened because its train.json names it: `data` says
-    where the text is, unless it is one of SOURCES.
-
-    Raises:
-        UserError: it does not, or it is another text.
+    where the text is, unless it is one of SOURCES. UserError: it does not, or it is another text.
     """
     config, _, known = read_run(run)
     if data is None and config.data not in SOURCES:

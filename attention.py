@@ -33,10 +33,10 @@ SHORT = 256  # slots up to which a CPU attends faster by the definition, measure
 
 
 def eager(q, k, v, log_w):
-    """The definition. M and log w are one addition for all heads, at the precision of the scores."""
+    """The definition. log w + M is made once for all heads, and rounded to the type of q."""
     (_, H, N, d), G = q.shape, k.size(1)
     k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))  # (B, H, N, d)
-    M = torch.full((N, N), -torch.inf, device=q.device).triu(1)  # 0 where j <= i
+    M = torch.full((N, N), -torch.inf, device=q.device).triu(1)  # -inf where j > i, else 0
     bias = M if log_w is None else log_w[:, None, None, :] + M
     scores = (q / math.sqrt(d)) @ k.mT + bias.to(q.dtype)  # (B, H, N, N)
     return scores.softmax(-1).to(v.dtype) @ v
@@ -96,7 +96,7 @@ def soft_mask_attention(q, k, v, log_w=None, backend=auto):
     Args:
         q: (B, H, N, d). k, v: (B, G, N, d), with H a multiple of G.
         log_w: (B, N), at most 0; None is w = 1 everywhere, plain causal attention.
-        backend: one of BACKENDS' functions, or another one of these four.
+        backend: one of BACKENDS' functions, or any of the same four arguments.
 
     Returns:
         (B, H, N, d), differentiable in q, k, v and log_w.

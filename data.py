@@ -1,7 +1,7 @@
 """Text -> token ids -> batches of windows; and what all commands share: errors, files, devices.
 
     Tokenizer        bytes <-> token ids: single bytes, a BPE that is trained here, or GPT-2's
-    open_corpus      a text, a folder or a text that needs no network -> Corpus; prepared once, kept in data/
+    open_corpus      a text file, a folder of them, or texts of Python -> Corpus; prepared once, kept in data/
     Corpus           the ids of training and of validation, and the tokenizer that made them
     Windows          ids -> batches of windows, a function of seed and step
 
@@ -96,20 +96,17 @@ def read_json(file):
     """A file with a JSON object. UserError: it is missing or damaged."""
     with reading(file):
         content = json.loads(Path(file).read_text(encoding="utf-8"))
-        return {**content}
+        return {**content}  # TypeError unless it is an object
 
 
 def write_whole(file, write):
     """Let `write(part)` make a file and put it in the place of another: whole, or not at all.
-
-    Raises:
-        UserError: the disk is full, or the place cannot be written.
-    """
+    UserError: the disk is full, or the place cannot be written."""
     part = Path(f"{file}.tmp")
     try:
         write(part)
         os.replace(part, file)
-    except BrokenPipeError:  # of what is printed meanwhile
+    except BrokenPipeError:  # of a line of progress, not of this file
         raise
     except (OSError, RuntimeError, SafetensorError) as error:  # torch has no class for a full disk
         raise UserError(f"cannot write {file}: {one_line(error)}") from None
@@ -121,14 +118,14 @@ def write_json(file, content):
     write_whole(file, lambda part: part.write_text(json.dumps(content, indent=2) + "\n"))
 
 
-def newest_run(out="out"):
-    """The run whose weights are the newest, out/<name>. UserError: there is none."""
+def newest_run(out="out", otherwise=None):
+    """The run whose weights are the newest, out/<name>. UserError: there is none, and nothing `otherwise`."""
     with reading(out):
         places = list(Path(out).iterdir()) if Path(out).exists() else []
         runs = [run for run in places if (run / "model.safetensors").exists()]
-    if not runs:
+    if not (runs or otherwise):
         raise UserError(f"there is no trained model in {out}/ yet: python train.py trains one")
-    return max(runs, key=lambda run: (run / "model.safetensors").stat().st_mtime)
+    return max(runs, key=lambda run: (run / "model.safetensors").stat().st_mtime, default=otherwise)
 
 
 def pick_device(name="auto"):
@@ -206,7 +203,8 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts, vocab_size):
-        """Byte-pair encoding of texts (bytes, MOST of them): `vocab_size` tokens with the end of a text."""
+        """A BPE of `vocab_size` tokens, the end of a text included. texts: bytes; of more than MOST every
+        n-th piece."""
         if vocab_size <= 257:  # the 256 bytes, the end of a text, and no merge
             raise UserError(f"--vocab-size {vocab_size} is too small for a BPE: give over 257")
         every = -(-sum(map(len, texts)) // MOST) or 1
@@ -254,7 +252,7 @@ def merge_pairs(words, size):
     """
     tokens, times = [bytes([i]) for i in range(256)], [*words.values()]
     words = [list(word.encode()) for word in words]  # each as ids
-    counts, places = Counter(), defaultdict(set)  # of each pair: how often, and in which words
+    counts, places = Counter(), defaultdict(set)  # of each pair: how often; words that have or had it
 
     def count(i, sign):
         for pair in pairwise(words[i]):
@@ -274,7 +272,7 @@ def merge_pairs(words, size):
         for i in places.pop((a, b)):
             changed.update(pairwise(words[i]))
             count(i, -1)
-            ids = iter(pairwise([*words[i], None]))
+            ids = iter(pairwise([*words[i], None]))  # next() skips the pair that begins with b
             words[i] = [len(tokens) if pair == (a, b) and next(ids) else pair[0] for pair in ids]
             count(i, 1)
             changed.update(pairwise(words[i]))
@@ -368,10 +366,7 @@ SOURCES = {"pydocs": pydocs, "pysource": pysource}
 
 def files_below(folder):
     """The files of a folder and of those below it, by name; hidden ones left out, links followed once.
-
-    Raises:
-        OSError: a folder that cannot be entered, a link that leads nowhere.
-    """
+    OSError: a folder that cannot be entered, a link that leads nowhere."""
 
     def fail(error):
         raise error
@@ -390,11 +385,8 @@ def files_below(folder):
 def read_texts(path):
     """The text of a file, or of the files of a folder: (name, bytes), by name.
 
-    Left out, and named, are files with zero bytes, which no text has, and those of NO_TEXT. Files of LINES
-    hold many texts each.
-
-    Raises:
-        UserError: such a file. OSError: one that cannot be read.
+    Left out, and named, are files with zero bytes, which no text has, and those of NO_TEXT. UserError: a file
+    of LINES, which holds many texts. OSError: one that cannot be read.
     """
     files = [path] if path.is_file() else files_below(path)
     texts, others, foreign = [], [], []
@@ -585,11 +577,7 @@ def tokenizer_of(folder, name):
 
 def open_ids(file, stated, vocab_size):
     """The ids of a .bin file, memory-mapped. `stated` is the name of their type; None: of the vocabulary.
-
-    Raises:
-        UserError: a file that is missing, of another type, or with ids beyond the vocabulary (of the first
-            10^9 tokens).
-    """
+    UserError: it is missing, of another type, or has ids beyond the vocabulary in its first 10^9."""
     kind = id_type(vocab_size).name if stated is None else stated
     if kind not in ID_TYPES:  # bytes become what numpy is told: also pointers
         raise UserError(f"{file.with_name('meta.json')}: dtype = {kind!r} is none of {', '.join(ID_TYPES)}")
@@ -635,7 +623,7 @@ class Windows:
         self.epoch = None
 
     def window(self, i):
-        """The i-th window of training, counted through all epochs: (T+1,) int64."""
+        """The i-th window, counted through all epochs: (T+1,) int64."""
         epoch, i = divmod(i, self.count)
         if epoch != self.epoch:
             self.epoch = epoch

@@ -40,9 +40,12 @@ from torch.utils.checkpoint import checkpoint
 from attention import attend_to_cache, augment, auto, soft_mask_attention
 from router import Router, hide_stopped, stop_step, upcast
 
-# A dataclass that checks the types and ranges of its fields: no "3" for 3, no unknown field. ValueError
+# A dataclass that checks its fields, or raises a ValueError: no "3" for 3, no number out of its range.
 settings = pydantic.dataclasses.dataclass(config={"strict": True, "extra": "forbid"})
 Size = Annotated[int, Field(ge=1, le=2**20)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -59,7 +62,7 @@ class Config:
     num_attention_heads: Size = 4  # H
     num_key_value_heads: Size | None = None  # G; None: H
     head_dim: Size | None = None  # d; None: D / H
-    block_size: Annotated[int, Field(ge=1, le=2**24)] = 64  # the window, in tokens, as far as float32 counts
+    block_size: Annotated[int, Field(ge=1, le=2**24)] = 64  # T, the window in tokens; float32 counts so far
     rms_norm_eps: Positive = 1e-5
     rope_theta: Positive = 10_000.0
     tie_word_embeddings: bool = False  # the head is the embedding table
@@ -166,8 +169,9 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
+    # What another backbone has otherwise (lab/backbones).
     Block, Norm = Block, nn.RMSNorm
-    writers = "o_proj.weight", "down_proj.weight"  # of a block: what writes to the residual stream
+    writers = "o_proj.weight", "down_proj.weight"  # whose output is added to the residual stream
 
     def __init__(self, config):
         super().__init__()
@@ -276,22 +280,18 @@ class PonderLM(nn.Module):
     # -- The Jacobi iteration (section 3.4.1) ------------------------------------------------------
 
     def jacobi(self, idx, R=None, tau=None, alpha=0.0, tolerance=None):
-        """All states of all tokens in parallel: S^(n+1) = Transformer(S^(n)), again and again.
+        """All states of all tokens in parallel: h <- Transformer(e and h), again and again.
 
         Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: a ladder of K passes, as PonderLM-2 begins
         (reading note 8, docs/reading-notes.md). Then come R refinements of all S slots, and a last pass whose
-        outputs count. Each pass replaces all latents at once, and the router reads the new h^(0). K (T-1)
-        refinements are exact: each settles one more latent of the chain; what goes beyond is not run. The
-        gradient flows through all passes, of which the paper says nothing.
+        outputs count. Each pass replaces all latents at once, and the router reads the new h^(0). The ladder
+        settles the K latents of the first token, every refinement at least one more of the K T in a row: so
+        K (T-1) are exact, and no more are run. The gradient flows through all passes, of which the paper says
+        nothing.
 
-        Args:
-            idx: (B, T) token ids.
-            R: None: until a pass changes the latents by less than `tolerance` (relative norm).
-            tau: None for the soft mask; else the keys of slots k > K-hat are hidden from everyone.
-            tolerance: None: what the type of the numbers can reach.
-
-        Returns:
-            h (B, T, S, D), s (B, T, S), log_w (B, T, S) of the last pass.
+        idx, R, tau and alpha are as in `forward`. With R None it ends when a pass changes the latents by less
+        than `tolerance` (relative norm; None: what the type of the numbers can reach).
+        -> h (B, T, S, D), s and log_w (B, T, S) of the last pass.
         """
         e, K = self.embed(idx), self.config.ponder_steps
         B, T, D = e.shape
@@ -328,7 +328,7 @@ class PonderLM(nn.Module):
         return self.model(x, positions, log_w, self.backend, cache)
 
     def route(self, h, alpha=0.0):
-        """Step distributions by h^(0), the first of states (..., n+1, D) -> s, log_w, (..., S) each."""
+        """h^(0), the first of states (..., n, D), -> s and log_w, (..., S) each."""
         return self.router(h[..., 0, :], alpha)
 
     # What attention adds to the scores of keys: (..., S) -> (..., S), or None for nothing.
@@ -379,7 +379,7 @@ class PonderLM(nn.Module):
         device = self.lm_head.weight.device
         positions = torch.tensor([position], device=device)  # of all slots of the token
         e = self.embed(torch.tensor([[token]], device=device))  # (1, 1, D)
-        visible = e.new_zeros(1, 1)  # log w_0 = 0: not None, since a cached key has its channel
+        visible = e.new_zeros(1, 1)  # log w_0; None would leave out the channel that cached keys have
         h = [self.model(e, positions, visible, self.backend, cache)]
         s, log_w = self.route(torch.stack(h, dim=2), alpha)  # (1, 1, S)
         steps = stop_step(log_w, tau)  # (1, 1)
@@ -479,12 +479,8 @@ def save(model, directory):
 
 
 def load(directory, kind=PonderLM):
-    """The model that `save` wrote, in float32 and in evaluation mode.
-
-    Raises:
-        OSError, SafetensorError, ValueError, RuntimeError: files that are missing, damaged, or of another
-            kind of model.
-    """
+    """The model that `save` wrote, in float32 and in evaluation mode. OSError, SafetensorError, ValueError,
+    RuntimeError: files that are missing, damaged, or of another kind of model."""
     content = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
     if (content.pop("format", None), content.pop("method", None)) != (FORMAT, kind.method):
         raise ValueError(f"config.json is not of a {kind.title} (python -m lab reads and converts others)")

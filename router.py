@@ -9,7 +9,7 @@ tau           tau        scalar        where decoding stops; None: soft masks, n
 alpha         alpha      scalar        shifts the distribution to more or fewer steps
 ce            ce_i       (..., K+1)    cross-entropy if integration stops after step i, in nats
 rho           rho_i      (K+1,)        how far depth i resolves the tokens, 0 to 1
-executed                 (...)         what a price on steps counts: K-hat, relaxed
+relaxed                  (...)         K-hat made differentiable, which --step-price charges
 
 Reading notes, on what the paper leaves open or prints otherwise, are in docs/reading-notes.md.
 """
@@ -39,7 +39,7 @@ class Router(nn.Module):
     def __init__(self, D, K, offset):
         super().__init__()
         self.proj = nn.Linear(D, K + 1, bias=False)
-        offset = torch.tensor(offset, dtype=torch.float32, device="cpu")  # `load` builds on the meta device
+        offset = torch.tensor(offset, dtype=torch.float32, device="cpu")  # also where all else is meta
         self.register_buffer("offset", offset, persistent=False)
 
     def forward(self, h0, alpha=0.0):
@@ -68,16 +68,13 @@ def mask_score(log_s):
 def stop_step(log_w, tau):
     """K-hat = max{k : w_k >= tau} (section 3.3), as integers in 0..K. (..., K+1) -> (...).
 
-    tau = 0, and None, never stop early: K-hat is K.
-
-    Raises:
-        ValueError: tau is not in [0, 1].
+    tau = 0, and None, never stop early: K-hat is K. ValueError: tau is not in [0, 1].
     """
     if tau is not None and not 0 <= tau <= 1:
         raise ValueError(f"tau = {tau}: it must lie in [0, 1]")
     log_tau = math.log(tau) if tau else -math.inf
     if log_tau < 0:
-        log_tau -= 1e-6  # w = tau may be rounded below it
+        log_tau -= 1e-6  # w = tau may be rounded below it; w_0 = 1 is exact
     return (log_w >= log_tau).sum(-1) - 1  # w never rises with k, so count
 
 
@@ -85,9 +82,9 @@ def hide_stopped(log_w, tau=None):
     """What attention adds to the scores of a token's S slots: log w, (..., S) -> (..., S).
 
     Reading note 1: slot k is the one that executes step k, so log w_k goes onto its key, and slot 0 has 0.
-    (The paper's figure puts w_k on the column of h^(k), which is the input of slot k+1: a slot that decoding
-    skips would stay visible in training.) With tau, keys beyond K-hat are hidden from every query, their own
-    included.
+    (The paper's figure puts w_k on the column of h^(k), the input of slot k+1. Then slot k+1 would carry w_k,
+    and the first slot that decoding skips, whose w_k is still above tau, would be seen in training.) With
+    tau, keys beyond K-hat are hidden from every query, their own included.
     """
     if tau is None:
         return log_w
@@ -98,10 +95,11 @@ def hide_stopped(log_w, tau=None):
 def bottom_mass_penalty(log_w, ce, form="printed"):
     """Minimum-ponder penalty (section 3.4.2), without its weight lambda:
 
-        sum over k of mean(Bottom_{d_rho_k}(w_k)),   d_rho_k = max(rho_k - rho_{k-1}, 0)
+        rho_k   = 1 - sigmoid(10 (CE_k - 0.5))             share of the tokens that k steps resolve
+        d_rho_k = max(rho_k - rho_{k-1}, 0)                what step k adds to it
+        penalty = sum over k >= 1 of mean(Bottom_{d_rho_k}(w_k))
 
-    Depth k resolves a share d_rho_k of the tokens that k-1 did not; the mean of as many of the smallest
-    w_k is pushed down.
+    Bottom_p: the floor(p n) smallest of n numbers.
 
     Args:
         log_w: (n, K+1) of n tokens, of a micro-batch in training; the gradient flows into these alone.
@@ -119,18 +117,18 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
     counts = (rho.diff().clamp(min=0) * n).floor().int().tolist()
     penalty = log_w.new_zeros(())
     for k, count in enumerate(counts, start=1):
-        if count:  # the floor of a small share of few tokens is none
+        if count:  # rounded down, a small share of few tokens is none
             penalty = penalty + log_w[:, k].exp().topk(count, largest=False).values.mean()
     return penalty, rho
 
 
-def executed_steps(log_w):
+def relaxed_steps(log_w):
     """What a price on steps counts: K-hat at tau = 1e-4, relaxed along log w. (..., K+1) -> (...).
 
-        executed(w) = sum over k >= 1 of max(0, 1 - log w_k / log tau)
+        relaxed(w) = sum over k >= 1 of max(0, 1 - log w_k / log tau)
 
     Not the paper's. Decoding runs step k whole whenever w_k >= tau, but the steps that s expects, w_1 + ..
-    + w_K (ACT's ponder cost), charge a thousandth of a step for w_k = 0.001, with as small a gradient, so
-    that tails stay. Here a step counts 1 at w = 1, 1/2 at 0.01 and 0 from tau on, with the same gradient.
+    + w_K (ACT's ponder cost), charge 0.001 for w_k = 0.001, and push as weakly: small tails stay above tau.
+    Here a step costs 1 at w = 1, 1/2 at 0.01, 0 from tau down, and is pushed equally all the way, in log w.
     """
     return (1 - log_w[..., 1:] / math.log(1e-4)).clamp(min=0).sum(-1)

@@ -15,7 +15,6 @@ import codecs
 import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -24,22 +23,21 @@ import tyro
 from pydantic import Field
 
 from data import UserError, command_line, load_tokenizer, newest_run, pick_device, reading
-from model import Finite, load, settings
+from model import Count, Finite, Seed, Share, load, settings
 
 INCLUDED = Path(__file__).parent / "models/docstrings"
 BLUES = 231, 225, 153, 117, 75, 33, 26, 19  # pale to dark, of a terminal's 256 colours
-Count = Annotated[int, Field(ge=1, lt=2**63)]
 
 
 @settings
 class Sampling:
     """How long to ponder, and which token to take."""
 
-    tau: Annotated[float, Field(ge=0, le=1)] = 1e-4  # stop when the mask score is below; 0: never
+    tau: Share = 1e-4  # stop when the mask score is below; 0: never
     alpha: Finite = 0.0  # shift the router to more (> 0) or fewer (< 0) steps
     temperature: Annotated[float, Field(ge=0, le=1e6)] = 0.8  # 0 takes the most probable token
     top_k: Count | None = None  # choose among the k most probable tokens
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None  # makes the random choices repeatable
+    seed: Seed | None = None  # makes the random choices repeatable
 
 
 def stream(model, prompt, max_new_tokens, *, choose=None, begin=(), ends=(), read=None, **sampling):
@@ -118,13 +116,12 @@ def show(pairs, tokenizer, K, hidden=(), marked=False):
 
 def find_run(run=None):
     """The directory of a model: the one given, the newest run, or what comes with the code."""
-    try:
-        return Path(run) if run else newest_run()
-    except UserError:
-        if not INCLUDED.is_dir():
-            raise
+    if run:
+        return Path(run)
+    found = newest_run(otherwise=INCLUDED if INCLUDED.is_dir() else None)
+    if found == INCLUDED:
         print("there is no run in out/ yet: this is the model that comes with the code")
-        return INCLUDED
+    return found
 
 
 def open_model(directory, device="auto"):
@@ -145,11 +142,7 @@ class Options(Sampling):
 
 
 def main(o: Annotated[Options, tyro.conf.arg(name="")]):
-    try:
-        text = sys.stdin.buffer.read().removesuffix(b"\n") if o.prompt == "-" else os.fsencode(o.prompt)
-        text = text.decode()
-    except UnicodeError as error:
-        raise UserError(f"the prompt is not UTF-8 text: {error}") from None
+    text = sys.stdin.buffer.read().removesuffix(b"\n") if o.prompt == "-" else os.fsencode(o.prompt)
     directory = find_run(o.run)
     print(f"model: {directory}")
     model, tokenizer = open_model(directory, o.device)
@@ -163,8 +156,8 @@ def main(o: Annotated[Options, tyro.conf.arg(name="")]):
     read, new, start = [], 0, time.perf_counter()
     for i in range(o.num_samples):
         print(f"\n--- sample {i + 1} of {o.num_samples}" if o.num_samples > 1 else "")
-        print(text, end="", flush=True)
-        sampling = {name: getattr(o, name) for name in asdict(Sampling())}
+        print(text.decode("utf-8", "replace"), end="", flush=True)
+        sampling = {name: getattr(o, name) for name in Sampling.__dataclass_fields__}
         sampling["seed"] = None if o.seed is None else o.seed + i
         pairs = stream(model, ids, o.max_new_tokens, ends={end}, read=read, **sampling)
         new += show(pairs, tokenizer, K, {end}, o.show_steps)

@@ -11,11 +11,11 @@ Every flag and its default: python train.py --help. Ctrl-C saves. A run is a dir
     config.json, model.safetensors, tokenizer.json    a model, as sample.py and analyze.py read it
     trainer.pt      the checkpoint: weights, optimizer, step, log; replaced whole or not at all
     train.json      every setting and what its corpus is known by
-    log.jsonl       a line of numbers each --log-every steps, as of the last checkpoint
+    log.jsonl       settings of each start, then numbers each --log-every steps, as of the last checkpoint
     results.json    the final evaluation
 
 The last lines that python train.py --steps 40 prints on a CPU (relaxed: what a price on steps counts, see
-router.executed_steps):
+router.relaxed_steps):
 
     step 40/40  loss 2.722  ce 2.722  K-hat 3.00  relaxed 2.65  4,039 tok/s  left 0:00
     step 40/40  validation 2.782
@@ -41,7 +41,6 @@ import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -51,6 +50,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from pydantic import Field
+from safetensors import SafetensorError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,24 +70,22 @@ from data import (
     write_json,
     write_whole,
 )
-from model import Config, NotNegative, PonderLM, from_json, save, settings
-from router import bottom_mass_penalty, executed_steps, stop_step
+from model import Config, Count, NotNegative, PonderLM, Seed, Share, from_json, save, settings
+from router import bottom_mass_penalty, relaxed_steps, stop_step
 
 # -- Settings --------------------------------------------------------------------------------------
 
-Count = Annotated[int, Field(ge=1, lt=2**31)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 @settings
 class TrainConfig:
-    """All that is not the model."""
+    """All that is not the model. What stands beside a field, or right above it, is its --help."""
 
     program = "python {}.py"  # which runs train and sample
 
     preset: Literal["tiny", "small", "70m", "410m"] = "tiny"  # what the other flags change
-    # of the run, in --out; None: preset and time
+    # of the run, a folder in --out; None: preset and time
     name: Annotated[str, Field(pattern=r"^([^/.]|\.[^/.])[^/]*$")] | None = None
     out: str = "out"  # where runs are kept
     resume: bool = False  # go on with the run --name, or the newest, with its settings
@@ -103,9 +101,9 @@ class TrainConfig:
     weight_decay: Share = 0.1  # on matrices, without the router's
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW
     clip: NotNegative = 1.0  # gradient norm; 0: off
-    step_price: NotNegative = 0.0  # nats for an executed step (router.executed_steps); 0: steps are free
+    step_price: NotNegative = 0.0  # nats for a step, relaxed at tau = 1e-4 (router.py); 0: steps are free
     price_from: Share = 0.0  # share of the steps after which they cost something
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of weights, batches and R
+    seed: Seed = 0  # of weights, batches and R
 
     log_every: Count = 20  # steps between log lines
     eval_every: Count = 250  # steps between checkpoints, each of which is evaluated
@@ -158,10 +156,7 @@ def first_flags(
 
 def parse(argv=None):
     """The command line -> (TrainConfig, Config). --preset, or the run that goes on, has the defaults.
-
-    Raises:
-        UserError: what --resume must not change. pydantic.ValidationError: a value out of its range.
-    """
+    UserError: what --resume must not change. pydantic.ValidationError: a value out of its range."""
     how = dict(args=argv, return_unknown_args=True, add_help=False)
     (preset, device, out, name, resume), _ = tyro.cli(first_flags, **how)
     if resume:
@@ -172,17 +167,14 @@ def parse(argv=None):
         with reading(run / "train.json"):
             before = replace(config, out=out, name=run.name, resume=True), from_json(Config, shape)
     else:
+        # Asks the driver, and opens no device yet.
         on_gpu = device.partition(":")[0] in ("auto", "cuda") and torch.cuda.is_available()
-        preset = preset or ("small" if on_gpu else "tiny")  # without touching the GPU yet
+        preset = preset or ("small" if on_gpu else "tiny")
         before = PRESETS.get(preset, PRESETS["tiny"])  # a wrong one is refused below
 
-    def flags(
-        config: Annotated[TrainConfig, tyro.conf.arg(name="")] = before[0],
-        model_config: Annotated[Config, tyro.conf.arg(name="")] = before[1],
-    ):
-        return config, model_config
-
-    now = tyro.cli(flags, description=__doc__, args=argv)
+    flat = tyro.conf.arg(name="")  # --steps, and not --config.steps
+    both = tuple[Annotated[TrainConfig, flat], Annotated[Config, flat]]
+    now = tyro.cli(both, default=before, description=__doc__, args=argv)
     if resume:
         refuse_changes(run, *(asdict(config) | asdict(shape) for config, shape in (before, now)))
     return now
@@ -199,10 +191,7 @@ def refuse_changes(run, before, now):
 def read_run(run, kind=TrainConfig, renamed=None):
     """train.json of a run -> its TrainConfig, the settings of its model (a dict), known_by of its corpus.
 
-    renamed: {name of a setting in older files: its name now}.
-
-    Raises:
-        UserError: it is not a run, or damaged.
+    renamed: {name of a setting in older files: its name now}. UserError: it is not a run, or damaged.
     """
     file = Path(run, "train.json")
     if not file.is_file():
@@ -220,7 +209,10 @@ def read_run(run, kind=TrainConfig, renamed=None):
 def objective(model, x, y, R, price=0.0):
     """The loss of one micro-batch:
 
-        L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)) + price mean(executed(w))
+        L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)) + price mean(relaxed(w))
+
+    As printed the penalty is 0 above about one nat (reading note 2). There CE alone teaches the router, since
+    s also weighs the states that predict.
 
     Args:
         x, y: (B, T) tokens, and those that follow them; -100 where there is none to predict.
@@ -240,7 +232,7 @@ def objective(model, x, y, R, price=0.0):
         penalty, _ = bottom_mass_penalty(log_w, ce[has_target], config.penalty)
         loss = loss + config.penalty_weight * penalty
     if price:
-        loss = loss + price * executed_steps(log_w).mean()
+        loss = loss + price * relaxed_steps(log_w).mean()
     return loss, penalty, out
 
 
@@ -265,15 +257,15 @@ def learning_rate(step, config):
 
 
 def step_price(step, config):
-    """Free at first: a router that starts flat, and pays from the first step, never learns to think."""
+    """Nothing before --price-from: a router that starts flat, and pays at once, never learns to think."""
     return config.step_price if step >= config.price_from * config.steps else 0.0
 
 
-def train(config, model_config, make_model=PonderLM, objective=objective, corpus=open_corpus):
+def train(config, model_config, make_model=PonderLM, objective=objective, open_text=open_corpus):
     """Train as the settings say.
 
     Args:
-        make_model: model_config -> model. objective: as above. corpus: as data.open_corpus.
+        make_model: model_config -> model. objective: as above. open_text: as data.open_corpus.
 
     Returns:
         The run's directory, and its final evaluation, or None if the training was stopped before.
@@ -287,18 +279,20 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
         check_free(run)
     if rank:  # the first process prepares the corpus, the others find it
         dist.barrier()
-    text = corpus(config.data, pick_tokenizer(config), model_config.vocab_size)
+    corpus = open_text(config.data, pick_tokenizer(config), model_config.vocab_size)
     if processes > 1 and not rank:
         dist.barrier()
     T, (low, high) = model_config.block_size, model_config.refinements
-    windows, val = Windows(text.train, T, config.seed), Windows(text.val, T, seed=0)
+    windows, val = Windows(corpus.train, T, config.seed), Windows(corpus.val, T, seed=0)
     if config.resume:
-        before, now = (x | {"name": ""} for x in (read_run(run, type(config))[2], text.known_by))
+        before, now = (x | {"name": ""} for x in (read_run(run, type(config))[2], corpus.known_by))
         refuse_changes(run, {"corpus": before}, {"corpus": now})
 
     torch.manual_seed(config.seed)
-    model = make_model(replace(model_config, vocab_size=text.vocab_size)).to(device).train()
-    model.backend, model.recompute = pick_attention(config), config.recompute
+    model = make_model(replace(model_config, vocab_size=corpus.vocab_size)).to(device).train()
+    if config.attention == "fa2" and flash_attn_func is None:
+        raise UserError("--attention fa2 needs the package flash-attn and a GPU; sdpa is as exact")
+    model.backend, model.recompute = BACKENDS[config.attention], config.recompute
     optimizer = torch.optim.AdamW(
         model.param_groups(config.router_rate), config.learning_rate, config.betas,
         weight_decay=config.weight_decay, fused=device.type in ("cpu", "cuda"),
@@ -315,11 +309,12 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
     if compiles := device.type == "cuda" if config.compile is None else config.compile:
         compile_blocks(model)
     if processes > 1:
+        # Which `forward` calls from now on.
         loss_of = DistributedDataParallel(loss_of, broadcast_buffers=False)
 
     def backward(rows, R, price):
         """Add up the gradients of rows (share, T+1) -> the means of what is logged."""
-        means = dict.fromkeys(("loss", "ce", "penalty", "K_hat", "executed"), 0.0)
+        means = dict.fromkeys(("loss", "ce", "penalty", "K_hat", "relaxed"), 0.0)
         parts = rows.split(micro)
         for part in parts:
             apart = processes > 1 and part is not parts[-1]  # processes share the sum of all parts
@@ -328,14 +323,14 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
                 (loss * (micro / share)).backward()
             values = {"loss": loss, "ce": out.loss, "penalty": penalty}
             values["K_hat"] = stop_step(out.log_w, config.tau).float().mean()
-            values["executed"] = executed_steps(out.log_w).mean()
+            values["relaxed"] = relaxed_steps(out.log_w).mean()
             for key, value in values.items():
                 means[key] += value.detach() * (micro / share)
         return means
 
     config = replace(config, name=run.name, micro_batch_size=micro, precision=precision)
-    settings = {"config": asdict(config), "model": {"method": model.method, **asdict(model_config)}}
-    settings["corpus"] = text.known_by
+    content = {"config": asdict(config), "model": {"method": model.method, **asdict(model_config)}}
+    content["corpus"] = corpus.known_by
     with locked(run, rank):
         first, seconds_before, log = 0, 0.0, []
         if config.resume:
@@ -349,12 +344,12 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
         if not rank:
             for stale in (run / "results.json", *run.glob("*.tmp")):
                 stale.unlink(missing_ok=True)
-            write_json(run / "train.json", settings)
-            text.tokenizer.save(run / "tokenizer.json")
+            write_json(run / "train.json", content)
+            corpus.tokenizer.save(run / "tokenizer.json")
             if first:  # a kill may have come between the checkpoint and what others read
                 save_checkpoint(run, model, optimizer, first, seconds_before, log)
         size = sum(p.numel() for p in model.parameters())
-        print(f"{text.source}\n{windows.count:,} windows of {T} tokens; {size:,} parameters, {precision}")
+        print(f"{corpus.source}\n{windows.count:,} windows of {T} tokens; {size:,} parameters, {precision}")
         print(f"{micro} of {config.batch_size} windows at a time{', blocks compiled' * compiles}")
         print(f"{run}: resumed at step {first}" if first else f"{run}: a new training", flush=True)
 
@@ -384,7 +379,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
                     speed, left = config.batch_size * T / a_step, int(a_step * (config.steps - done))
                     print(
                         f"step {done}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
-                        f"K-hat {row['K_hat']:.2f}  relaxed {row['executed']:.2f}  {speed:,.0f} tok/s  "
+                        f"K-hat {row['K_hat']:.2f}  relaxed {row['relaxed']:.2f}  {speed:,.0f} tok/s  "
                         f"left {left // 60}:{left % 60:02d}",
                         flush=True,
                     )
@@ -404,7 +399,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
             return run, None
 
         report = final_report(model, val, config)
-        report["unigram_entropy"] = unigram_entropy(text.val, text.vocab_size)
+        report["unigram_entropy"] = unigram_entropy(corpus.val, corpus.vocab_size)
         if not rank:
             write_json(run / "results.json", report)
     print(f"unigram entropy {report['unigram_entropy']:.3f}")
@@ -417,10 +412,13 @@ def train(config, model_config, make_model=PonderLM, objective=objective, corpus
 
 def pick_precision(name, device):
     """'auto' -> bfloat16 where the hardware multiplies it, else float32."""
-    by_cpu = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    by_gpu = partial(torch.cuda.is_bf16_supported, including_emulation=False)
-    has_it = {"cuda": by_gpu, "cpu": by_cpu}.get(device.type, lambda: False)
-    return name if name != "auto" else "bfloat16" if has_it() else "float32"
+    if name != "auto":
+        return name
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = device.type == "cpu" and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+    return "bfloat16" if fast else "float32"
 
 
 def pick_tokenizer(config):
@@ -430,25 +428,16 @@ def pick_tokenizer(config):
     return automatic if config.tokenizer == "auto" else config.tokenizer
 
 
-def pick_attention(config):
-    """The form of attention.py that --attention names. UserError: it is not here."""
-    if config.attention == "fa2" and flash_attn_func is None:
-        raise UserError(
-            "--attention fa2 needs the package flash-attn and a GPU: take sdpa, which is as exact"
-        )
-    return BACKENDS[config.attention]
-
-
-def pick_micro_batch(config, model, share, loss_of):
+def pick_micro_batch(config, model, share, try_loss):
     """How many of the `share` windows of a step a process takes at once: what is asked for; else on a CPU
-    all, on a GPU as many as fit, by the memory that one window and two take (loss_of: n -> a loss)."""
+    all, on a GPU as many as fit, by the memory that one window and two take (try_loss: n -> a loss)."""
     fits = [n for n in range(1, share + 1) if share % n == 0]
     micro = config.micro_batch_size or share
     if next(model.parameters()).is_cuda and not config.micro_batch_size:
         peaks = []
         for n in (1, 2):
             torch.cuda.reset_peak_memory_stats()
-            loss_of(n).backward()
+            try_loss(n).backward()
             peaks.append(torch.cuda.max_memory_allocated())
         model.zero_grad()
         room = 0.9 * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
@@ -491,8 +480,8 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
         R, tau: as in PonderLM.forward. Without them: soft masks at the fixed point.
 
     Returns:
-        dict: loss in nats; steps, executed at tau (1e-4 without one); and by depth k = 0 .. K `stopped`,
-        the share of tokens whose last step is k, and `weight`, the mean of s_k.
+        dict: loss, in nats; steps, the mean of K-hat at tau (1e-4 without one); and lists over the depths
+        k = 0 .. K: `stopped`, the share of tokens whose K-hat is k, and `weight`, the mean of s_k.
     """
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
@@ -556,27 +545,24 @@ def locked(run, rank):
 
 def save_checkpoint(run, model, optimizer, step, seconds, log):
     """Replace the checkpoint, then what others read: a kill between the two loses nothing.
-
-    Raises:
-        UserError: the disk is full, or the weights are not finite; what was saved before is there.
-    """
+    UserError: the disk is full, or the weights are not finite; what was saved before is there."""
     norm = torch.stack([p.detach().norm() for p in model.parameters()]).norm()
     check_finite(run, step, weights=norm.item())
     # No random state: batches and R are functions of the step.
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     checkpoint |= {"step": step, "seconds": seconds, "log": log}
     write_whole(run / "trainer.pt", lambda part: torch.save(checkpoint, part))
-    save(model, run)
+    try:
+        save(model, run)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {run}: {one_line(error)}") from None
     lines = "".join(json.dumps(row) + "\n" for row in log)
     write_whole(run / "log.jsonl", lambda part: part.write_text(lines))
 
 
 def load_checkpoint(run, model, optimizer):
     """Restore what `save_checkpoint` kept -> steps done, the seconds they took, the log.
-
-    Raises:
-        UserError: trainer.pt is damaged, of another model, or has code in it, which is not run.
-    """
+    UserError: trainer.pt is damaged, of another model, or has code in it, which is not run."""
     file = run / "trainer.pt"
     if not file.exists():  # the training ended before its first checkpoint
         return 0, 0.0, []
@@ -619,10 +605,9 @@ def noted_signals():
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         os.write(2, b"\nstopping; once more to exit at once\n")
 
-    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    usual = {number: handler for number, handler in usual.items() if handler != signal.SIG_IGN}  # by nohup
-    for number in usual:
-        signal.signal(number, receive)
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # as nohup has it
+    usual = {number: signal.signal(number, receive) for number in heard}
     try:
         yield received
     finally:

@@ -16,7 +16,7 @@ from attention import MASKED
 from lab.methods import PonderConfig, PonderLM3, last_alone
 from lab.methods.grid import Grid
 from model import settings
-from router import executed_steps, hide_stopped
+from router import hide_stopped, relaxed_steps
 from train import Share
 
 
@@ -71,7 +71,7 @@ class ByProbability:
     def objective(self, x, y, R, price=0.0):
         loss, penalty, out = super().objective(x, y, R)
         log_w, share = out.log_w[y != -100], self.config.by_probability
-        steps = share * log_w[:, 1:].exp().sum(-1) + (1 - share) * executed_steps(log_w)
+        steps = share * log_w[:, 1:].exp().sum(-1) + (1 - share) * relaxed_steps(log_w)
         return loss + price * steps.mean(), penalty, out
 
 

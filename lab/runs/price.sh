@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What does a step have to cost, and from when on? `tiny` by Jacobi iteration, 1,000 steps: the form of the price
 # (executed; half of it on probability; probability), its size, the router's rate, where the router starts.
-#     bash lab/runs/price.sh          SEEDS=1: these runs, no table
+#     bash lab/runs/price.sh          PARTS="tiny long", SEEDS=1 or both: these runs, no table; long: 4,000 steps
 # What is finished is skipped. On one core of an EPYC with AVX-512 a run takes 2 minutes.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -34,6 +34,12 @@ for part in ${PARTS:-tiny}; do
           executed-0.01-0.2-flat; do
           run tiny 10 $form --preset tiny
         done
+        ;;
+      long) # the three with the lowest loss, beside out/pays/jacobi/by-token-$seed
+        long="--preset tiny --steps 4000 --eval-every 1000 --log-every 100"
+        run long 3 executed-0.01 $long
+        run long 3 probability-0.03 $long
+        run long 10 executed-0.03-0.2-flat $long
         ;;
     esac
   done

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention import MASKED
-from router import Router, bottom_mass_penalty, executed_steps, hide_stopped, mask_score, stop_step
+from router import Router, bottom_mass_penalty, hide_stopped, mask_score, relaxed_steps, stop_step
 
 
 def extreme_logits(n=2000):
@@ -159,19 +159,19 @@ def test_penalty_gradient_reaches_only_the_chosen():
     assert (log_w.grad[:, 1] != 0).tolist() == [False, True, False, True]
 
 
-def test_executed_steps():
+def test_relaxed_steps():
     """Catches a relaxed count whose gradient in log w is not the same wherever w > tau, or is there below;
     one that is not K-hat where each w is 1 or at most tau; and w_0 counted."""
     w = torch.tensor([[1, 1, 0.01, 1e-5], [1, 0.5, 2e-4, 0.9e-4]], dtype=torch.float64)
     log_w = w.log().requires_grad_()
-    steps = executed_steps(log_w)
+    steps = relaxed_steps(log_w)
     steps.sum().backward()
     slope = 1 / math.log(1e4)
     expected = [1.5, 1 - slope * math.log(2) + 1 - slope * math.log(5e3)]
     assert steps.tolist() == pytest.approx(expected, abs=1e-12)
     assert log_w.grad.flatten().tolist() == pytest.approx([0, slope, slope, 0, 0, slope, slope, 0], abs=1e-12)
     decided = torch.tensor([[1, 1, 1, 1], [1, 1, 1e-4, 0], [1, 1e-4, 1e-9, 0]]).double().log().clamp(min=-1e4)
-    assert executed_steps(decided).tolist() == pytest.approx([3, 1, 0], abs=1e-12)
+    assert relaxed_steps(decided).tolist() == pytest.approx([3, 1, 0], abs=1e-12)
     assert stop_step(decided, 1.1e-4).tolist() == [3, 1, 0]
 
 

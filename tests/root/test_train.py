@@ -135,7 +135,7 @@ def test_the_loop_written_out(monkeypatch):
         [
             {"params": matrices, "weight_decay": 0.1},
             {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
-            {"params": [W], "weight_decay": 0.0, "times": 5},
+            {"params": [W], "weight_decay": 0.0, "rate": 5},
         ],
         betas=(0.9, 0.95),
         fused=True,
@@ -149,7 +149,7 @@ def test_the_loop_written_out(monkeypatch):
         (out.loss + price * (1 + out.log_w[..., 1:] / math.log(1e4)).clamp(min=0).sum(-1).mean()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = group.get("times", 1) * learning_rate(step, config)
+            group["lr"] = group.get("rate", 1) * learning_rate(step, config)
         optimizer.step()
         optimizer.zero_grad()
     for name, x in load(run).state_dict().items():
@@ -276,7 +276,7 @@ def test_rates_and_doors():
         asked.append((data, tokenizer, vocab_size))
         return open_corpus("text.txt", tokenizer, vocab_size)
 
-    run, _ = go("--steps 2 --data its-own", make_model=Other, objective=own, corpus=corpus)
+    run, _ = go("--steps 2 --data its-own", make_model=Other, objective=own, open_text=corpus)
     assert seen == [(Other, 4)] * 4
     assert asked == [("its-own", "bytes", 257)]
     assert checkpoint(run)["model"]["router.proj.weight"].count_nonzero() == 0
