@@ -31,7 +31,7 @@ fi
 
 train_and_score() { # name, flags
   once "$out" "$1" 0 --preset small --data "$data" --steps "${STEPS:-500}" "${@:2}" "${device[@]}" "${toy_training[@]}"
-  "$python" -m lab evaluate --run "$out/$1-0" --windows 300 "${device[@]}" "${toy_evaluation[@]}"
+  "$python" -m lab evaluate --run "$out/$1-0" --corpus "$data" --windows 300 "${device[@]}" "${toy_evaluation[@]}"
 }
 decode() { # run, the text that it was trained on
   "$python" -m lab bench decoding --run "$1" --data "$2" --precision bfloat16 --prompts 512 --repeats 2 "${device[@]}" "${toy_decoding[@]}"
