@@ -2,10 +2,12 @@
 
     python -m lab bench attention     the forms of soft-mask attention against plain attention
     python -m lab bench step          a training step against plain passes over as many slots
+    python -m lab bench memory        what a training step takes, by lab/memory.py; what fits; hours
     python -m lab bench decoding      early exit against all steps; against transformers
 
 Things that are compared take turns, so that a machine that slows down slows all of them. Tables are printed,
-and written to <out>/attention-<device>.json, train-<preset>-<device>.json or decode-<run>-<device>.json.
+and written to <out>/attention-<device>.json, train-<preset>-<device>.json, decode-<run>-<device>.json or
+memory-<preset>[-<block size>]-cpu.json.
 """
 
 import platform
@@ -34,6 +36,7 @@ from lab.engine.request import check_request
 from lab.evaluation.texts import validation_windows
 from lab.interop.warm_start import BACKBONE
 from lab.interop.weights import find_model, load, save
+from lab.memory import bytes_of_step, forms, peak_bytes, saved_bytes, slots_of_passes, step_on_cpu
 from lab.methods import PonderConfig, build
 from model import PonderLM, settings
 from train import PRESETS, compile_blocks, objective, pick_precision
@@ -140,11 +143,6 @@ def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
 # -- A training step -------------------------------------------------------------------------------
 
 
-def slots_of_passes(K, R):
-    """How many slots a token has in each pass of a training step: the ladder, then R + 1 whole passes."""
-    return [*range(1, K + 1), *[K + 1] * (R + 1)]
-
-
 def step_run(shape, B, R, device, dtype, *, plain=False, compiled=False, recompute=False):
     """A function that runs forward and backward on B windows once.
 
@@ -217,6 +215,91 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
     about = {"dtype": str(dtype), "preset": o.preset, "windows": B, "R": o.R, "shape": asdict(shape)}
     refused = [{"case": name, "why": why} for name, why in failed.items()]
     write(o.out, f"train-{o.preset}", device, **about, rows=rows, refused=refused)
+
+
+# -- The memory of a training step -----------------------------------------------------------------
+
+
+def fits(c, share, R, gib, **how):
+    """How many of `share` windows a GPU of so many GiB takes at once, as train.py splits them; 0: not one."""
+    room = 0.9 * gib * 2**30
+    good = [
+        n
+        for n in range(1, share + 1)
+        if share % n == 0 and sum(bytes_of_step(c, n, R, **how).values()) < room
+    ]
+    return max(good, default=0)
+
+
+def flops_of_token(c):
+    """FLOPs of a token of training, forward and backward, at the mean of R: products with weights, and scores
+    and values of half of all pairs of slots."""
+    D, Hd, Gd, R = c.hidden_size, c.num_attention_heads * c.d, c.G * c.d, sum(c.refinements) / 2
+    layer, ladder = 2 * D * (Hd + Gd) + 3 * D * c.intermediate_size, range(1, c.ponder_steps + 1)
+    slots, pairs = (sum(n**e for n in ladder) + (R + 1) * (c.ponder_steps + 1) ** e for e in (1, 2))
+    return 6 * (c.num_hidden_layers * (slots * layer + pairs * c.block_size * Hd) + c.vocab_size * D)
+
+
+def processor_seconds(runs, repeats):
+    """By name the median time that this process computes for a call, whoever else computes here."""
+    rounds = {name: [] for name in runs}
+    for i in range(repeats + 1):
+        for name, run in runs.items():
+            before = time.process_time()
+            run()
+            if i:  # the first calls load what is needed
+                rounds[name].append(time.process_time() - before)
+    return {name: statistics.median(found) for name, found in rounds.items()}
+
+
+@settings
+class Memory(Options):
+    preset: Literal["tiny", "small", "70m", "410m"] = "small"  # the shape
+    micro_batch_size: Count | None = None  # windows at a time; None: a step's
+    block_size: Count | None = None  # tokens of a window; None: the preset's
+    R: Annotated[int, Field(ge=0)] | None = None  # refinements; None: the most of the preset
+    check: bool = False  # also what a step saves and takes at its peak on this CPU, and how long
+
+
+def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
+    """What a training step takes on a GPU, by the formula of lab/memory.py; what fits; how long it takes.
+
+    For bfloat16 through fused attention. `time` is by count: a slot that is computed again costs a third.
+    """
+    config, c = PRESETS[o.preset]
+    c = replace(c, block_size=o.block_size or c.block_size)
+    R, B = c.refinements[1] if o.R is None else o.R, o.micro_batch_size or config.batch_size
+    slots, tokens = slots_of_passes(c.ponder_steps, R), config.steps * config.batch_size * c.block_size
+    rows, found, again = [], [], forms(c.ponder_steps, R)
+    for compiled, (form, passes) in product((False, True), again.items()):
+        how = dict(again=passes, compiled=compiled)
+        row = {"again": form, "compile": compiled, "time": 1 + sum(slots[i] for i in passes) / sum(slots) / 3}
+        row |= {name: n / 2**20 for name, n in bytes_of_step(c, B, R, **how).items()}
+        row["MiB"] = sum(list(row.values())[3:])
+        row |= {f"fits_{gib}_GB": fits(c, config.batch_size, R, gib, **how) for gib in (24, 40, 80)}
+        rows.append(row)
+    flops = flops_of_token(c)
+    hours = [
+        {"GPUs": n, "MFU": mfu, "hours": flops * tokens / (n * mfu * 989e12) / 3600}
+        for n, mfu in product((1, 8), (0.25, 0.35))
+    ]
+    if o.check:
+        by_formula = lambda **how: bytes_of_step(c, B, R, fused=False, **how)  # noqa: E731
+        runs = {form: step_on_cpu(c, B, R, passes)[0] for form, passes in again.items()}
+        seconds = processor_seconds(runs, o.repeats)
+        for form, passes in again.items():
+            parts = by_formula(again=passes)
+            row = {"again": form, "MiB": peak_bytes(c, B, R, passes) / 2**20}
+            row["formula_MiB"] = sum(n for name, n in parts.items() if name != "weights") / 2**20
+            row |= {"processor_seconds": seconds[form], "time_ratio": seconds[form] / seconds["none"]}
+            found.append(row)
+        parts = by_formula()
+        saved = (parts["copies"] + parts["activations"] + parts["logits"] / 3) / 2**20
+        found[0] |= {"saved_MiB": saved_bytes(c, B, R) / 2**20, "formula_saved_MiB": saved}
+    about = {"preset": o.preset, "windows": B, "block_size": c.block_size, "R": R, "tokens": tokens}
+    about |= {"flops_of_token": flops}
+    name = "-".join(map(str, filter(None, ("memory", o.preset, o.block_size))))
+    write(o.out, name, torch.device("cpu"), **about, rows=rows, hours=hours, check=found)
 
 
 # -- Decoding --------------------------------------------------------------------------------------
@@ -340,6 +423,6 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
 
 
 if __name__ == "__main__":
-    commands = {command.__name__: command for command in (attention, step, decoding)}
+    commands = {command.__name__: command for command in (attention, step, memory, decoding)}
     how = dict(prog="python -m lab bench", description=__doc__)
     command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, **how))

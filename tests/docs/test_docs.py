@@ -93,7 +93,7 @@ def shortened(line):
     if (
         own
         and not {own, "--data"} & set(arguments)
-        and words[:3] not in (["lab", "bench", kind] for kind in ("attention", "step"))
+        and words[:3] not in (["lab", "bench", kind] for kind in ("attention", "step", "memory"))
     ):
         short += f" {own} my_texts"  # the runs here are of these texts
     if "--against" in arguments:

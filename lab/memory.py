@@ -1,0 +1,163 @@
+"""Bytes of a training step in bfloat16 through fused attention: by a formula, and as they are on a CPU.
+
+P parameters, P' of them in the matrices of blocks and head; B windows of T tokens. A token runs n slots in a
+pass of the Jacobi iteration: 1 .. K on the ladder, then K+1 in each of R refinements and in the last one.
+
+part           bytes
+weights        16 P           weights, gradients, and two numbers of AdamW, in float32
+copies         2 P'           weights in bfloat16; of compiled blocks for each pass that is kept
+activations    n B T (L a + b) of each pass: a slot in one of L layers keeps a, in a pass beside them b
+logits         12 B T V       when the backward pass begins: log-softmax and two gradients of its size
+
+What is left out is small: angles, routers, and gradients within a layer, which are up to a tenth of the
+peak where most passes are computed again. What a GPU's allocator and CUDA themselves take is left out, too.
+"""
+
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from attention import sdpa
+from model import PonderLM
+from train import objective
+
+
+def slots_of_passes(K, R):
+    """How many slots a token has in each pass of a training step: the ladder, then R + 1 whole passes."""
+    return [*range(1, K + 1), *[K + 1] * (R + 1)]
+
+
+def forms(K, R):
+    """What could be computed again in the backward pass: {name: numbers of passes}. --recompute is `all`."""
+    n = len(slots_of_passes(K, R))
+    return {
+        "none": (),
+        "ladder": range(K),
+        "every second": range(n - 2, -1, -2),
+        "all but the last": range(n - 1),
+        "all": range(n),
+    }
+
+
+def kept_by_a_slot(c, masked=True, compiled=False, fused=True):
+    """Bytes that a slot keeps for the backward pass: in a layer, and in a pass beside its layers.
+
+    Args:
+        masked: whether log w travels along: in all passes but the first.
+        fused: whether RMSNorm is one kernel, as on a GPU: on a CPU it keeps what it has normed, too.
+    """
+    D, inner, Hd, Gd = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.d, c.G * c.d
+    width = c.d + masked * (1 + -(c.d + 1) % 8)  # of a head in the kernel
+    norm = 4 * D if fused or compiled else 8 * D  # float32
+    heads = 4 * (Hd + Gd) // c.d * width + 4 * c.num_attention_heads  # q, k, v, out; log-sum-exp
+    if compiled:  # x, both norms' outputs and o_proj's; gate, up and their product
+        layer = 10 * D + heads + 2 * Hd + 6 * inner
+    else:  # two norms, a copy of their outputs for each of five products; o_proj's input; SwiGLU
+        layer = 2 * norm + 10 * D + heads + 2 * Hd + 8 * inner
+    layer += 8  # of both norms
+    beside = (4 * D if fused else 8 * D) + 4 * D  # the final norm's, and h, which the router reads
+    return layer, beside
+
+
+def bytes_of_step(c, B, R, *, again=(), compiled=False, fused=True):
+    """Bytes at the peak of a step with R refinements on B windows, by part; again: passes computed twice."""
+    D, T, V, L = c.hidden_size, c.block_size, c.vocab_size, c.num_hidden_layers
+    Hd, Gd, slots = c.num_attention_heads * c.d, c.G * c.d, slots_of_passes(c.ponder_steps, R)
+    blocks, head = L * (2 * D * (Hd + Gd) + 3 * D * c.intermediate_size), V * D
+    P = blocks + (1 if c.tie_word_embeddings else 2) * head + D * (2 * L + 1 + c.ponder_steps + 1)
+    whole, least = [], []  # of each pass: as it runs, and until it is computed again
+    for i, n in enumerate(slots):
+        layer, beside = kept_by_a_slot(c, i > 0, compiled, fused)
+        whole.append(n * B * T * (L * layer + beside))
+        least.append(n * B * T * 8 * D if i in again else whole[i])  # the inputs, and h
+    head_states, logits = B * T * (2 * D + 4 * c.ponder_steps), 12 * B * T * V
+    # The backward pass goes from the last pass to the first, and frees what it has done.
+    peaks = [sum(least) + logits] + [sum(least[:i]) + whole[i] for i in range(len(slots))]
+    activations = max(peaks) - (logits if (at_start := peaks[0] == max(peaks)) else 0)
+    return {
+        "weights": 16 * P,
+        "copies": 2 * (blocks * (max(len(slots) - len(again), 1) if compiled else 1) + head),
+        "activations": activations + head_states,
+        "logits": logits if at_start else 0,
+    }
+
+
+# -- As they are -----------------------------------------------------------------------------------
+
+
+def recomputing(model, again):
+    """Let a model of whole windows compute the passes `again` a second time in the backward pass."""
+    plain, n = model.transform, 0
+
+    def transform(x, *rest):
+        nonlocal n
+        n = 0 if x.size(1) <= model.config.block_size else n + 1  # the first pass has a slot a token
+        model.recompute = n in again
+        return plain(x, *rest)
+
+    model.transform = transform
+
+
+def step_on_cpu(c, B, R, again=()):
+    """A function that runs forward and backward on B windows once, and the model."""
+    torch.manual_seed(0)
+    model = PonderLM(c).train()
+    model.backend = sdpa
+    recomputing(model, again)
+    rows = torch.randint(c.vocab_size, (B, c.block_size + 1))
+
+    def run(backward=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _, _ = objective(model, rows[:, :-1], rows[:, 1:], R)
+        if backward:
+            loss.backward()  # onto the gradients of the micro-batches before
+
+    return run, model
+
+
+def saved_bytes(c, B, R):
+    """Bytes that autograd saves of a step, without the weights: each storage once."""
+    run, model = step_on_cpu(c, B, R)
+    weights, saved = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(x):
+        saved[x.untyped_storage().data_ptr()] = x  # which keeps it, so that no other takes its place
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run(backward=False)
+    return sum(x.untyped_storage().nbytes() for place, x in saved.items() if place not in weights)
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors that are made within it, while they live; `peak`: the most at once."""
+
+    def __init__(self, known=()):
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = WeakIdKeyDictionary({x.untyped_storage(): True for x in known})
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.seen:
+                self.seen[storage] = True
+                self.add(storage.nbytes())
+                weakref.finalize(storage, self.add, -storage.nbytes())
+        return out
+
+    def add(self, n):
+        self.now += n
+        self.peak = max(self.peak, self.now)
+
+
+def peak_bytes(c, B, R, again=()):
+    """Bytes of all tensors at the peak of a micro-batch, without the weights and their gradients."""
+    run, model = step_on_cpu(c, B, R, again)
+    run()
+    with Live([*model.parameters(), *(p.grad for p in model.parameters())]) as live:
+        run()
+    return live.peak
