@@ -47,10 +47,13 @@ for part in "${@:?which part: a, b, c or d}"; do
          "$python" -m lab bench step --preset "$preset" --repeats 3 "${device[@]}" "${toy_step[@]}"
        done ;;
     d) decode "$out/ponderlm3-0" "$data"
-       [ -n "${MODEL:-}" ] || { echo "left out: decoding of a Llama, which MODEL would name"; continue; }
-       once "$out" taught 0 --preset tiny --init-from "$MODEL" --data $text --ponder-steps 1 --refinements 0 0 \
-         --steps 20 --batch-size 4 --block-size 128 "${device[@]}" "${toy_training[@]}"
-       decode "$out/taught-0" $text ;;
+       if [ -n "${MODEL:-}" ]; then
+         once "$out" taught 0 --preset tiny --init-from "$MODEL" --data $text --ponder-steps 1 --refinements 0 0 \
+           --steps 20 --batch-size 4 --block-size 128 "${device[@]}" "${toy_training[@]}"
+         decode "$out/taught-0" $text
+       else
+         echo "left out: decoding of a Llama, which MODEL would name"
+       fi ;;
     *) echo "$part: which part: a, b, c or d"; exit 2 ;;
   esac
   echo "== part $part ran to its end"
