@@ -17,6 +17,7 @@ from lab.engine.states import stopped_states
 from lab.evaluation.texts import Share
 from lab.figures.comparing import Comparison, by_run, over_seeds
 from lab.figures.subject import open_subject
+from lab.figures.tables import tabulate
 from model import settings
 
 
@@ -63,8 +64,9 @@ class Mixed(Comparison):
             def numbers(run):
                 return kind_rows(open_subject(run.path, 2000, self.tau, device, self.data, other=True))
 
-            return over_seeds(by_run(runs, numbers, one_text=not self.data), ["kind"])
+            return by_run(runs, numbers, one_text=not self.data)
 
         columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "kind": "kind"}
         columns |= {"loss": "loss:.4f", "with all steps": "all_steps:.4f", "steps": "steps:.2f"}
-        self.frame("mixed", columns | {"right": "right:.3f"}, rows)
+        columns |= {"right": "right:.3f"}
+        self.frame("mixed", lambda frame: tabulate(over_seeds(frame, ["kind"]), columns), rows)
