@@ -30,7 +30,7 @@ import sample
 from attention import BACKENDS, auto, sdpa
 from data import UserError, command_line, one_line, pick_device, write_json
 from lab import kernels  # noqa: F401 - which adds `exact` to BACKENDS
-from lab.common import Count, autocast, progress
+from lab.common import autocast, progress
 from lab.engine.batching import Engine, serves
 from lab.engine.request import check_request
 from lab.evaluation.texts import validation_windows
@@ -39,7 +39,7 @@ from lab.interop.weights import find_model, load, save
 from lab.memory import bytes_of_step, forms, peak_bytes, saved_bytes, slots_of_passes, step_on_cpu
 from lab.methods import PonderConfig, build
 from model import PonderLM, settings
-from train import PRESETS, compile_blocks, objective, pick_precision
+from train import PRESETS, Count, compile_blocks, objective, pick_precision
 
 Some = Annotated[tuple[TypeVar("T"), ...], Field(min_length=1)]  # for a flag: Some[int]
 SHORT = {"eager": 4096}  # slots up to which a form is measured: its N x N matrices take gigabytes

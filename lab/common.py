@@ -1,4 +1,4 @@
-"""What the rooms of the lab share: types of settings, JSON that is checked, models by name."""
+"""What the rooms of the lab share: settings of a run, models by name, a bar."""
 
 import re
 from functools import partial
@@ -9,22 +9,17 @@ import torch
 from pydantic import Field
 from tqdm import tqdm
 
-import data
-from data import UserError
+from data import UserError, one_line, read_json
 
-Count = Annotated[int, Field(ge=1, lt=2**31)]
 Given = Annotated[str, Field(min_length=1)]
 
 progress = partial(tqdm, disable=None)  # a bar, where stderr is a terminal
 
 
-# -- Files -----------------------------------------------------------------------------------------
-
-
 def settings_of(run):
     """What train.json of a run says of its training, unchecked; {} where there is none."""
     file = Path(run, "train.json")
-    config = data.read_json(file).get("config") if file.is_file() else None
+    config = read_json(file).get("config") if file.is_file() else None
     return config if isinstance(config, dict) else {}
 
 
@@ -40,18 +35,12 @@ def locate(name, files=("*.json", "*.safetensors")):
         return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or path.parent.exists():
         raise UserError(f"{name} does not exist")
-    where = f"{name} is not a directory here; as a model of the Hugging Face Hub it"
-    try:
-        from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download
 
+    try:
         return Path(snapshot_download(str(name), allow_patterns=list(files)))
-    except ImportError:
-        raise UserError(f"{where} needs a package: pip install huggingface_hub") from None
     except Exception as error:  # a download fails in any way
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise UserError(
-            f"{where} cannot be fetched ({reason}); check the name, or give a directory"
-        ) from None
+        raise UserError(f"{name} is no directory here, nor can it be fetched: {one_line(error)}") from None
 
 
 def autocast(device, dtype):

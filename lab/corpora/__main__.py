@@ -1,22 +1,20 @@
-"""Text -> token ids in train.bin and val.bin, for train.py --data.
+"""Text -> token ids in train.bin and val.bin, for train.py --data."""
 
-python -m lab corpus prepare DATA --to FOLDER     JSON lines, Parquet, texts, a data set of the Hub
-python -m lab corpus lookup                       the lookup task, into data/lookup
-python -m lab corpus mixed                        the lookup task and docstrings, into data/mixed
-"""
-
-import ctypes
-import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from data import UserError, command_line
+from data import command_line
 from lab.corpora.lookup import CACHE, prepare_lookup
 from lab.corpora.mixed import prepare_mixed
-from lab.corpora.preparation import Options, prepare
+from lab.corpora.preparation import OURS, Options, prepare
+
+
+def corpus(o: Annotated[Options, tyro.conf.arg(name="")]):
+    """JSON lines, Parquet, texts or a data set of the Hub -> a folder, also in several goes."""
+    prepare(o)
+    print(f"next: python {'train.py' if o.tokenizer in OURS else '-m lab train'} --data {o.to}")
 
 
 def lookup(
@@ -26,7 +24,7 @@ def lookup(
     lookups: tuple[int, ...] = (),
     longest: Literal[6, 10] = 6,
 ):
-    """Prepare the lookup task: chains of known length, to train on and to measure with.
+    """The lookup task: chains of known length, to train on and to measure with.
 
     Args:
         folder: where to
@@ -40,7 +38,7 @@ def lookup(
 
 
 def mixed(folder: Path = CACHE / "mixed", lines: int = 50_000, seed: int = 0, lookups: tuple[int, ...] = ()):
-    """Prepare two kinds of text: lines of the lookup task, and as many windows of docstrings.
+    """Two kinds of text: lines of the lookup task, and as many windows of docstrings.
 
     Args:
         folder: where to
@@ -52,23 +50,9 @@ def mixed(folder: Path = CACHE / "mixed", lines: int = 50_000, seed: int = 0, lo
     print(f"next: python -m lab train --data {folder}")
 
 
-def corpus(o: Annotated[Options, tyro.conf.arg(name="")]):
-    with suppress(OSError, AttributeError):  # of glibc: give large blocks back at once, or the heap grows
-        ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD
-    prepare(o)
-    ours = o.tokenizer in ("bytes", "bpe", "gpt2")
-    print(f"next: python {'train.py' if ours else '-m lab train'} --data {o.to}")
-
-
 def main():
-    name, *flags = sys.argv[1:] or ["--help"]
     commands = {"prepare": corpus, "lookup": lookup, "mixed": mixed}
-    if name in ("-h", "--help"):
-        print(__doc__.strip())
-    elif name in commands:
-        tyro.cli(commands[name], prog=f"python -m lab corpus {name}", args=flags)
-    else:
-        raise UserError(f"{name!r} is not one of {', '.join(commands)}")
+    tyro.extras.subcommand_cli_from_dict(commands, prog="python -m lab corpus", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@ prepare       JSON lines, Parquet, plain texts or a data set of the Hub -> such 
 open_corpus   as data.open_corpus, also of such files and with the tokenizer of a model
 
 While it is made, the folder is FOLDER.part, and state.json in it says how far it is: what was written by then
-is kept after a kill, and the same command goes on behind it and makes the same files. Memory holds a few
-pieces of a megabyte, however long the text is.
+is kept after a kill, and the same command goes on behind it and makes the same files.
 """
 
 import os
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha1, sha256
 from pathlib import Path
@@ -22,15 +22,15 @@ import numpy as np
 import tyro
 
 import data as root
-from data import MOST, SOURCES, Tokenizer, UserError, id_type, one_line, read_json, reading, write_json
+from data import LINES, MOST, Tokenizer, UserError, id_type, one_line, read_json, reading, write_json
 from lab.common import Given, progress
-from lab.corpora.sources import EMPTY, describe, files_of, judge, note, opened, rows, show
-from lab.corpora.tokenizers import begin_of, encode_piece, load_tokenizer, open_tokenizer
-from model import Positive, from_json, settings
+from lab.corpora.sources import describe, files_of, show, texts
+from lab.corpora.tokenizers import begin_of, load_tokenizer, open_tokenizer
+from model import Positive, settings
 
 OURS = None, "bytes", "bpe", "gpt2"  # the tokenizers that the root opens
-FEW = 100  # documents: of fewer each gives its last tenth to validation
-PIECE, BATCH = 10**6, 4 * 10**6  # bytes that are encoded at once, and between two entries in state.json
+FEW = 100  # texts: of fewer each gives its last tenth to validation
+BATCH = 4 * 10**6  # bytes between two entries in state.json
 
 
 @settings
@@ -42,33 +42,22 @@ class Options:
     to: Path  # a new folder
     tokenizer: str = "bytes"  # bytes, bpe, gpt2, or a model or prepared folder that has one
     vocab_size: int = 4096  # tokens of a bpe, which is trained on the text
-    field: str = "text"  # where the text of a row is; meta.text: within meta
+    field: str = "text"  # where the text of a row is
     config: str | None = None  # of a data set of the Hub that has several
     split: str = "train"  # of a data set of the Hub
-    tokens: Positive | None = None  # stop after so many training tokens; None: all
-
-    @property
-    def source(self):
-        return self.data, self.field, self.split, self.config
+    tokens: Positive | None = None  # stop behind so many training tokens; None: all
 
 
-def nothing():
-    return {"train": 0, "val": 0}
-
-
-@settings
+@dataclass
 class State:
     """How far a folder is."""
 
-    options: dict  # that it was begun with, and what its source was
-    few: bool  # are there so few documents that each is divided?
-    row: int = 0  # of the source, of which `piece` pieces are written
-    piece: int = 0
-    place: Any = None  # where this row is in a data set of the Hub
-    tokens: dict[str, int] = field(default_factory=nothing)  # written
-    bytes: dict[str, int] = field(default_factory=nothing)  # of their text
-    notes: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
-    full: bool = False  # are there as many tokens as were asked for?
+    options: dict  # that it was begun with
+    few: bool  # are there so few texts that each is divided?
+    texts: int = 0  # that are written
+    place: Any = None  # behind them in a data set of the Hub
+    tokens: dict = field(default_factory=lambda: {"train": 0, "val": 0})  # written
+    bytes: dict = field(default_factory=lambda: {"train": 0, "val": 0})  # of their text
 
 
 def prepare(o):
@@ -79,36 +68,26 @@ def prepare(o):
     """
     if o.to.exists():
         raise UserError(f"{o.to} is there already: name a new folder, --to")
-    refuse_unused(o)
-    part, (source, size) = Path(f"{o.to}.part"), describe(o.data, o.split, o.config)
+    part, notes, (source, size) = Path(f"{o.to}.part"), defaultdict(list), describe(o.data, o.split, o.config)
     state, tokenizer = begun(o, part, source)
     part.mkdir(parents=True, exist_ok=True)
     try:
         with filelock.FileLock(part / ".lock", blocking=False):
             tokenizer.save(part / "tokenizer.json")
             with progress(total=size, initial=sum(state.bytes.values()), unit="B", unit_scale=True) as bar:
-                write(o, part, state, tokenizer, bar)
+                for done in write(o, part, state, tokenizer, notes):
+                    bar.update(done)
     except filelock.Timeout:
         raise UserError(f"another process writes {part}: wait for that one") from None
+    except OSError as error:
+        raise UserError(f"cannot write {part}: {one_line(error)}; the same command goes on") from None
     meta = {"source": source, "bytes": sum(state.bytes.values()), "val_bytes": state.bytes["val"]}
     write_json(part / "meta.json", meta | {"dtype": id_type(tokenizer.vocab_size).name})
     part.rename(o.to)
     for name in ("state.json", ".lock"):
         (o.to / name).unlink()
-    show(state.notes, o.data)
+    show(notes, o.data)
     print(f"{o.to}: {state.tokens['train']:,} training tokens, {state.tokens['val']:,} for validation")
-
-
-def refuse_unused(o):
-    """UserError: a setting that would be ignored."""
-    here = o.data in SOURCES or Path(o.data).exists()
-    plain = here and (o.data in SOURCES or not files_of(Path(o.data))[1])
-    unused = {"vocab_size": o.tokenizer != "bpe", "field": plain, "config": here, "split": here}
-    for name in unused:
-        if unused[name] and getattr(o, name) != Options.__dataclass_fields__[name].default:
-            raise UserError(
-                f"{name} = {getattr(o, name)!r} means nothing to {o.data} in {o.tokenizer}: leave it"
-            )
 
 
 def begun(o, part, source):
@@ -118,10 +97,10 @@ def begun(o, part, source):
         few, bpe = are_few(o), o.tokenizer == "bpe"
         tokenizer = Tokenizer.train(sample(o, few), o.vocab_size) if bpe else open_tokenizer(o.tokenizer)
         if tokenizer.end_of_text is None:
-            raise UserError("the tokenizer has no end of text: set eos_token in tokenizer_config.json")
+            raise UserError(f"{o.tokenizer} has no eos_token in its tokenizer_config.json: set it")
         return State(options, few), tokenizer
     with reading(file, f"; delete {part} and begin again"):
-        state = from_json(State, read_json(file))
+        state = State(**read_json(file))
     if other := [name for name in options if state.options.get(name) != options[name]]:
         raise UserError(f"{part} has another {', '.join(other)}: delete it, or name another --to")
     return state, load_tokenizer(part / "tokenizer.json")
@@ -131,126 +110,83 @@ def begun(o, part, source):
 
 
 def is_held_out(name):
-    """One document in 20, as data.divide takes them."""
+    """One text in 20, as data.divide takes them."""
     return int(sha1(name.encode("utf-8", "surrogateescape")).hexdigest(), 16) % 20 == 0
 
 
 def are_few(o):
-    """Does each document give its last tenth to validation? By data.divide's rule."""
-    sides = {True: 0, False: 0}
-    for name, text, _ in rows(*o.source):
-        sides[is_held_out(name)] += judge(text) != EMPTY
-        if sum(sides.values()) >= FEW and all(sides.values()):
+    """Does each text give its last tenth to validation? By data.divide's rule."""
+    sides = Counter()
+    for name, *_ in texts(o):
+        sides[is_held_out(name)] += 1
+        if sides.total() >= FEW and len(sides) == 2:
             return False
-    if not sum(sides.values()):
+    if not sides:
         raise UserError(f"{o.data} holds no text; give a file or folder with some")
-    print(f"note: of these {sum(sides.values())} documents the last tenth of each is for validation")
+    print(f"note: of these {sides.total()} documents the last tenth of each is for validation")
     return True
 
 
-def divided(name, size, few):
-    """The parts of a document: [(split, its first byte, its end)]."""
-    if not few:
-        return [("val" if is_held_out(name) else "train", 0, size)]
-    cut = size - max(size // 10, 1)
-    return [("train", 0, cut), ("val", cut, size)]
-
-
-def pieces_of(stream, start, end):
-    """As data.pieces_of, of a part of a stream: (bytes, are they the last?), of an empty part once."""
-    last = False
-    while not last:
-        stream.seek(start)
-        piece = stream.read(min(PIECE, end - start))
-        if piece and start + len(piece) < end:
-            piece = piece[: piece.rfind(b"\n") + 1 or len(piece)]
-        start += len(piece)
-        yield piece, (last := start >= end or not piece)
-
-
-def all_pieces(o, state):
-    """Yield each piece from where a State is on, and move that behind it: (split, bytes, is it the first, is
-    it the last of its part of a document?)."""
-    started = state.row
-    for row, (name, text, place) in enumerate(rows(*o.source, started, state.place), started):
-        done = state.piece if row == started else 0
-        remark, n = judge(text), 0
-        if not done:
-            note(state.notes, remark, name)
-        if remark == EMPTY:
-            continue
-        with opened(text) as stream:
-            for split, start, end in divided(name, stream.seek(0, 2), state.few):
-                first = True
-                for piece, last in pieces_of(stream, start, end):
-                    n += 1
-                    if n > done:
-                        state.row, state.piece, state.place = row, n, place
-                        yield split, piece, first, last
-                    first = False
+def divided(name, text, few):
+    """The parts of a text: [(split, bytes)]."""
+    if few:
+        cut = len(text) - max(len(text) // 10, 1)
+        return [("train", text[:cut]), ("val", text[cut:])]
+    return [("val" if is_held_out(name) else "train", text)]
 
 
 def sample(o, few):
     """What a BPE is trained on: the first 100 MB, from which it takes MOST bytes itself."""
     found, size = [], 0
-    for split, piece, *_ in all_pieces(o, State({}, few)):
-        found += [piece] * (split == "train")
-        size += len(piece)
+    for name, text, _ in texts(o):
+        found += [part for split, part in divided(name, text, few) if split == "train"]
+        size += len(text)
         if size > 10 * MOST:
             break
     return found
 
 
-# -- Pieces -> ids ---------------------------------------------------------------------------------
+# -- Texts -> ids ----------------------------------------------------------------------------------
 
 
-def encode(tokenizer, piece):
-    """A piece -> its ids, with what stands before and behind a text."""
-    _, text, first, last = piece
-    ids = encode_piece(tokenizer, text, first)
-    if first:
-        ids[:0] = begin_of(tokenizer)
-    if last:
-        ids.append(tokenizer.end_of_text)
+def encode(tokenizer, text):
+    """A text -> its ids, with what stands before and behind it."""
+    ids = [*begin_of(tokenizer), *tokenizer.encode(text), tokenizer.end_of_text]
     return np.array(ids, id_type(tokenizer.vocab_size))
 
 
-def write(o, part, state, tokenizer, bar):
-    """Write what is missing in train.bin and val.bin, and move the state on."""
+def write(o, part, state, tokenizer, notes):
+    """Write what is missing in train.bin and val.bin, and move the state on; yields the bytes."""
+    found, width = texts(o, state.texts, state.place, notes), id_type(tokenizer.vocab_size).itemsize
     with ThreadPoolExecutor(os.cpu_count()) as pool, ExitStack() as stack:
         files = {split: stack.enter_context(open(part / f"{split}.bin", "ab")) for split in state.tokens}
         for split, file in files.items():
-            size = state.tokens[split] * id_type(tokenizer.vocab_size).itemsize
-            if file.tell() < size:
-                raise UserError(f"{file.name} is shorter than it was: delete {part} and begin again")
-            file.truncate(size)
-        pieces = all_pieces(o, state)
-        while not state.full and (batch := take(pieces)):
-            ids = pool.map(partial(encode, tokenizer), batch)
-            try:
-                for (split, piece, _, last), some in zip(batch, ids, strict=True):
-                    files[split].write(some)
-                    state.tokens[split] += len(some)
-                    state.bytes[split] += len(piece)
-                    bar.update(len(piece))
-                    enough = o.tokens and state.tokens["train"] >= o.tokens and state.tokens["val"]
-                    state.full = bool(last and enough)
-                    if state.full:
-                        break
-                for file in files.values():
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as error:
-                raise UserError(f"cannot write {part}: {one_line(error)}; the same command goes on") from None
+            file.truncate(width * state.tokens[split])
+        while not is_full(o, state) and (batch := take(found)):
+            parts = [part for name, text, _ in batch for part in divided(name, text, state.few)]
+            ids = pool.map(partial(encode, tokenizer), [text for _, text in parts])
+            for (split, text), some in zip(parts, ids, strict=True):
+                files[split].write(some)
+                state.tokens[split] += len(some)
+                state.bytes[split] += len(text)
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
+            state.texts, state.place = state.texts + len(batch), batch[-1][-1]
             write_json(part / "state.json", asdict(state))
+            yield sum(len(text) for _, text in parts)
 
 
-def take(pieces):
-    """The next pieces, of BATCH bytes or more."""
+def is_full(o, state):
+    return o.tokens and state.tokens["train"] >= o.tokens and state.tokens["val"]
+
+
+def take(found):
+    """The next texts, of BATCH bytes or more."""
     batch, size = [], 0
-    while size < BATCH and (piece := next(pieces, None)):
-        batch.append(piece)
-        size += len(piece[1]) + 1
+    while size < BATCH and (text := next(found, None)):
+        batch.append(text)
+        size += len(text[1])
     return batch
 
 
@@ -265,15 +201,13 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache="data"):
             tokenizer = folder
         made = root.tokenizer_of(folder, tokenizer) if tokenizer in OURS else open_tokenizer(tokenizer)
         return root.read_corpus(folder, made)
-    many = data not in SOURCES and data and folder.exists() and files_of(folder)[1]
-    if not many and (tokenizer in OURS or not (data in SOURCES or folder.exists())):
-        return root.open_corpus(data, tokenizer if tokenizer in OURS else None, vocab_size, cache)
+    if tokenizer in OURS and not any(file.suffix.lower() in LINES for file in files_of(data)):
+        return root.open_corpus(data, tokenizer, vocab_size, cache)
     name = tokenizer or "bytes"
     made = None if name == "bpe" else open_tokenizer(name)
     kind = f"bpe{vocab_size}" if made is None else f"{made.name}-{made.digest}"
     digest = sha256(ascii((describe(data), kind)).encode()).hexdigest()[:8]
     folder = Path(cache, f"{folder.stem}-{kind}-{digest}")
     if not folder.exists():
-        size = {"vocab_size": vocab_size} if made is None else {}
-        prepare(Options(data, folder, name, **size))
+        prepare(Options(data, folder, name, vocab_size))
     return root.read_corpus(folder, made or load_tokenizer(folder / "tokenizer.json"))

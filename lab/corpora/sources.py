@@ -1,186 +1,129 @@
-"""Where texts come from: files, JSON lines, Parquet, the Hugging Face Hub -> (name, text), one after another.
+"""Where texts come from: files, JSON lines, Parquet, the Hugging Face Hub, the texts of data.py.
 
-rows     all that a source holds, in its order; a text is bytes, or the path of a file, which may be large
-judge    what is to be said of a text: those that hold none are left out
-texts    the texts of files, whole, for scoring
-
-Files are chosen and named as data.read_texts does it, and each row of a .jsonl or .parquet file is a text. So
-whatever the form, the same texts are the same bytes.
+A file is a text, with the name that data.read_texts gives it, and beyond a megabyte several, cut behind a
+line. Each row of a .jsonl or .parquet file or of a data set is a text. They come one after another, so that
+memory does not grow with their number.
 """
 
-import codecs
 import hashlib
-import io
 import json
 import re
 import sys
+from collections import defaultdict
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import count
+from itertools import islice
 from pathlib import Path
 
-from data import LINES, NO_TEXT, PACKAGES, SOURCES, UserError, files_below, one_line, reading
+from data import INVALID, LINES, NO_TEXT, PACKAGES, SOURCES, UserError, files_below, one_line, reading
 
-LONE = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # halves of surrogate pairs that stand for no byte
-EMPTY, FOREIGN = "hold no text, left out", "are not UTF-8, read byte by byte"
+PIECE = 10**6  # bytes
 
 
-def files_of(path):
-    """The files of a folder, or a file alone; and which of them hold many texts. UserError: also texts."""
-    files = [path] if path.is_file() else files_below(path)
-    many = [file for file in files if file.suffix.lower() in LINES]
-    for file in files:
-        if many and file not in many and judge(file) != EMPTY:
-            raise UserError(f"{file} is a text beside {many[0].name}, which holds many: divide them")
-    return files, many
+def files_of(data):
+    """A file, or the files of a folder; none of another source."""
+    path = Path(data)
+    if not data or data in SOURCES or not path.exists():
+        return []
+    return [path] if path.is_file() else files_below(path)
 
 
 def describe(data, split="train", config=None):
     """What tells a source from others, of files by size and time; and its bytes, if they are known."""
-    path = Path(data)
     if data in SOURCES:
-        packages = [f"{name} {version(name)}" for name in PACKAGES if find_spec(name)]
+        packages = (f"{name} {version(name)}" for name in PACKAGES if find_spec(name))
         return ", ".join([data, f"Python {sys.version.split()[0]}", *packages]), None
-    if not path.exists():
+    if not (files := files_of(data)):
         return " ".join(filter(None, [data, config, split])), None
-    found = [(str(file), file.stat()) for file in files_of(path)[0]]
+    found = [(str(file), file.stat()) for file in files]
     digest = hashlib.sha256(ascii([(name, x.st_size, x.st_mtime_ns) for name, x in found]).encode())
-    return f"{path.name} {digest.hexdigest()[:16]}", sum(x.st_size for _, x in found)
+    return f"{Path(data).name} {digest.hexdigest()[:16]}", sum(x.st_size for _, x in found)
 
 
-# -- Rows ------------------------------------------------------------------------------------------
+def texts(o, first=0, place=None, notes=None):
+    """Yield (name, bytes, place behind it in a data set of the Hub) of each text from the `first` on.
 
-
-def rows(data, field="text", split="train", config=None, first=0, place=None):
-    """Yield (name, text, place) from row `first` on, which is at this `place` in a data set of the Hub.
+    Args:
+        o: Options of preparation.py. place: behind the text before.
+        notes: {remark: the files of which it is true}, which is added to.
 
     Raises:
         UserError: no such source, or a row without a text.
     """
-    path = Path(data)
-    if data in SOURCES or path.exists():
-        found = SOURCES[data]() if data in SOURCES else rows_of_files(path, field)
-        for i, (name, text) in enumerate(found):
-            if i >= first:
-                yield name, text, None
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", data) and not path.parent.exists():
-        yield from rows_of_hub(data, field, split, config, first, place)
+    if o.data in SOURCES:
+        found = SOURCES[o.data]()
+    elif Path(o.data).exists():
+        found = of_files(o.data, o.field, notes)
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", o.data) and not Path(o.data).parent.exists():
+        return (yield from of_hub(o, first, place))
     else:
-        raise UserError(f"{data!r} is no file or folder, and none of {', '.join(SOURCES)}")
+        raise UserError(f"{o.data!r} is no file or folder, and none of {', '.join(SOURCES)}")
+    yield from ((name, text, None) for name, text in islice(found, first, None))
 
 
-def rows_of_files(path, field):
-    for file in files_of(path)[0]:
-        name, kind = str(file.relative_to(path.parent)), file.suffix.lower()
-        if kind not in LINES:
-            yield name, file
-        else:
-            found = json_rows(file, field) if kind == ".jsonl" else parquet_rows(file, field)
-            yield from ((f"{name} {i}", text) for i, text in found)
+def of_files(data, field="text", notes=None):
+    """Yield (name, bytes) of the texts of a file or folder."""
+    notes = defaultdict(list) if notes is None else notes
+    for file in files_of(data):
+        name, kind = str(file.relative_to(Path(data).parent)), file.suffix.lower()
+        if kind in LINES:
+            with reading(file, "; --field names the text of a row"):
+                for i, row in enumerate((json_rows if kind == ".jsonl" else parquet_rows)(file), start=1):
+                    if (text := text_in(row, field)).strip():
+                        yield f"{name} {i}", text
+            continue
+        with open(file, "rb", buffering=PIECE) as stream:
+            head, i = stream.peek(), 0
+            if kind in NO_TEXT or b"\0" in head or not head.strip():
+                notes["hold no text, left out"].append(name)
+                continue
+            if INVALID.search(head[: head.rfind(b"\n") + 1 or None].decode("utf-8", "surrogateescape")):
+                notes["are not UTF-8, read byte by byte"].append(name)
+            while text := stream.read(PIECE) + stream.readline(PIECE):
+                yield f"{name} {i}" if i else name, text
+                i += 1
 
 
-def json_rows(file, field):
-    with open(file, "rb") as lines:
+def json_rows(file):
+    with open(file, encoding="utf-8-sig") as lines:
         for i, line in enumerate(lines, start=1):
             if line.strip():
                 with reading(f"{file}, line {i},"):
-                    text = text_in(json.loads(line.decode("utf-8-sig", "surrogateescape")), field)
-                yield i, text
+                    row = json.loads(line)
+                yield row
 
 
-def parquet_rows(file, field):
+def parquet_rows(file):
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(file) as content:
+        for batch in content.iter_batches(256):
+            yield from batch.to_pylist()
+
+
+def of_hub(o, first, place):
+    from datasets import load_dataset
+
     try:
-        from pyarrow import compute
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise UserError(f"{file} needs a package: pip install pyarrow") from None
-    (column, *inner), n = field.split("."), count(1)
-    with reading(file), ParquetFile(file) as content:
-        if column not in (names := content.schema_arrow.names):
-            raise ValueError(f"no text in {field!r}; --field is one of {names}")
-        for batch in content.iter_batches(256, columns=[column]):
-            found = batch.column(0)
-            for name in inner:
-                found = compute.struct_field(found, name)
-            yield from ((next(n), text or b"") for text in found.cast("large_binary").to_pylist())
-
-
-def rows_of_hub(name, field, split, config, first, place):
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UserError(f"{name!r} is no file; as a data set it needs: pip install datasets") from None
-    try:
-        dataset = load_dataset(name, config, split=split, streaming=True)
+        dataset = load_dataset(o.data, o.config, split=o.split, streaming=True)
         if place:
             dataset.load_state_dict(place)
-        found = iter(dataset)
-        for i in count(first):
-            place = dataset.state_dict()
-            if (row := next(found, None)) is None:
-                return
-            yield f"{name} {i}", text_in(row, field), place
+        for row in dataset:
+            if (text := text_in(row, o.field)).strip():
+                yield f"{o.data} {first}", text, dataset.state_dict()
+                first += 1
     except Exception as error:  # a download fails in any way
-        raise UserError(f"{name} cannot be read ({one_line(error)}); the same command goes on") from None
+        raise UserError(f"{o.data} cannot be read ({one_line(error)}); the same command goes on") from None
 
 
 def text_in(row, field):
-    """The bytes of what a row has in a field, "meta.text" within "meta"."""
-    text = row
-    for name in field.split("."):
-        text = text[name] if isinstance(text, dict) and name in text else 0
-    if not isinstance(text, str | None):
-        raise ValueError(f"no text in {field!r}; --field is one of {list(row)}")
-    return LONE.sub("?", text or "").encode("utf-8", "surrogateescape")
-
-
-# -- Texts -----------------------------------------------------------------------------------------
-
-
-def opened(text):
-    return open(text, "rb") if isinstance(text, Path) else io.BytesIO(text)
-
-
-def judge(text):
-    """EMPTY, FOREIGN, or None where nothing is to be said of it."""
-    if isinstance(text, Path) and text.suffix.lower() in NO_TEXT:
-        return EMPTY
-    decoder, blank, foreign = codecs.getincrementaldecoder("utf-8")(), True, False
-    with opened(text) as stream:
-        while block := stream.read(10**6):
-            if b"\0" in block:
-                return EMPTY
-            blank = blank and not block.strip()
-            try:
-                decoder.decode(block, final=len(block) < 10**6)
-            except UnicodeDecodeError:
-                foreign = True
-                decoder.reset()
-    return EMPTY if blank else FOREIGN if foreign else None
-
-
-def note(notes, remark, name):
-    """Add to {remark: (of how many, the names of the first three)}."""
-    if remark:
-        (n, names), name = notes.get(remark, (0, [])), name.encode("utf-8", "backslashreplace").decode()
-        notes[remark] = n + 1, [*names, name][:3]
+    if not isinstance(text := row[field] or "", str):
+        raise ValueError(f"{field} = {text!r:.40} is no text")
+    return text.encode("utf-8", "replace")  # halves of surrogate pairs
 
 
 def show(notes, data):
-    """Print what was noted, and what is hidden."""
-    path = Path(data)
-    for hidden in sorted(path.rglob(".*")) if path.is_dir() else ():
-        note(notes, "are hidden, left out", str(hidden.relative_to(path.parent)))
-    for remark, (n, names) in notes.items():
-        print(f"note: {n} of {data} {remark}: {', '.join(names)}{', ..' * (n > len(names))}")
-
-
-def texts(data, field="text"):
-    """(name, bytes) of the texts of a file or folder, all in memory, and a note on what is left out."""
-    notes, found = {}, []
-    for name, text, _ in rows(data, field):
-        note(notes, remark := judge(text), name)
-        if remark != EMPTY:
-            found.append((name, text.read_bytes() if isinstance(text, Path) else text))
-    show(notes, data)
-    return found
+    """Print what was noted of files."""
+    for remark, names in notes.items():
+        shown = ", ".join(names[:3]).encode("utf-8", "backslashreplace").decode()
+        print(f"note: {len(names)} files of {data} {remark}: {shown}{', ..' * (len(names) > 3)}")

@@ -18,10 +18,10 @@ from pydantic import Field
 
 import sample
 from data import UserError, pick_device
-from lab.common import Count
-from lab.corpora.tokenizers import begin_of, ends_of, load_tokenizer
+from lab.corpora.tokenizers import begin_of, load_tokenizer
 from lab.interop.weights import INCLUDED, find_model, load
 from model import settings
+from train import Count
 
 # -- Choosing a token ------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Request:
         self.device = pick_device(o.device)
         self.model = load(self.directory).to(self.device)
         self.tokenizer = load_tokenizer(self.directory / "tokenizer.json")
-        self.begin, self.ends = begin_of(self.tokenizer), ends_of(self.tokenizer)
+        self.begin, self.ends = begin_of(self.tokenizer), {self.tokenizer.end_of_text} - {None}
         self.ids = [self.encode(text) for text in self.texts]
         self.read = [[] for _ in self.texts]
         self.choice = {field.name: getattr(o, field.name) for field in fields(Sampling)}

@@ -13,12 +13,14 @@ from typing import Annotated
 import tyro
 
 from data import UserError, command_line, pick_device, write_json
-from lab.common import Count, Given
+from lab.common import Given
 from lab.corpora.tokenizers import load_tokenizer
-from lab.evaluation.perplexity import check_pair, score_texts, show
-from lab.evaluation.texts import Share, own_texts, validation_text
+from lab.evaluation.perplexity import score_texts, show
+from lab.evaluation.texts import own_texts, validation_text
 from lab.interop.weights import INCLUDED, find_model, load
+from lab.train import read_run
 from model import settings
+from train import Count, Share
 
 
 @settings
@@ -28,34 +30,39 @@ class Options:
     data: Given | None = None  # text file, or folder of them; by default the validation text of the run
     corpus: Given | None = None  # what the run was trained on, where that is no corpus with a name
     tau: Share = 1e-4  # where decoding stops, 0 never
-    # another model, with the same tokenizer and window: the difference to it, window by window
+    # another model with the same tokenizer: the difference to it, in the smaller window of the two
     against: Given | None = None
     windows: Count | None = None  # score only so many, spread over the text; by default all
     batch_tokens: Count = 4096  # how many tokens are scored at once
     device: str = "auto"  # auto, cpu, cuda or mps
-    out: Path | None = None  # write the numbers to this new file, as JSON
-
-    def __post_init__(self):
-        """Refuse what would fail when all the work is done."""
-        if self.out and (self.out.exists() or not self.out.parent.is_dir()):
-            raise UserError(f"--out {self.out} is there already, or in no folder: name a new file")
-        if self.data and self.corpus:
-            raise UserError("--data and --corpus exclude each other: give one of them")
+    out: Path | None = None  # write the numbers to this file, as JSON
 
 
-def main(options: Annotated[Options, tyro.conf.arg(name="")]):
-    o = options
-    directory, device = find_model(o.run, otherwise=INCLUDED), pick_device(o.device)
-    model, other = load(directory).to(device), None
+def check_pair(run, other, data):
+    """UserError: models that read other ids; or, on the validation text of one (no `data`), learned from
+    another text, which may have had that in it."""
+    one, two = (load_tokenizer(place / "tokenizer.json").digest for place in (run, other))
+    if one != two:
+        raise UserError(f"--against {other} has another tokenizer than {run}")
+    if not data:
+        one, two = (read_run(place)[2] | {"name": ""} for place in (run, other))
+        if one != two:
+            raise UserError(f"--against {other} was trained on another corpus than {run}: give --data")
+
+
+def main(o: Annotated[Options, tyro.conf.arg(name="")]):
+    run, device = find_model(o.run, otherwise=INCLUDED), pick_device(o.device)
+    model, other = load(run).to(device), None
     if o.against:
-        other = load(place := find_model(o.against)).to(device)
-        check_pair(directory, place, model, other, o.data)
+        place = find_model(o.against)
+        check_pair(run, place, o.data)
+        other = load(place).to(device)
     if o.data:
-        texts = own_texts(o.data, load_tokenizer(directory / "tokenizer.json"))
+        texts = own_texts(o.data, load_tokenizer(run / "tokenizer.json"))
     else:
-        texts = validation_text(directory, o.corpus)
-    result = {"run": str(directory)}
-    result |= score_texts(model, *texts, o.tau, windows=o.windows, batch_tokens=o.batch_tokens, other=other)
+        texts = validation_text(run, o.corpus)
+    how = dict(windows=o.windows, batch_tokens=o.batch_tokens, other=other)
+    result = {"run": str(run)} | score_texts(model, *texts, o.tau, **how)
     show(result)
     if o.out is not None:
         write_json(o.out, result)

@@ -11,33 +11,12 @@ bits_per_byte   loss * tokens / bytes / ln 2   does not
 import math
 
 from data import UserError
-from lab.corpora.tokenizers import load_tokenizer
 from lab.evaluation.scoring import cut, score
 from lab.intervals import LEAST, of_text
 from lab.methods import find
 from lab.methods.cost import cost
-from lab.train import read_run
 
 KINDS = "soft", "hard"
-
-
-def check_pair(run, place, model, other, data=None):
-    """Refuse a comparison of a run with the model in `place` that would not be one of like with like.
-
-    Raises:
-        UserError: another tokenizer or a smaller window; or, on the validation text of the run (no `data`),
-            another training text, which may have had that in it.
-    """
-    one, two = (load_tokenizer(x / "tokenizer.json").digest for x in (run, place))
-    if one != two:
-        raise UserError(f"--against {place} has another tokenizer than {run}")
-    ours, theirs = model.config.block_size, other.config.block_size
-    if theirs < ours:
-        raise UserError(f"--against {place} has a window of {theirs} tokens, {run} one of {ours}: swap them")
-    if not data:
-        one, two = (read_run(x)[2] | {"name": ""} for x in (run, place))
-        if one != two:
-            raise UserError(f"--against {place} was trained on another corpus than {run}: give --data")
 
 
 def score_texts(model, name, texts, size, tau, *, windows=None, batch_tokens=4096, other=None):
@@ -50,41 +29,29 @@ def score_texts(model, name, texts, size, tau, *, windows=None, batch_tokens=409
     Raises:
         UserError: nothing to predict, or too little for an interval.
     """
-    cuts = cut(texts, model.config.block_size, windows)
-    if not len(cuts):
-        raise UserError(f"{name} has no token to predict; give more text")
-    if (largest := max(int(ids.max()) for ids in texts if len(ids))) >= model.config.vocab_size:
-        raise UserError(
-            f"{name} has token id {largest}, beyond the model's vocabulary of {model.config.vocab_size}: the "
-            "tokenizer beside it is another model's"
-        )
-    if other and len(cuts) < LEAST:
-        raise UserError(f"{len(cuts)} windows are too few to compare models on: give {LEAST} or more")
-    print(f"scoring {len(cuts):,} windows; fewer with --windows", flush=True)
-    scores = score(model, cuts, tau, batch_tokens)
-    result = {"text": name, "tau": tau} | summarise(scores, model.config)
-    if size and len(scores.soft) == sum(len(ids) - 1 for ids in texts if len(ids)):
+    T = min(one.config.block_size for one in (model, other) if one)
+    cuts = cut(texts, T, windows)
+    if len(cuts) < (least := LEAST if other else 1):
+        raise UserError(f"{name} has {len(cuts)} windows to score, {least} are needed: give more text")
+    print(f"scoring {len(cuts):,} windows of {T} tokens; fewer with --windows", flush=True)
+    scores, config = score(model, cuts, tau, batch_tokens), model.config
+    result = {"text": name, "tau": tau, "method": config.method, "K": config.ponder_steps}
+    result["tokens"] = n = len(scores.soft)
+    whole = n == sum(len(ids) - 1 for ids in texts if len(ids))
+    if whole and size:
         result["bytes"] = size
-        for kind in KINDS:
-            result[kind]["bits_per_byte"] = result[kind]["loss"] * result["tokens"] / size / math.log(2)
-    if other:
-        theirs = score(other, cuts, tau, batch_tokens)
-        for kind in KINDS:
-            mean, half = of_text((getattr(scores, kind) - getattr(theirs, kind)).double(), cuts.sizes)
-            result[kind] |= {"difference": mean, "interval": half}
-    return result
-
-
-def summarise(scores, config):
-    """Scores -> what is reported of them: means, perplexities, costs."""
-    K = config.ponder_steps
-    result = {"method": config.method, "K": K, "tokens": len(scores.soft)}
+    theirs = score(other, cuts, tau, batch_tokens) if other else None
     for kind in KINDS:
-        loss, steps = getattr(scores, kind).double().mean(), scores.steps.double().mean().item()
+        loss, steps = getattr(scores, kind).double(), scores.steps.double().mean().item()
         if kind == "soft" and find(config.method).has_router:
-            steps = K
-        result[kind] = {"loss": loss.item(), "perplexity": loss.exp().item(), "steps": steps}
-        result[kind]["paper_flops"] = cost(config, steps).paper_flops
+            steps = config.ponder_steps
+        mean = loss.mean()
+        result[kind] = row = {"loss": mean.item(), "perplexity": mean.exp().item(), "steps": steps}
+        row["paper_flops"] = cost(config, steps).paper_flops
+        if "bytes" in result:
+            row["bits_per_byte"] = row["loss"] * n / size / math.log(2)
+        if other:
+            row["difference"], row["interval"] = of_text(loss - getattr(theirs, kind).double(), cuts.sizes)
     return result
 
 
@@ -103,5 +70,3 @@ def show(result):
         )
         if "difference" in row:
             print(f"  minus the other: {row['difference']:+.4f} ± {row['interval']:.4f} (95 %)")
-    if not result["hard"]["perplexity"] < 1e6:
-        print(f"a loss of {result['hard']['loss']:.4g} nats is no language model's: are the weights damaged?")

@@ -6,6 +6,7 @@ on padding.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,8 +50,7 @@ def cut(texts, T, most=None):
     return Cuts(texts, np.stack([text, start, np.minimum(start + T + 1, n[text]), first], axis=1))
 
 
-@dataclass
-class Scores:
+class Scores(NamedTuple):
     """Of the n tokens that are predicted, in the order of the text."""
 
     soft: torch.Tensor  # (n,) loss in nats, all steps run
@@ -78,10 +78,8 @@ def batches(cuts, batch_tokens, device):
 @torch.no_grad()
 def score(model, cuts, tau=1e-4, batch_tokens=4096):
     """Score what windows predict -> Scores."""
-    weight, ends = model.lm_head.weight, np.cumsum(cuts.sizes)
-    soft, hard = torch.empty(2, int(ends[-1]), dtype=torch.promote_types(weight.dtype, torch.float32))
-    scores = Scores(soft, hard, torch.empty(int(ends[-1]), dtype=torch.long))
-    for batch, x, y, lengths in batches(cuts, batch_tokens, weight.device):
+    scores = [None] * len(cuts)
+    for batch, x, y, lengths in batches(cuts, batch_tokens, model.lm_head.weight.device):
         h, s, steps = stopped_states(model, x, 0, lengths=lengths)  # 0: all run
         soft = hard = model.cross_entropy(model.integrate(h, s, steps), y)
         if model.has_router:  # otherwise tau changes nothing
@@ -90,6 +88,5 @@ def score(model, cuts, tau=1e-4, batch_tokens=4096):
         found = soft.cpu(), hard.cpu(), steps.cpu()
         for row, i in enumerate(batch):
             _, start, end, first = cuts.places[i]
-            for into, values in zip((scores.soft, scores.hard, scores.steps), found, strict=True):
-                into[ends[i] - (end - first) : ends[i]] = values[row, first - start - 1 : end - start - 1]
-    return scores
+            scores[i] = [values[row, first - start - 1 : end - start - 1] for values in found]
+    return Scores(*(torch.cat(parts) for parts in zip(*scores, strict=True)))

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from data import SOURCES, UserError, Windows, id_type, is_prepared, pieces_of
-from lab.corpora.preparation import open_corpus
-from lab.corpora.sources import texts
-from lab.corpora.tokenizers import begin_of, encode_piece
+from data import SOURCES, UserError, Windows, id_type
+from lab.corpora.preparation import OURS, open_corpus
+from lab.corpora.sources import of_files
+from lab.corpora.tokenizers import begin_of
 from lab.train import read_run
-from train import Share, pick_tokenizer  # noqa: F401
+from train import pick_tokenizer
 
 
 def validation_corpus(run, data=None, other=False, flag="--data"):
@@ -28,7 +28,7 @@ def validation_corpus(run, data=None, other=False, flag="--data"):
         raise UserError(f"{run} was trained on {config.data!r}: give this text again, by {flag}")
     config = replace(config, data=data or config.data)
     began = config.tokenizer == "auto" and getattr(config, "init_from", None)  # with a model's tokenizer
-    named = config.tokenizer not in ("auto", "bytes", "bpe", "gpt2")
+    named = config.tokenizer not in ("auto", *OURS)
     tokenizer = str(run) if began or named else pick_tokenizer(config)
     corpus = open_corpus(config.data, tokenizer, shape.vocab_size)
     if corpus.known_by["tokenizer"] != known.get("tokenizer"):
@@ -46,28 +46,19 @@ def validation_windows(run, data=None, other=False):
 
 def validation_text(run, data=None):
     """A run's validation text as one text, in which ends of documents are predicted like other tokens.
-    -> its name, [ids], and its bytes; None where ids cannot be told from text."""
+    -> its name, [ids], and its bytes, if they are known."""
     if not Path(run, "train.json").is_file():
         raise UserError(f"{run} is no run, which has a text of its own: give a text, --data")
     _, _, corpus = validation_corpus(run, data, flag="--corpus")
-    ids, size, tokenizer = corpus.val, corpus.val_bytes, corpus.tokenizer
-    if size is None and tokenizer.name != "huggingface":  # whose ids show more than was there
-        parts = (ids[i : i + 10**6] for i in range(0, len(ids), 10**6))
-        size = sum(len(tokenizer.decode(part[part != tokenizer.end_of_text])) for part in parts)
-    return f"validation text of {run}", [ids], size
+    return f"validation text of {run}", [corpus.val], corpus.val_bytes
 
 
 def own_texts(data, tokenizer):
     """The texts of a file or folder, each behind what texts begin with -> name, [ids, ..], bytes."""
-    found = texts(data) if Path(data).exists() and not is_prepared(data) else []
+    found = [text for _, text in of_files(data)]
     if not found:
         raise UserError(f"--data {data}: no file or folder with text")
     end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     before = begin_of(tokenizer) or end  # without any, the first token is not predicted: bytes are unknown
-    kind, ids = id_type(tokenizer.vocab_size), []
-    for _, text in found:
-        parts = [np.array(before, kind)]
-        for i, piece in enumerate(pieces_of(text)):
-            parts.append(np.array(encode_piece(tokenizer, piece, i == 0), kind))
-        ids.append(np.concatenate(parts))
-    return data, ids, sum(len(text) for _, text in found) if before else None
+    ids = [np.array([*before, *tokenizer.encode(text)], id_type(tokenizer.vocab_size)) for text in found]
+    return data, ids, sum(map(len, found)) if before else None

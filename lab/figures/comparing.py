@@ -30,7 +30,7 @@ import torch
 
 from data import UserError, pick_device, read_json, reading
 from lab.common import Given, progress
-from lab.evaluation.texts import Share, validation_windows
+from lab.evaluation.texts import validation_windows
 from lab.figures.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, show
 from lab.interop.weights import load, read_config
 from lab.intervals import interval
@@ -38,7 +38,7 @@ from lab.methods import PonderConfig, all_methods, configure, find
 from lab.methods.cost import cost
 from lab.train import read_run
 from model import settings
-from train import TrainConfig, evaluate
+from train import Share, TrainConfig, evaluate
 
 # No part of a recipe: names, method, K and seed, and what changes speed alone.
 LEFT_OUT = {"preset", "name", "out", "resume", "data", "tokenizer", "method", "seed", "ponder_steps"}

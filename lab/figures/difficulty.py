@@ -8,13 +8,13 @@ import pandas as pd
 
 import analyze
 from data import UserError, pick_device
-from lab.common import Count, Given
+from lab.common import Given
 from lab.corpora.tokenizers import load_tokenizer
-from lab.evaluation.texts import Share
 from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import save
 from lab.interop.weights import find_model, load
 from model import settings
+from train import Count, Share
 
 
 def reference_losses(subject, place):

@@ -30,12 +30,12 @@ from data import UserError, command_line, write_whole
 from lab.common import Given
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.engine.states import stopped_states
-from lab.evaluation.texts import Share
 from lab.figures.comparing import Comparison, by_run, draw_curves, over_seeds, read_runs
 from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure
 from lab.interop.warm_start import longer, start_from
 from model import settings
+from train import Share
 
 
 def answers(subject):

@@ -13,10 +13,10 @@ from data import UserError, command_line
 from lab.common import Given
 from lab.corpora.lookup import longest_of
 from lab.engine.puzzle import open_model, puzzle, show, solve
-from lab.evaluation.texts import Share
 from lab.figures.explainer import write_page
 from lab.interop.weights import PUZZLES, locate
 from model import settings
+from train import Share
 
 SECONDS, PAUSE = 0.9, 4  # of a step, and behind the last
 

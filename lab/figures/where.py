@@ -19,12 +19,11 @@ import torch
 from torch import nn
 
 from data import UserError
-from lab.common import Count
-from lab.evaluation.texts import Share
 from lab.figures.comparing import Comparison, by_run, over_seeds
 from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import COLORS, new_figure, save_figure
 from model import settings
+from train import Count, Share
 
 GROUPS = "character", "place in its word", "frequency", "steps taken", "step distribution"
 

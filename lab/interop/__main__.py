@@ -12,11 +12,11 @@ from pathlib import Path
 import tyro
 
 from data import UserError, command_line, read_json
-from lab.common import settings_of
-from lab.corpora.huggingface import HuggingFaceTokenizer, save_pretrained
-from lab.corpora.tokenizers import begin_of, ends_of, load_tokenizer
+from lab.common import locate, settings_of
+from lab.corpora.tokenizers import HuggingFaceTokenizer, begin_of, load_tokenizer, save_pretrained
 from lab.interop.export import export
-from lab.interop.weights import load, locate, save
+from lab.interop.weights import load, save
+from train import Share
 
 
 def scored_tau(directory):
@@ -30,7 +30,7 @@ def main(
     to: Path | None = None,
     half: bool = False,
     transformers: bool = False,
-    tau: float | None = None,
+    tau: Share | None = None,
 ):
     """Show what a directory of weights holds, and write it anew.
 
@@ -42,10 +42,6 @@ def main(
         transformers: what transformers' AutoModelForCausalLM and AutoTokenizer load, of any method
         tau: where that stops by default; None: where the run was scored, else 1e-4
     """
-    if to is None and (transformers or half):
-        raise UserError("--transformers and --half write a directory: say which with --to")
-    if tau is not None and not transformers:
-        raise UserError("--tau is of what --transformers writes: give both, or neither")
     if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
         raise UserError(f"{to} exists already; give a new directory")
     place = locate(directory)
@@ -56,21 +52,14 @@ def main(
     for f in fields(config):  # what is not as everywhere
         if (value := getattr(config, f.name)) not in (f.default, {}):
             print(f"    {f.name} = {value}")
-    file, tokenizer = place / "tokenizer.json", None
+    file, tokenizer, begin, end = place / "tokenizer.json", None, None, None
     if file.is_file():
         tokenizer = load_tokenizer(file)
         print(f"tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} tokens")
+        begin, end = next(iter(begin_of(tokenizer)), None), tokenizer.end_of_text
     if to is None:
         return
-    if half:
-        model = model.half()
-        if odd := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
-            raise UserError(f"{odd[0]} has numbers that float16 does not hold: leave out --half")
-    begin = end = None
-    if tokenizer:
-        begin, end = next(iter(begin_of(tokenizer)), None), tokenizer.end_of_text
-        if more := ends_of(tokenizer) - {end}:
-            end = [*([] if end is None else [end]), *sorted(more)]
+    model = model.half() if half else model
     if transformers:
         export(model, to, scored_tau(place) if tau is None else tau, begin, end)
     else:
@@ -80,9 +69,7 @@ def main(
         save_pretrained(tokenizer, to)
     elif tokenizer:
         tokenizer.save(to / "tokenizer.json")
-    kind = "for transformers" if transformers else "our own form"
-    if config.method == "vanilla":
-        kind = "a Hugging Face GPT-NeoX" if config.backbone == "gpt_neox" else "a Hugging Face Llama"
+    kind = "a model of transformers" if transformers or config.method == "vanilla" else "our own form"
     print(f"written: {to}, {kind}")
 
 

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from data import UserError, write_json, write_whole
-from lab.interop.weights import FOR_TRANSFORMERS, save, tensors_of, write_directory
+from data import write_json, write_whole
+from lab.interop.weights import FOR_TRANSFORMERS, save
 from lab.methods import find, find_backbone
 from model import FORMAT
 
@@ -31,37 +31,25 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
     Without pondering (K = 0) it is a Llama or GPT-NeoX, which transformers knows.
 
     Args:
-        tau: of the generation config. begin, end: the tokenizer's ids, for the same; end may be a list, of
-            which the first ends a text.
-
-    Raises:
-        UserError: tau is outside [0, 1].
+        tau: of the generation config. begin, end: the tokenizer's ids, for the same.
     """
-    if not (isinstance(tau, int | float) and 0 <= tau <= 1):
-        raise UserError(f"tau = {tau!r} is not a probability: it must lie in [0, 1]")
-    directory = Path(directory)
-    ids = {"bos_token_id": begin, "eos_token_id": end}
-    ids["pad_token_id"] = end[0] if isinstance(end, list) else end
+    save(model, directory, begin=begin, end=end)
     if model.config.method == "vanilla":
-        save(model, directory, begin=begin, end=end)
-    else:
-        tensors = tensors_of(model)
-        if tied := model.config.tie_word_embeddings:
-            del tensors["lm_head.weight"]
-        places = ("AutoConfig", "Config"), ("AutoModelForCausalLM", "ForCausalLM")
-        config = {
-            "model_type": FOR_TRANSFORMERS,
-            "architectures": ["PonderLMForCausalLM"],
-            "auto_map": {auto: f"modeling_ponderlm.PonderLM{name}" for auto, name in places},
-            "tie_word_embeddings": tied,
-            "dtype": str(model.lm_head.weight.dtype)[6:],
-            "ponder": {"format": FORMAT, **asdict(model.config)},
-        }
-        write_directory(directory, config | ids, tensors)
-        text = modelling_file(model.config)
-        write_whole(directory / "modeling_ponderlm.py", lambda file: file.write_text(text, "utf-8"))
-        ids["tau"] = tau
-    write_json(directory / "generation_config.json", ids)
+        return
+    ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
+    places = ("AutoConfig", "Config"), ("AutoModelForCausalLM", "ForCausalLM")
+    config = {
+        "model_type": FOR_TRANSFORMERS,
+        "architectures": ["PonderLMForCausalLM"],
+        "auto_map": {auto: f"modeling_ponderlm.PonderLM{name}" for auto, name in places},
+        "tie_word_embeddings": model.config.tie_word_embeddings,
+        "dtype": str(model.lm_head.weight.dtype)[6:],
+        "ponder": {"format": FORMAT, **asdict(model.config)},
+    }
+    write_json(Path(directory, "config.json"), config | ids)
+    write_json(Path(directory, "generation_config.json"), ids | {"tau": tau})
+    text = modelling_file(model.config)
+    write_whole(Path(directory, "modeling_ponderlm.py"), lambda file: file.write_text(text, "utf-8"))
 
 
 # -- The modelling file ----------------------------------------------------------------------------

@@ -1,10 +1,5 @@
 """Directories of weights: ours, Hugging Face's Llama and GPT-NeoX, the official PonderLM-2; in and out.
 
-    model/
-        config.json         what the model is, in one of these forms
-        model.safetensors   the tensors, under the names of Hugging Face, plus router.proj;
-                            or shards, listed by model.safetensors.index.json
-
 form of config.json     known by                     read as
 our own                 "format": "ponderlm-3"       the fields of the method's Config
 Hugging Face Llama      "model_type": "llama"        K = 0, embedding scale 1
@@ -12,22 +7,19 @@ Hugging Face GPT-NeoX   "model_type": "gpt_neox"     the same, as Pythia
 official PonderLM-2     one of these two, and        K = num_latent_thoughts, method ponderlm2
                         num_latent_thoughts
 
-Only JSON and safetensors are read: loading a model never runs code from its files. A setting that is not
-understood is refused by name: a misread model would talk nonsense.
+Ours is read as the root writes it, the others by transformers. Only JSON and safetensors are read: loading a
+model never runs code from its files. A setting that is not understood is refused by name: a misread model
+would talk nonsense.
 """
 
-import shutil
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated
 
 import torch
-from pydantic import Field, TypeAdapter
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 import model as root
-from data import UserError, newest_run, one_line, read_json, reading, write_json, write_whole
+from data import UserError, newest_run, one_line, read_json, reading
 from lab.common import locate
 from lab.methods import PonderConfig, build, check_settings, find
 from model import FORMAT, Config, PonderLM, from_json
@@ -36,9 +28,7 @@ from sample import INCLUDED
 FOR_TRANSFORMERS = "ponderlm"  # model_type where export.py has put our form into config.json
 PUZZLES = INCLUDED.parent / "lookup"  # another model that comes with the code
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Of each tensor the file that holds it, which is beside the index.
-File = Annotated[str, Field(pattern=r"^[^/\\]+\.safetensors$")]
-PLACES = TypeAdapter(Annotated[dict[str, File], Field(min_length=1)])
+
 
 # -- Places ----------------------------------------------------------------------------------------
 
@@ -67,7 +57,7 @@ def find_model(run=None, otherwise=None):
         return otherwise
 
 
-# -- config.json -----------------------------------------------------------------------------------
+# -- Models ----------------------------------------------------------------------------------------
 
 # What our form says by saying nothing: the root's models, which know nothing of other methods.
 PAPER = {"method": "ponderlm3", "backbone": "llama", "backbone_options": {}, "reread": False}
@@ -80,17 +70,23 @@ def read_config(directory):
         UserError: a file that is missing or damaged, unknown or missing fields, wrong values, or a model
             that cannot be represented here.
     """
+    content, file = our_form(directory), Path(directory, "config.json")
+    if content is None:
+        with reading(file):
+            theirs = kind_of(file).config_class.from_pretrained(directory)
+            content = asdict(PonderConfig()) | from_others(theirs)
+    return parse_config(content, file)
+
+
+def our_form(directory):
+    """The settings in a config.json of our own form, also within transformers'; None: it is another's."""
     if not is_model(directory):
         raise UserError(f"{directory} holds no trained model: it has no {SINGLE}")
-    content = read_json(file := Path(directory, "config.json"))
+    content = read_json(Path(directory, "config.json"))
     if content.get("model_type") == FOR_TRANSFORMERS:
-        content = content.get("ponder")
-    with reading(file):
-        if "format" not in content:
-            content = {"format": FORMAT, **asdict(PonderConfig()), **from_others(content)}
-        if (form := content.pop("format")) != FORMAT:
-            raise ValueError(f"format {form!r}: only {FORMAT!r} is known")
-    return parse_config(content, file)
+        content = content.get("ponder") or {}
+    if content.pop("format", None) == FORMAT:
+        return content
 
 
 def parse_config(content, file):
@@ -108,256 +104,37 @@ def parse_config(content, file):
         raise UserError(f"{file} cannot be read: {one_line(error)}") from None
 
 
-# -- Other people's config.json --------------------------------------------------------------------
-
-# What a field of config.json has to be, where it is there.
-ONLY = {
-    "sliding_window": (None,),
-    "quantization_config": (None,),
-    "interpolation": (None, False),  # of PonderLM-2: weights the states by their predictions
-    "scale_embeds": (None, False, True),
-    "recurrent_model": (None, False, True),
-}
-ONLY_OF = {
-    "llama": {
-        "architectures": (None, ["LlamaForCausalLM"]),
-        "hidden_act": (None, "silu"),
-        "attention_bias": (None, False),
-        "mlp_bias": (None, False),
-    },
-    "gpt_neox": {
-        "architectures": (None, ["GPTNeoXForCausalLM"]),
-        "hidden_act": (None, "gelu"),
-        "attention_bias": (None, True),
-        "use_parallel_residual": (None, False, True),
-    },
-}
-# Fields of the same name, and never lacking.
-SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-# Our name of a field: theirs, and what it is where config.json lacks it.
-NAMES = {
-    "block_size": ("max_position_embeddings", 2048),
-    "tie_word_embeddings": ("tie_word_embeddings", False),
-}
-NAMES_OF = {
-    "llama": {
-        "num_key_value_heads": ("num_key_value_heads", None),
-        "head_dim": ("head_dim", None),
-        "rms_norm_eps": ("rms_norm_eps", 1e-6),
-    },
-    "gpt_neox": {"rms_norm_eps": ("layer_norm_eps", 1e-5)},
-}
-# Of RoPE: its base, and the share of a head that is turned, with what it is where it lacks.
-ROPE_OF = {
-    "llama": ("rope_theta", "partial_rotary_factor", 1.0),
-    "gpt_neox": ("rotary_emb_base", "rotary_pct", 0.25),
-}
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-def from_others(config):
-    """config.json of a Llama, a GPT-NeoX or an official PonderLM-2 -> what it sets of a PonderConfig.
-
-    Raises:
-        ValueError: something that PonderConfig cannot represent, by the name of its field.
-        KeyError, TypeError: a field that is missing or of a wrong type.
-    """
-    check_only(config, {"model_type": tuple(ONLY_OF)})
-    kind = config["model_type"]
-    check_only(config, ONLY | ONLY_OF[kind])
-    names = NAMES | NAMES_OF[kind]
-    given = dict(method="vanilla", ponder_steps=0, **read_rope(config))
-    given |= {name: config[name] for name in SIZES}
-    given |= {ours: config.get(theirs, default) for ours, (theirs, default) in names.items()}
-    given["embed_scale"] = None if config.get("scale_embeds") else 1.0
-    ponders = config.get("recurrent_model", bool(config.get("num_latent_thoughts")))
-    return given | (from_ponderlm2(config) if ponders else {})
-
-
-def check_only(config, only):
-    for name, known in only.items():
-        if (value := config.get(name)) not in known:
-            raise ValueError(f"{name} = {value!r}: it has to be {' or '.join(map(repr, known))}")
-
-
-def read_rope(config):
-    """config.json of a Llama or GPT-NeoX, in either of the two ways to write RoPE down -> fields.
-
-    Where the two differ, the choice is that of transformers 5.
-    """
-    base, turned, default = ROPE_OF[config["model_type"]]
-    place = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = dict(config.get(place) or {})
-    theta = rope.get("rope_theta", config.get(base, 10_000.0))
-    share = rope.get("partial_rotary_factor", config.get(turned, default))
-    neox = config["model_type"] == "gpt_neox"
-    if not neox and share != 1:
-        raise ValueError(f"partial_rotary_factor = {share}: only 1 is read")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    known = ("default",) if neox else ("default", "llama3")
-    if kind not in known:
-        raise ValueError(f"{place} is of type {kind!r}: it has to be {' or '.join(known)}")
-    backbone, options = config["model_type"], {}
-    if neox:
-        parallel = config.get("use_parallel_residual") is not False
-        options = {"rotary_pct": share, "parallel_residual": float(parallel)}
-    elif kind == "llama3":
-        backbone, options = "llama3", {name: rope[name] for name in LLAMA3}
-    return dict(rope_theta=theta, backbone=backbone, backbone_options=options)
-
-
-def write_rope(config):
-    """Fields of a model -> RoPE as config.json has it, in both ways."""
-    backbone, options = config["backbone"], config["backbone_options"]
-    rope, written = {"rope_type": "default"}, {"rope_scaling": None}
-    if backbone == "llama3":
-        rope = written["rope_scaling"] = {"rope_type": "llama3"} | options
-        rope[LLAMA3[-1]] = int(rope[LLAMA3[-1]])
-    rope = {"rope_theta": config["rope_theta"], **rope}
-    if backbone == "gpt_neox":
-        written["rotary_emb_base"] = config["rope_theta"]
-        written["use_parallel_residual"] = bool(options.get("parallel_residual", 1))
-        written["rotary_pct"] = rope["partial_rotary_factor"] = options.get("rotary_pct", 1.0)
-    else:
-        written["rope_theta"] = config["rope_theta"]
-    return written | {"rope_parameters": rope}
-
-
-def from_ponderlm2(config):
-    """The fields that the official code of PonderLM-2 adds to others'."""
-    K, J = config["num_latent_thoughts"], config["num_jacobi_iterations"]
-    refinements = (J, J)
-    if config.get("random_jacobi_iterations"):  # what the code draws from in training
-        refinements = (2, 4) if config["model_type"] == "gpt_neox" else (2, 3)
-    return dict(method="ponderlm2", ponder_steps=K, refinements=refinements)
-
-
-def to_others(config, tensors, ids):
-    """Fields and tensors of a model with K = 0 -> config.json and tensors of a Llama or GPT-NeoX.
-
-    They have no embedding scale: it goes into the table. A head that shared the table then keeps
-    the unscaled one. `ids`: bos_token_id and eos_token_id, of the tokenizer.
-    """
-    scale, table = config["embed_scale"], "model.embed_tokens.weight"
-    tensors = tensors | {table: tensors[table] * scale}
-    tied = config["tie_word_embeddings"] and scale == 1
-    if tied:
-        tensors.pop("lm_head.weight", None)
-    config = config | {"tie_word_embeddings": tied}
-    kind = "gpt_neox" if config["backbone"] == "gpt_neox" else "llama"
-    names = NAMES | NAMES_OF[kind]
-    fields = {"model_type": kind, "torch_dtype": str(tensors[table].dtype)[6:]} | ids
-    fields |= {name: known[-1] for name, known in ONLY_OF[kind].items()}
-    fields |= {name: config[name] for name in SIZES}
-    fields |= {theirs: config[ours] for ours, (theirs, _) in names.items()}
-    if kind == "gpt_neox":
-        tensors = {neox_name(name): tensor for name, tensor in tensors.items()}
-    return fields | write_rope(config), tensors
-
-
-# A GPT-NeoX has other names outside of its blocks.
-NEOX_NAMES = {
-    "model.embed_tokens.": "gpt_neox.embed_in.",
-    "model.layers.": "gpt_neox.layers.",
-    "model.norm.": "gpt_neox.final_layer_norm.",
-    "lm_head.": "embed_out.",
-}
-
-
-def neox_name(name, back=False):
-    """A tensor's name here -> as GPT-NeoX has it, or back; others as they are."""
-    for ours, theirs in NEOX_NAMES.items():
-        before, after = (theirs, ours) if back else (ours, theirs)
-        if name.startswith(before):
-            return after + name.removeprefix(before)
-    return name
-
-
-# -- Tensors -----------------------------------------------------------------------------------
-
-
-def shards(directory):
-    """The files of a model and the names of the tensors in each, as {file: names or None for all}.
-
-    Raises:
-        UserError: the index is damaged, or names what is no safetensors file beside it.
-    """
-    directory, found = Path(directory), {}
-    if (directory / SINGLE).is_file():
-        return {directory / SINGLE: None}
-    content = read_json(directory / INDEX)
-    with reading(directory / INDEX):
-        for tensor, name in PLACES.validate_python(content["weight_map"]).items():
-            found.setdefault(directory / name, []).append(tensor)
-    return found
-
-
-# What old Llamas and Pythias saved and nobody needs: the frequencies of RoPE, the causal mask.
-LEFTOVERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")
-
-
-def read_tensors(directory):
-    """Yield (name, tensor), in torch's default type (float32), of a directory of weights.
-
-    The files are memory-mapped, and mapped anew for each tensor, so that never more than one of them is in
-    memory beside its copy.
-
-    Raises:
-        UserError: a file that is missing or damaged, or a tensor of a type that holds no plain numbers, or
-            with numbers that are not finite.
-    """
-    for file, names in shards(directory).items():
-        with reading(file):
-            with open(file, "rb") as start:
-                if start.read(30).startswith(b"version https://git-lfs"):
-                    raise ValueError("it is a Git LFS pointer; run: git lfs pull")
-            with safe_open(file, "pt") as tensors:
-                names = names or list(tensors.keys())
-            for name in names:
-                if name.endswith(LEFTOVERS):
-                    continue
-                with safe_open(file, "pt") as tensors:
-                    tensor = tensors.get_tensor(name)
-                    if not tensor.is_floating_point() or tensor.element_size() < 2:
-                        raise ValueError(f"{name} is of type {tensor.dtype}, quantized?")
-                    tensor = tensor.to(torch.get_default_dtype(), copy=True)
-                if not tensor.sum().isfinite():  # in place of a mask as large as the tensor
-                    raise ValueError(f"{name} has numbers that are not finite; damaged?")
-                yield neox_name(name, back=True), tensor
-
-
-def write_directory(directory, config, tensors):
-    """Write both files, each whole or not at all."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_json(directory / "config.json", config)
-    with_form = dict(metadata={"format": "pt"})  # without which transformers does not read it
-    write_whole(directory / SINGLE, lambda file: save_file(tensors, file, **with_form))
-    shutil.copymode(directory / "config.json", directory / SINGLE)  # save_file lets only its owner read it
-
-
-# -- Models ----------------------------------------------------------------------------------------
-
-
 def load(directory):
     """The model of a directory of weights, whatever its method, in float32 on the CPU, to evaluate.
 
     Raises:
-        UserError: as read_config and read_tensors; or tensors that do not fit the config.
+        UserError: as read_config; or tensors that are damaged or do not fit the config.
     """
-    config, tensors = read_config(directory), dict(read_tensors(directory))
-    table = tensors.get("model.embed_tokens.weight")
-    if config.tie_word_embeddings and table is not None:
-        head = tensors.setdefault("lm_head.weight", table)
-        if not torch.equal(head, table):
-            raise UserError(f"{directory}: tie_word_embeddings, but lm_head.weight differs")
-    with torch.device("meta"):  # the tensors that were read become its parameters
-        model = build(config)
-    with reading(directory):  # torch names what is missing, unknown or of another shape
+    config, directory = read_config(directory), Path(directory)
+    with reading(directory):
+        if our_form(directory) is None:
+            tensors = read_others(directory)
+        else:
+            tensors = {name: x.float() for name, x in load_file(directory / SINGLE).items()}
+        if config.tie_word_embeddings:
+            tensors["lm_head.weight"] = tensors[TABLE]
+        with torch.device("meta"):  # the tensors that were read become its parameters
+            model = build(config)
         model.load_state_dict(tensors, assign=True)
     model.tie()
     return model.eval()
+
+
+def save(model, directory, exact=False, begin=None, end=None):
+    """As model.save; a model with K = 0 as a Llama or a GPT-NeoX of transformers.
+
+    That has the embedding scale in its table, and the tokenizer's ids of the `begin` and `end` of a text.
+    `exact` keeps scale and table apart, for training to go on.
+    """
+    if model.config.method != "vanilla" or exact:
+        root.save(as_root(model), directory)
+    else:
+        to_others(model, {"bos_token_id": begin, "eos_token_id": end}).save_pretrained(directory)
 
 
 def tensors_of(model):
@@ -377,14 +154,111 @@ def as_root(model):
     return plain.train(model.training)
 
 
-def save(model, directory, exact=False, begin=None, end=None):
-    """As model.save; a model with K = 0 as a Llama or a GPT-NeoX, which transformers loads, too.
+# -- Models of transformers ------------------------------------------------------------------------
 
-    That has the embedding scale in its table, and the tokenizer's ids of the `begin` and `end` of a text.
-    `exact` keeps scale and table apart, for training to go on.
+SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+SIZES += ("tie_word_embeddings",)  # fields of the same name
+LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+TABLE = "model.embed_tokens.weight"
+NEOX = {  # a GPT-NeoX has other names outside of its blocks
+    "model.embed_tokens.": "gpt_neox.embed_in.",
+    "model.norm.": "gpt_neox.final_layer_norm.",
+    "model.": "gpt_neox.",
+}
+
+
+def library():
+    """transformers, which takes seconds to import, without its bars."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def kind_of(file):
+    """The class of transformers of a config.json. ValueError: another one is named."""
+    kinds = {"llama": library().LlamaForCausalLM, "gpt_neox": library().GPTNeoXForCausalLM}
+    if (name := read_json(file).get("model_type")) not in kinds:
+        raise ValueError(f"model_type = {name!r} is not read, but {', '.join(kinds)} and our own form are")
+    return kinds[name]
+
+
+def from_others(config):
+    """The config of a Llama, a GPT-NeoX or an official PonderLM-2 -> what it sets of a PonderConfig.
+
+    Raises:
+        ValueError: something that PonderConfig cannot represent, by the name of its field.
     """
-    if model.config.method != "vanilla" or exact:
-        return root.save(as_root(model), directory)
-    ids = {"bos_token_id": begin, "eos_token_id": end}
-    config = asdict(model.config) | {"embed_scale": model.config.scale}
-    write_directory(directory, *to_others(config, tensors_of(model), ids))
+    neox, rope = config.model_type == "gpt_neox", config.rope_parameters
+    rope_types = ("default",) if neox else ("default", "llama3")
+    only = dict(hidden_act="gelu" if neox else "silu", attention_bias=neox, mlp_bias=False)
+    only |= dict(interpolation=False, sliding_window=None, quantization_config=None)
+    for name, known in only.items():
+        if (value := getattr(config, name, None)) not in (known, None):
+            raise ValueError(f"{name} = {value!r}: only {known!r} is read")
+    if rope["rope_type"] not in rope_types or not (neox or rope.get("partial_rotary_factor", 1) == 1):
+        raise ValueError(f"rope_parameters = {rope}: only {' and '.join(rope_types)} are read")
+    given = dict(method="vanilla", ponder_steps=0) | {name: getattr(config, name) for name in SIZES}
+    given |= dict(block_size=config.max_position_embeddings, rope_theta=rope["rope_theta"])
+    given["embed_scale"] = None if getattr(config, "scale_embeds", False) else 1.0
+    if neox:
+        options = {"rotary_pct": rope["partial_rotary_factor"]}
+        options["parallel_residual"] = float(config.use_parallel_residual)
+        given |= dict(rms_norm_eps=config.layer_norm_eps, backbone="gpt_neox", backbone_options=options)
+    else:
+        given |= {name: getattr(config, name) for name in ("num_key_value_heads", "head_dim", "rms_norm_eps")}
+    if rope["rope_type"] == "llama3":
+        given |= dict(backbone="llama3", backbone_options={name: float(rope[name]) for name in LLAMA3})
+    if getattr(config, "recurrent_model", bool(getattr(config, "num_latent_thoughts", 0))):
+        J = config.num_jacobi_iterations
+        drawn = (2, 4 if neox else 3) if getattr(config, "random_jacobi_iterations", False) else (J, J)
+        given |= dict(method="ponderlm2", ponder_steps=config.num_latent_thoughts, refinements=drawn)
+    return given
+
+
+def read_others(directory):
+    """The tensors of a model of transformers, under our names, in float32. ValueError: they are not all."""
+    how = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+    try:
+        other, info = kind_of(directory / "config.json").from_pretrained(directory, **how)
+    except Exception as error:  # transformers has no class for what is wrong with a file
+        raise ValueError(one_line(error)) from None
+    if odd := {name: found for name, found in info.items() if found}:
+        raise ValueError(f"its tensors are not those of its config.json: {odd}")
+    return renamed(other.state_dict(), {theirs: ours for ours, theirs in NEOX.items()})
+
+
+def to_others(model, ids):
+    """A model with K = 0 as a Llama or GPT-NeoX of transformers.
+
+    They have no embedding scale: it goes into the table. A head that shared the table then keeps
+    the unscaled one. `ids`: bos_token_id and eos_token_id, of the tokenizer.
+    """
+    config, tensors = model.config, tensors_of(model)
+    options, kind = config.backbone_options, library().LlamaForCausalLM
+    tensors[TABLE] = tensors[TABLE] * config.scale
+    shape = ids | {name: getattr(config, name) for name in SIZES}
+    shape |= dict(max_position_embeddings=config.block_size)
+    shape["tie_word_embeddings"] = config.tie_word_embeddings and config.scale == 1
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.backbone == "gpt_neox":
+        rope["partial_rotary_factor"] = options.get("rotary_pct", 1.0)
+        parallel = bool(options.get("parallel_residual", 1))
+        shape |= dict(layer_norm_eps=config.rms_norm_eps, use_parallel_residual=parallel)
+        kind, tensors = library().GPTNeoXForCausalLM, renamed(tensors, NEOX)
+    else:
+        shape |= dict(rms_norm_eps=config.rms_norm_eps, num_key_value_heads=config.G, head_dim=config.d)
+    if config.backbone == "llama3":
+        rope |= options | {"rope_type": "llama3", LLAMA3[-1]: int(options[LLAMA3[-1]])}
+    other = kind(kind.config_class(**shape, rope_parameters=rope)).to(tensors["lm_head.weight"].dtype)
+    other.load_state_dict(tensors)
+    return other
+
+
+def renamed(tensors, names):
+    """Tensors under other names, by their beginnings: {one: another}."""
+    found = {}
+    for name, tensor in tensors.items():
+        before = next((before for before in names if name.startswith(before)), "")
+        found[names.get(before, "") + name.removeprefix(before)] = tensor
+    return found

@@ -2,10 +2,10 @@
 
 import torch
 
-from lab.common import Count
 from lab.methods import PonderConfig
 from lab.methods.grid import FixedGrid
 from model import settings
+from train import Count
 
 
 @settings

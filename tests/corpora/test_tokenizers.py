@@ -2,7 +2,6 @@
 that form."""
 
 import json
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,9 +16,8 @@ from transformers import AutoTokenizer
 
 from data import WORDS, Tokenizer, UserError
 from lab.corpora import lookup, preparation
-from lab.corpora.huggingface import HuggingFaceTokenizer, definition_of, save_pretrained
 from lab.corpora.preparation import Options, open_corpus, prepare
-from lab.corpora.tokenizers import ends_of, load_tokenizer
+from lab.corpora.tokenizers import HuggingFaceTokenizer, definition_of, load_tokenizer, save_pretrained
 
 HARD = "the  fox\n\tnaps: é ☃ 日本 \U0001f98a <s> </s> <|endoftext|> \x00!"
 ONE_WAY = [bytes([i]) for i in range(256)] + [b"he", b"ef", b"hef"]  # h + ef is never met
@@ -91,18 +89,13 @@ def test_odd_vocabularies():
     assert tokenizer.decode(tokenizer.encode("the fox")) == b" the fox"
 
 
-def test_end_of_text(tmp_path):
+def test_end_of_text():
     """Catches an end of text that is read in one of its two forms only, or is no token, or is not there."""
     for end in ("</s>", {"content": "</s>", "lstrip": False}):
         assert saved(byte_level(), eos_token=end).end_of_text == 1
-    Path("model/special_tokens_map.json").write_text('{"eos_token": {"content": "</s>"}}')
-    assert saved(byte_level(), eos_token=None).end_of_text == 1
-    with pytest.raises(UserError, match="'x!y'"):
-        saved(byte_level(), eos_token="x!y")
-    Path("model/special_tokens_map.json").unlink()
     assert saved(byte_level()).end_of_text is None
     Path("text").write_text(TEXT)
-    with pytest.raises(UserError, match="no end of text"):
+    with pytest.raises(UserError, match="eos_token"):
         open_corpus("text", "model")
     assert not Path("data").exists()
 
@@ -120,28 +113,9 @@ def test_prompts(tmp_path, kind, monkeypatch):
         assert tokenizer.end_of_text not in tokenizer.encode(text)
     for wrong in (KeyboardInterrupt, UserError):
         with monkeypatch.context() as patch, pytest.raises(wrong):
-            patch.setattr(tokenizer, "guarded", Mock(side_effect=wrong))
+            patch.setattr(tokenizer, "encode", Mock(side_effect=wrong))
             tokenizer.encode_prompt("</s>")
         assert tokenizer.end_of_text not in tokenizer.encode("</s>")
-
-
-@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
-def test_ends_and_chat_template(tmp_path, file):
-    """Catches a token that ends a turn and is sampled over, an id that is none, and a chat template that is
-    lost on the way through a training and out again."""
-    (tmp_path / file).write_text('{"eos_token_id": [1, 7, 9, 99999]}')
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    _, tokenizer = make_tokenizer(tmp_path, "byte-level")
-    assert ends_of(tokenizer) == {1, 7, 9}
-    Path("run").mkdir()
-    tokenizer.save("run/tokenizer.json")
-    again = load_tokenizer("run/tokenizer.json")
-    assert ends_of(again) == {1, 7, 9} and again.digest == tokenizer.digest
-    save_pretrained(again, "run")
-    assert json.loads(Path("run/tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
-    (tmp_path / file).write_text('{"eos_token_id": 7}')
-    assert ends_of(load_tokenizer(tmp_path / "tokenizer.json")) == {1, 7}
-    assert ends_of(Tokenizer.bytes()) == {256}
 
 
 # -- Corpora ---------------------------------------------------------------------------------------
@@ -149,10 +123,8 @@ def test_ends_and_chat_template(tmp_path, file):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_corpus(kind, monkeypatch):
-    """Catches a corpus without the tokens around each text, a space that SentencePiece adds wherever a long
-    text is cut, a token that is lost there; and a corpus that is taken for another's."""
+    """Catches a corpus without the tokens around each text, and one that is taken for another's."""
     _, tokenizer = make_tokenizer(Path("model"), kind)
-    monkeypatch.setattr(preparation, "PIECE", 12)
     Path("texts").mkdir()
     text = b"the fox\nof the ox\n the\n\n\xc3\xa9 ox\n" * 3
     for name in "ab":
@@ -170,13 +142,12 @@ def test_corpus(kind, monkeypatch):
     assert open_corpus("texts", "bytes").name != corpus.name
 
 
-def test_pieces_of_invalid_text():
-    """Catches another text for bytes that are no UTF-8, or where they are in a text of another form."""
+def test_invalid_text():
+    """Catches a stack trace for bytes that are no UTF-8, or bytes that vanish."""
     make_tokenizer(Path("model"), "byte-level")
-    Path("a.txt").write_bytes(raw := b"caf\xe9 ox" * 20)
-    Path("a.jsonl").write_bytes(b'{"text": "' + raw + b'"}')
-    one, two = (open_corpus(name, "model") for name in ("a.txt", "a.jsonl"))
-    assert np.array_equal(one.train, two.train) and "\ufffd" in one.tokenizer.decode(one.train).decode()
+    Path("a.txt").write_bytes(b"caf\xe9 ox" * 20)
+    corpus = open_corpus("a.txt", "model")
+    assert "\ufffd" in corpus.tokenizer.decode(corpus.train).decode()
 
 
 def test_name_is_no_path():
@@ -230,7 +201,7 @@ OURS = {
 @pytest.mark.parametrize("name", OURS)
 def test_export_of_ours(name):
     """Catches other ids than ours, of any text, a special token that a text can spell, and one of ours that
-    is not known again when it is read: one of Hugging Face's would be ten times as slow, and another one."""
+    is not known again when it is read."""
     ours = OURS[name]()
     save_pretrained(ours, ".")
     theirs, again = AutoTokenizer.from_pretrained("."), load_tokenizer("tokenizer.json")
@@ -249,38 +220,22 @@ def test_export_of_ours(name):
     check()
     for text in ("<|endoftext|>", "the hefty chef"):
         check.hypothesis.inner_test(text)
-    content = json.loads(Path("tokenizer.json").read_text())
-    content["model"]["merges"] = content["model"]["merges"][:-1] or [["a", "b"]]
-    Path("tokenizer.json").write_text(json.dumps(content))
-    if name == "bpe":
-        assert load_tokenizer("tokenizer.json").name == "huggingface"  # another one
 
 
 # -- What is refused -------------------------------------------------------------------------------
 
 DAMAGES = {
-    "is missing": None,
-    "Odd": {"model": {"type": "Odd"}},
+    "model": {"model": {"type": "Odd"}},
     "WordPiece": {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
     "decoder": {"decoder": None},
-    "decoder is text": {"decoder": "ByteLevel"},
-    "the library panics": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-    "no token for a text": {"model": {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "?"}},
-    "ids beyond 2^20": {"model": {"type": "WordLevel", "vocab": {"b": 2**20}, "unk_token": "b"}},
-    "pip install tokenizers": {},
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged(tmp_path, damage, monkeypatch):
+def test_damaged(tmp_path, damage):
     """Catches a stack trace, or a text that is written with other tokens."""
     make_tokenizer(tmp_path, "byte-level")
-    if damage.startswith("pip"):
-        monkeypatch.setitem(sys.modules, "tokenizers", None)
-    file, change = tmp_path / "tokenizer.json", DAMAGES[damage]
-    if change is None:
-        file.unlink()
-    else:
-        file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(UserError, match=r"tokenizer\.json.*" + "pip install tokenizers" * (change == {})):
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | DAMAGES[damage]))
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
         load_tokenizer(file)

@@ -12,10 +12,10 @@ import torch
 from foreign import KINDS, make_tokenizer
 from lab_helpers import same_weights, save_for_bytes, small_model
 
-from data import Tokenizer, UserError, command_line, read_json
+from data import Tokenizer, UserError, read_json
 from lab.evaluation import perplexity
 from lab.evaluation.__main__ import Options, main
-from lab.evaluation.perplexity import score_texts, show, summarise
+from lab.evaluation.perplexity import score_texts
 from lab.evaluation.scoring import cut, score
 from lab.evaluation.texts import own_texts, validation_text
 from lab.interop.weights import load, save
@@ -52,51 +52,39 @@ def test_report(folder, capsys):
     assert "bits_per_byte" not in part  # of a part: which bytes?
 
 
-def summary(model):
-    text = torch.randint(31, (30,), generator=torch.Generator().manual_seed(0)).numpy()
-    scores = score(model, cut([text], 32), 0.3)
-    return summarise(scores, model.config), scores.steps.double().mean()
-
-
-def test_costs(method_model):
-    """Catches the steps of the soft form reported for decoding."""
-    result, _ = summary(method_model("ponderlm3"))
-    assert result["soft"]["steps"] == 3 > result["hard"]["steps"] > 0
-    ratio = result["hard"]["paper_flops"] / result["soft"]["paper_flops"]
-    assert ratio == pytest.approx((1 + result["hard"]["steps"]) / 4)
-
-
-@pytest.mark.parametrize("method", ["looped", "mor-token"])
-def test_costs_without_a_soft_form(method, method_model):
-    """Catches the cost of K steps for a model that took fewer: both rows are the same one."""
-    result, steps = summary(method_model(method))
-    assert result["soft"]["steps"] == result["hard"]["steps"] == steps
+@pytest.mark.parametrize("method", ["ponderlm3", "looped", "mor-token"])
+def test_costs(method, method_model):
+    """Catches the steps of the soft form reported for decoding; and the cost of K steps for a model that has
+    no soft form and took fewer."""
+    text, model = (
+        torch.randint(31, (30,), generator=torch.Generator().manual_seed(0)).numpy(),
+        method_model(method),
+    )
+    result = score_texts(model, "a text", [text], None, 0.3)
+    soft, hard = result["soft"], result["hard"]
+    assert hard["steps"] == score(model, cut([text], 32), 0.3).steps.double().mean()
+    assert soft["steps"] == (3 if method == "ponderlm3" else hard["steps"])
+    assert method != "ponderlm3" or 3 > hard["steps"] > 0
+    assert hard["paper_flops"] / soft["paper_flops"] == pytest.approx(
+        (1 + hard["steps"]) / (1 + soft["steps"])
+    )
 
 
 @pytest.mark.parametrize(
-    "kwargs,words",
-    [
-        (dict(data="nowhere"), "--data nowhere"),
-        (dict(data="empty"), "--data empty"),
-        (dict(data="text", out=Path("model/config.json")), "--out model/config.json"),
-        (dict(data="text", corpus="text"), "--data and --corpus"),
-        (dict(), "model is no run.*--data"),
-    ],
+    "kwargs,words", [(dict(data="empty"), "--data empty"), ({}, "model is no run.*--data")]
 )
 def test_wrong_options(folder, kwargs, words):
     """Catches a stack trace, or a score of something else than was asked for."""
-    with pytest.raises(SystemExit, match=words):
-        command_line(lambda: main(Options("model", device="cpu", **kwargs)))
+    with pytest.raises(UserError, match=words):
+        main(Options("model", device="cpu", **kwargs))
 
 
 def test_texts(folder):
     """Catches texts of a .jsonl file that are scored as JSON, or as one, and other bytes than a file's."""
-    (folder / "two.jsonl").write_bytes(b'{"text": "ab"}\n{"text": "caf\xe9\\r\\n"}\n')
+    (folder / "two.jsonl").write_text('{"text": "ab"}\n{"text": "café\\r\\n"}\n', encoding="utf-8")
     name, ids, size = own_texts("two.jsonl", Tokenizer.bytes())
-    assert [x.tolist() for x in ids] == [[256, *b"ab"], [256, *b"caf\xe9\r\n"]] and (name, size) == (
-        "two.jsonl",
-        8,
-    )
+    assert [bytes(x[1:].astype(np.uint8)) for x in ids] == [b"ab", "café\r\n".encode()]
+    assert {int(x[0]) for x in ids} == {256} and (name, size) == ("two.jsonl", 9)
 
 
 def test_memory(folder):
@@ -108,17 +96,6 @@ def test_memory(folder):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 12 * 3e6
-
-
-@pytest.mark.parametrize("size", [1e3, 1e30])
-def test_losses_beyond_all_numbers(folder, capsys, size):
-    """Catches a stack trace for a loss above 709, and a number that is reported without a word."""
-    model = load("model")
-    model.lm_head.weight.data *= size
-    found = score_texts(model, *own_texts("text", Tokenizer.bytes()), 0.3, windows=2)
-    assert found["soft"]["loss"] > 709 and found["soft"]["perplexity"] == math.inf
-    show(found | {"run": "model"})
-    assert "are the weights damaged?" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -139,14 +116,6 @@ def test_bytes(folder, kind, config, shape):
     assert own_texts("words.jsonl", tokenizer)[2] is None
     shutil.rmtree(folder / "llama")  # named by train.json alone: not opened again
     assert validation_text(run, "words.jsonl")[2]
-
-
-def test_ids_of_another_model(folder):
-    """Catches a stack trace where a tokenizer has more tokens than its model."""
-    Tokenizer.train([b"the the the"] * 9, 258).save(folder / "model/tokenizer.json")
-    Path("the").write_text("the the the")
-    with pytest.raises(UserError, match=r"id 25[78], beyond the model's vocabulary of 257"):
-        main(Options("model", "the", device="cpu"))
 
 
 def test_windows_are_spread(folder, monkeypatch):
@@ -180,8 +149,8 @@ def test_difference(folder, capsys):
 
 
 def test_unlike_models(folder, config, shape):
-    """Catches models that are compared although they read other ids, have a smaller window, or learned from
-    another text, which may have had that of the other one's validation in it."""
+    """Catches models that are compared although they read other ids, in windows that one of them has not, or
+    that learned from another text, which may have had that of the other one's validation in it."""
     config = LabConfig(**vars(config) | {"steps": 1})
     Path("short.txt").write_text("pack my box with five dozen liquor jugs. " * 200)
     runs = {"run": (config.data, shape), "plain": (config.data, configure(shape, "vanilla", ponder_steps=0))}
@@ -197,13 +166,17 @@ def test_unlike_models(folder, config, shape):
     assert result["text"] == "validation text of out/run" and result["soft"]["interval"] > 0
     assert result["bytes"] == result["tokens"]  # the first one is not predicted, the end is
     for other, options, words in (
-        ("ids", how, "--against ids has another tokenizer"),
-        ("narrow", how, "--against narrow has a window of 8"),
-        ("out/other", how, "--against out/other was trained on another corpus"),
-        ("out/plain", {"windows": 99} | how, "99 windows are too few"),
+        ("ids", how, "--against ids .*tokenizer"),
+        ("out/other", how, "--against out/other .*corpus"),
+        ("out/plain", {"windows": 99} | how, "99 windows"),
         ("out/plain", {"device": "cpu"}, "--corpus"),
     ):
         with pytest.raises(UserError, match=words):
             main(Options("out/run", against=other, **options))
     main(Options("out/run", "short.txt", against="out/other", device="cpu"))
+    main(Options("out/run", "short.txt", against="narrow", device="cpu", out=Path("narrow.json")))
+    found = json.loads(Path("narrow.json").read_text())["soft"]
+    windows = cut(own_texts("short.txt", Tokenizer.bytes())[1], 8)
+    one, two = (score(load(name), windows).soft.double().mean() for name in ("out/run", "narrow"))
+    assert found["difference"] == pytest.approx((one - two).item(), abs=1e-5)
     assert not same_weights(load("out/run"), load("out/other"))
