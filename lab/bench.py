@@ -38,8 +38,8 @@ from lab.interop.warm_start import BACKBONE
 from lab.interop.weights import find_model, load, save
 from lab.memory import bytes_of_step, forms, peak_bytes, saved_bytes, slots_of_passes, step_on_cpu
 from lab.methods import PonderConfig, build
-from model import PonderLM, settings
-from train import PRESETS, Count, compile_blocks, objective, pick_precision
+from model import Count, PonderLM, settings
+from train import PRESETS, compile_blocks, objective, pick_precision
 
 Some = Annotated[tuple[TypeVar("T"), ...], Field(min_length=1)]  # for a flag: Some[int]
 SHORT = {"eager": 4096}  # slots up to which a form is measured: its N x N matrices take gigabytes

@@ -20,8 +20,7 @@ import sample
 from data import UserError, pick_device
 from lab.corpora.tokenizers import begin_of, load_tokenizer
 from lab.interop.weights import INCLUDED, find_model, load
-from model import settings
-from train import Count
+from model import Count, settings
 
 # -- Choosing a token ------------------------------------------------------------------------------
 

@@ -19,8 +19,7 @@ from lab.evaluation.perplexity import score_texts, show
 from lab.evaluation.texts import own_texts, validation_text
 from lab.interop.weights import INCLUDED, find_model, load
 from lab.train import read_run
-from model import settings
-from train import Count, Share
+from model import Count, Share, settings
 
 
 @settings

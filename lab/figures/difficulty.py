@@ -13,8 +13,7 @@ from lab.corpora.tokenizers import load_tokenizer
 from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import save
 from lab.interop.weights import find_model, load
-from model import settings
-from train import Count, Share
+from model import Count, Share, settings
 
 
 def reference_losses(subject, place):

@@ -17,8 +17,7 @@ from data import UserError, write_whole
 from lab.common import Given, settings_of
 from lab.corpora.tokenizers import load_tokenizer
 from lab.interop.weights import INCLUDED, PUZZLES, find_model, load
-from model import settings
-from train import Share
+from model import Share, settings
 
 ROOT = Path(__file__).parents[2]
 BYTES = 256  # tokens before the words of the puzzle, which has no use for them

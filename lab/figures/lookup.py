@@ -34,8 +34,7 @@ from lab.figures.comparing import Comparison, by_run, draw_curves, over_seeds, r
 from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure
 from lab.interop.warm_start import longer, start_from
-from model import settings
-from train import Share
+from model import Share, settings
 
 
 def answers(subject):

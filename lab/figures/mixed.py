@@ -14,11 +14,10 @@ import torch
 from analyze import by_token
 from lab.corpora.lookup import longest_of, lookups_asked
 from lab.engine.states import stopped_states
-from lab.evaluation.texts import Share
 from lab.figures.comparing import Comparison, by_run, over_seeds
 from lab.figures.subject import open_subject
 from lab.figures.tables import tabulate
-from model import settings
+from model import Share, settings
 
 
 def is_line(rows, tokenizer):

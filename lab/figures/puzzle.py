@@ -15,8 +15,7 @@ from lab.corpora.lookup import longest_of
 from lab.engine.puzzle import open_model, puzzle, show, solve
 from lab.figures.explainer import write_page
 from lab.interop.weights import PUZZLES, locate
-from model import settings
-from train import Share
+from model import Share, settings
 
 SECONDS, PAUSE = 0.9, 4  # of a step, and behind the last
 

@@ -22,8 +22,7 @@ from data import UserError
 from lab.figures.comparing import Comparison, by_run, over_seeds
 from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import COLORS, new_figure, save_figure
-from model import settings
-from train import Count, Share
+from model import Count, Share, settings
 
 GROUPS = "character", "place in its word", "frequency", "steps taken", "step distribution"
 

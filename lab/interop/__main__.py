@@ -16,7 +16,7 @@ from lab.common import locate, settings_of
 from lab.corpora.tokenizers import HuggingFaceTokenizer, begin_of, load_tokenizer, save_pretrained
 from lab.interop.export import export
 from lab.interop.weights import load, save
-from train import Share
+from model import Share
 
 
 def scored_tau(directory):

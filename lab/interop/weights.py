@@ -210,6 +210,8 @@ def from_others(config):
     if rope["rope_type"] == "llama3":
         given |= dict(backbone="llama3", backbone_options={name: float(rope[name]) for name in LLAMA3})
     if getattr(config, "recurrent_model", bool(getattr(config, "num_latent_thoughts", 0))):
+        if missing := [x for x in ("num_latent_thoughts", "num_jacobi_iterations") if not hasattr(config, x)]:
+            raise ValueError(f"{', '.join(missing)}: missing")
         J = config.num_jacobi_iterations
         drawn = (2, 4 if neox else 3) if getattr(config, "random_jacobi_iterations", False) else (J, J)
         given |= dict(method="ponderlm2", ponder_steps=config.num_latent_thoughts, refinements=drawn)

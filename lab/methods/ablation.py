@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from attention import MASKED
 from lab.methods import PonderConfig, PonderLM3, last_alone
 from lab.methods.grid import Grid
-from model import settings
+from model import Share, settings
 from router import hide_stopped, relaxed_steps
-from train import Share
 
 
 def hide(bias, log_w, tau):

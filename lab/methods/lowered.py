@@ -4,8 +4,7 @@ import torch
 
 from lab.methods import PonderConfig
 from lab.methods.grid import FixedGrid
-from model import settings
-from train import Count
+from model import Count, settings
 
 
 @settings

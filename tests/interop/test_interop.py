@@ -219,7 +219,7 @@ REFUSED = {  # what is made: what becomes of it, and the words of the refusal
         (dict(num_hidden_layers=3), "model.layers.2"),
         (lambda d: (d / interop.SINGLE).unlink(), "has no model.safetensors"),
         (lambda d: (d / "config.json").write_text("{"), "config.json"),
-        (in_bytes(lambda b: b[: len(b) // 2]), ""),
+        (in_bytes(lambda b: b[: len(b) // 2]), "header|deserializ|incomplete"),
         (in_tensors(lambda t: t.update({NORM: t[NORM][:5]})), NORM),
         (in_tensors(lambda t: t.update(odd=torch.ones(2))), "odd"),
     ],
