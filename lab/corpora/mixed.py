@@ -5,6 +5,8 @@ data.pydocs in the tokens of the task, cut into 63 and the end of a text. All ar
 """
 
 import random
+import tempfile
+from pathlib import Path
 
 import numpy as np
 
@@ -34,19 +36,23 @@ def prepare_mixed(folder, lines=50_000, seed=0, lookups=()):
     """
     asked = f", lookups {' '.join(map(str, lookups))}" if lookups else ""
     source = f"{lines} lines of the lookup task and as many windows of docstrings, seed {seed}{asked}"
-    if (folder / "meta.json").exists():
-        if read_json(folder / "meta.json").get("source") != source:
+    if folder.exists():
+        meta = folder / "meta.json"
+        if not meta.exists() or read_json(meta).get("source") != source:
             raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
         return
-    tokens, rng = tokenizer(), random.Random(seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, texts, n in zip(
-        ("train", "val"), divide(pydocs()), (lines * 19 // 20, lines // 20), strict=True
-    ):
-        rng.shuffle(texts)
-        prose = windows_of_prose(texts, tokens, n)
-        puzzles = [[*tokens.encode(line(rng, lookups)), tokens.end_of_text] for _ in range(n)]
-        rows = np.random.default_rng(seed).permutation(np.concatenate([prose, np.array(puzzles)]))
-        rows.astype(id_type(tokens.vocab_size)).tofile(folder / f"{split}.bin")
-    tokens.save(folder / "tokenizer.json")
-    write_json(folder / "meta.json", {"source": source, "dtype": id_type(tokens.vocab_size).name})
+    tokens, rng, kind = tokenizer(), random.Random(seed), id_type(tokenizer().vocab_size)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
+        half = Path(temporary, "half")  # so that the folder is there whole or not at all
+        half.mkdir()
+        sizes = lines * 19 // 20, lines // 20
+        for split, texts, n in zip(("train", "val"), divide(pydocs()), sizes, strict=True):
+            rng.shuffle(texts)
+            prose = windows_of_prose(texts, tokens, n)
+            puzzles = [[*tokens.encode(line(rng, lookups)), tokens.end_of_text] for _ in range(n)]
+            rows = np.random.default_rng(seed).permutation(np.concatenate([prose, np.array(puzzles)]))
+            rows.astype(kind).tofile(half / f"{split}.bin")
+        tokens.save(half / "tokenizer.json")
+        write_json(half / "meta.json", {"source": source, "dtype": kind.name})
+        half.rename(folder)

@@ -9,6 +9,7 @@ python -m lab convert DIR --to OTHER --half              in half the size
 from dataclasses import fields
 from pathlib import Path
 
+import torch
 import tyro
 
 from data import UserError, command_line, read_json
@@ -44,6 +45,10 @@ def main(
     """
     if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
         raise UserError(f"{to} exists already; give a new directory")
+    if to is None and (half or transformers):
+        raise UserError("--half and --transformers are of what is written: give --to DIR, too")
+    if tau is not None and not transformers:
+        raise UserError(f"--tau {tau} is of what transformers runs: give --transformers, too")
     place = locate(directory)
     model = load(place)
     config = model.config
@@ -59,7 +64,11 @@ def main(
         begin, end = next(iter(begin_of(tokenizer)), None), tokenizer.end_of_text
     if to is None:
         return
-    model = model.half() if half else model
+    if half:
+        largest = max(p.abs().max().item() for p in model.parameters()) * max(config.scale, 1)
+        if largest > torch.finfo(torch.float16).max:  # the scale may go into the table
+            raise UserError(f"{place} has weights too large for float16: leave --half out")
+        model.half()
     if transformers:
         export(model, to, scored_tau(place) if tau is None else tau, begin, end)
     else:

@@ -46,3 +46,7 @@ def test_refused(tmp_path):
         mixed.prepare_mixed(tmp_path / "mixed", lines=40, seed=1)
     with pytest.raises(UserError, match="give fewer --lines"):
         mixed.prepare_mixed(tmp_path / "more", lines=10**6)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match="mine holds something else"):
+        mixed.prepare_mixed(tmp_path / "mine", lines=40)
+    assert {x.name for x in tmp_path.iterdir()} == {"mixed", "mine"}  # nothing half written

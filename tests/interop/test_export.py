@@ -387,6 +387,24 @@ def test_command(directory, tmp_path):
         convert(str(run), to=directory, transformers=True)
 
 
+def test_flags_that_would_do_nothing(tmp_path):
+    """Catches flags that are taken and ignored, and a weight that float16 turns into infinity."""
+    run, to = save_for_bytes(small_model(vocab_size=257), tmp_path / "run"), tmp_path / "to"
+    for flags, words in (
+        (dict(half=True), "--half"),
+        (dict(transformers=True), "--transformers"),
+        (dict(tau=0.5, to=to), "--tau 0.5"),
+    ):
+        with pytest.raises(UserError, match=words):
+            convert(str(run), **flags)
+    model = load(run)
+    model.lm_head.weight.data[0, 0] = 1e5
+    save_for_bytes(model, tmp_path / "large")
+    with pytest.raises(UserError, match="large has weights too large for float16"):
+        convert(str(tmp_path / "large"), to=to, half=True)
+    assert not to.exists()
+
+
 @pytest.mark.parametrize("for_transformers", [True, False])
 def test_llama_for_others(tmp_path, for_transformers):
     """Catches a model without pondering that others refuse: a tokenizer in our own form, or without a token
