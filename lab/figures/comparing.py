@@ -23,6 +23,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -260,7 +261,7 @@ class Compare(Comparison):
     taus: tuple[Share, ...] = ()  # stop those with a router here, too
     choose: int = 0  # windows, behind those of the final evaluation, by which to choose
     against: Given | None = None  # the method, as the table names it, that others are compared with
-    over: str = "steps"  # x axis: steps, slots, read or minutes
+    over: Literal["steps", "slots", "read", "minutes", "tau"] = "steps"  # x axis; over tau the y axis has steps
 
     def draw(self):
         def rows(runs, device):
@@ -271,10 +272,10 @@ class Compare(Comparison):
         frame = self.frame("compare", partial(comparison_table, against=self.against), rows)
         labels = {"steps": "executed extra steps per token (points: K)", "minutes": "minutes of training"}
         labels |= {"slots": "slots that ran in training, millions", "read": "text read, millions of tokens"}
-        if self.over not in labels:
-            raise UserError(f"over = {self.over!r}: it has to be one of {', '.join(labels)}")
-        figure, (axes,) = new_figure(labels[self.over], "loss, nats per token (lower is better)")
-        draw_curves(axes, over_seeds(frame, ["tau"]), "method", self.over, "loss")
+        y, label = ("steps", labels["steps"]) if self.over == "tau" else ("loss", "loss, nats per token")
+        figure, (axes,) = new_figure(labels.get(self.over, "tau"), label)
+        axes.set_xscale("log" if self.over == "tau" else "linear")
+        draw_curves(axes, over_seeds(frame, ["tau"]).sort_values("tau"), "method", self.over, y)
         save_figure(figure, self.out / "compare.png")
 
 

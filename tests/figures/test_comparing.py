@@ -173,6 +173,7 @@ def test_command(make_run, tmp_path):
     paths = [make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, method="ponderlm2", ponder_steps=2)]
     paths += [make_run("c", 1.3, 2.2, seed=1), make_run("v", 1.7, 0, method="vanilla")]
     out = tmp_path / "out"
+    Compare(flags(paths), out=out, over="tau").draw()
     Compare(flags(paths), out=out, over="slots").draw()
     files = [out / f"compare{suffix}" for suffix in (".csv", ".md", ".png")]
     before = [file.read_bytes() for file in files]
@@ -180,8 +181,9 @@ def test_command(make_run, tmp_path):
     Compare(out=out, redraw=True, over="slots").draw()
     assert [file.read_bytes() for file in files] == before
     pd.testing.assert_frame_equal(pd.read_csv(files[0]), rows_of(paths), check_exact=True)
-    with pytest.raises(UserError, match="over = 'time'"):
-        Compare(flags(paths), out=out, over="time").draw()
+    for wrong in (dict(over="time"), dict(choose=-1)):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Compare(flags(paths), out=out, **wrong)
 
 
 def test_curves():
