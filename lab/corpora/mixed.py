@@ -5,12 +5,10 @@ data.pydocs in the tokens of the task, cut into 63 and the end of a text. All ar
 """
 
 import random
-import tempfile
-from pathlib import Path
 
 import numpy as np
 
-from data import UserError, divide, id_type, pydocs, read_json, write_json
+from data import UserError, divide, id_type, new_folder, pydocs, read_json, write_json
 from lab.corpora.lookup import LINE, line, tokenizer
 
 
@@ -42,10 +40,7 @@ def prepare_mixed(folder, lines=50_000, seed=0, lookups=()):
             raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
         return
     tokens, rng, kind = tokenizer(), random.Random(seed), id_type(tokenizer().vocab_size)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
-        half = Path(temporary, "half")  # so that the folder is there whole or not at all
-        half.mkdir()
+    with new_folder(folder) as half:
         sizes = lines * 19 // 20, lines // 20
         for split, texts, n in zip(("train", "val"), divide(pydocs()), sizes, strict=True):
             rng.shuffle(texts)
@@ -55,4 +50,3 @@ def prepare_mixed(folder, lines=50_000, seed=0, lookups=()):
             rows.astype(kind).tofile(half / f"{split}.bin")
         tokens.save(half / "tokenizer.json")
         write_json(half / "meta.json", {"source": source, "dtype": kind.name})
-        half.rename(folder)
