@@ -38,7 +38,7 @@ COMMAND_LINES = {
     "lab evaluate": "--run out/b --windows 2 --corpus text.txt",
     "lab bench": "attention --lengths 64 --widths 56 --repeats 1",
     "lab convert": "out/a",
-    "lab corpus": "lookup --lines 40 --folder é-lines",
+    "lab corpus": "lookup --lines 100 --folder é-lines",
     "lab worth": "--table table.csv",
     "lab puzzle": "--out out/é.svg",
 }

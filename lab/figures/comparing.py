@@ -23,10 +23,12 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import Field
 
 from data import UserError, pick_device, read_json, reading
 from lab.common import Given, progress
@@ -258,9 +260,9 @@ class Compare(Comparison):
     """Losses of methods over executed steps, or over what training took, by pairs of seeds."""
 
     taus: tuple[Share, ...] = ()  # stop those with a router here, too
-    choose: int = 0  # windows, behind those of the final evaluation, by which to choose
+    choose: Annotated[int, Field(ge=0)] = 0  # windows behind those that are reported, by which to choose
     against: Given | None = None  # the method, as the table names it, that others are compared with
-    over: str = "steps"  # x axis: steps, slots, read or minutes
+    over: Literal["steps", "slots", "read", "minutes"] = "steps"  # x axis
 
     def draw(self):
         def rows(runs, device):
@@ -271,8 +273,6 @@ class Compare(Comparison):
         frame = self.frame("compare", partial(comparison_table, against=self.against), rows)
         labels = {"steps": "executed extra steps per token (points: K)", "minutes": "minutes of training"}
         labels |= {"slots": "slots that ran in training, millions", "read": "text read, millions of tokens"}
-        if self.over not in labels:
-            raise UserError(f"over = {self.over!r}: it has to be one of {', '.join(labels)}")
         figure, (axes,) = new_figure(labels[self.over], "loss, nats per token (lower is better)")
         draw_curves(axes, over_seeds(frame, ["tau"]), "method", self.over, "loss")
         save_figure(figure, self.out / "compare.png")

@@ -180,8 +180,9 @@ def test_command(make_run, tmp_path):
     Compare(out=out, redraw=True, over="slots").draw()
     assert [file.read_bytes() for file in files] == before
     pd.testing.assert_frame_equal(pd.read_csv(files[0]), rows_of(paths), check_exact=True)
-    with pytest.raises(UserError, match="over = 'time'"):
-        Compare(flags(paths), out=out, over="time").draw()
+    for wrong in (dict(over="time"), dict(choose=-1)):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Compare(flags(paths), out=out, **wrong)
 
 
 def test_curves():
