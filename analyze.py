@@ -48,7 +48,7 @@ from data import (
 from model import Count, Share, settings
 from router import stop_step
 from sample import open_model
-from train import pick_tokenizer, read_run, windows_at_a_time
+from train import TrainConfig, pick_tokenizer, windows_at_a_time
 
 BUCKETS = "easy", "medium", "hard"
 ALPHAS = -8, -4, -3, -2, -1, 0, 1, 2, 4
@@ -383,7 +383,10 @@ def open_windows(run, model_config, count, data=None):
     A run may come from a stranger, so no file is opened because its train.json names it: `data` says
     where the text is, unless it is one of SOURCES. UserError: it does not, or it is another text.
     """
-    config, _, known = read_run(run)
+    content = read_json(file := Path(run, "train.json"))
+    with reading(file):  # also of a run that the lab began, which has more settings
+        about = {name: content["config"][name] for name in ("preset", "data", "tokenizer")}
+        config, known = TrainConfig(**about), dict(content["corpus"])
     if data is None and config.data not in SOURCES:
         raise UserError(f"{run} was trained on {config.data!r}: give this text again, by --data")
     config = replace(config, data=data or config.data)

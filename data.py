@@ -461,21 +461,32 @@ def write_tokens(texts, tokenizer, file):
             out.write(np.array([tokenizer.end_of_text], kind).tobytes())
 
 
-def write_corpus(folder, source, documents, tokenizer):
-    """A prepared folder, whole or not at all. `source` tells where the documents came from."""
-    train, val = divide(documents)
+@contextmanager
+def new_folder(folder):
+    """Give a folder to fill, which is then `folder`: whole, or not at all, also where another program has
+    made that one meanwhile."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
         half = Path(temporary, "half")
         half.mkdir()
+        yield half
+        try:
+            half.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+
+
+def write_corpus(folder, source, documents, tokenizer):
+    """A prepared folder. `source` tells where the documents came from."""
+    train, val = divide(documents)
+    with new_folder(folder) as half:
         for name, texts in (("train.bin", train), ("val.bin", val)):
             write_whole(half / name, lambda part, texts=texts: write_tokens(texts, tokenizer, part))
         tokenizer.save(half / "tokenizer.json")
         meta = {"source": source, "bytes": sum(len(text) for _, text in documents)}
         meta |= {"val_bytes": sum(map(len, val)), "dtype": id_type(tokenizer.vocab_size).name}
         write_json(half / "meta.json", meta)
-        if not folder.exists():  # another program may have prepared the same meanwhile
-            half.rename(folder)
 
 
 # -- Corpora ---------------------------------------------------------------------------------------

@@ -154,6 +154,12 @@ def first_flags(
     return preset, device, out, name, resume
 
 
+def usual_preset(device):
+    """The preset of a device, by its name. Asks the driver, and opens no device yet."""
+    on_gpu = device.partition(":")[0] in ("auto", "cuda") and torch.cuda.is_available()
+    return "small" if on_gpu else "tiny"
+
+
 def parse(argv=None):
     """The command line -> (TrainConfig, Config). --preset, or the run that goes on, has the defaults.
     UserError: what --resume must not change. pydantic.ValidationError: a value out of its range."""
@@ -167,10 +173,7 @@ def parse(argv=None):
         with reading(run / "train.json"):
             before = replace(config, out=out, name=run.name, resume=True), from_json(Config, shape)
     else:
-        # Asks the driver, and opens no device yet.
-        on_gpu = device.partition(":")[0] in ("auto", "cuda") and torch.cuda.is_available()
-        preset = preset or ("small" if on_gpu else "tiny")
-        before = PRESETS.get(preset, PRESETS["tiny"])  # a wrong one is refused below
+        before = PRESETS.get(preset or usual_preset(device), PRESETS["tiny"])  # a wrong one is refused below
 
     flat = tyro.conf.arg(name="")  # --steps, and not --config.steps
     both = tuple[Annotated[TrainConfig, flat], Annotated[Config, flat]]
@@ -200,6 +203,9 @@ def read_run(run, kind=TrainConfig, renamed=None):
     with reading(file):
         model, corpus = dict(content["model"]), dict(content["corpus"])
         config = BEFORE | {(renamed or {}).get(name, name): x for name, x in content["config"].items()}
+        if more := config.keys() - kind.__dataclass_fields__.keys():
+            program = kind.program.format("train")
+            raise ValueError(f"{', '.join(more)}: no setting of {program}, go on with what began it")
         return from_json(kind, config), {"method": model.pop("method"), **model}, corpus
 
 
@@ -286,7 +292,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     windows, val = Windows(corpus.train, T, config.seed), Windows(corpus.val, T, seed=0)
     if config.resume:
         before, now = (x | {"name": ""} for x in (read_run(run, type(config))[2], corpus.known_by))
-        refuse_changes(run, {"corpus": before}, {"corpus": now})
+        if before != now:
+            raise UserError(f"{config.data} is not the text of {run}, or in other tokens: give it by --data")
 
     torch.manual_seed(config.seed)
     model = make_model(replace(model_config, vocab_size=corpus.vocab_size)).to(device).train()

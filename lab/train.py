@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import tyro
 
 import train as root
-from data import UserError, command_line, newest_run, pick_device
+from data import UserError, command_line, newest_run
 from lab.common import settings_of
 from lab.corpora.preparation import open_corpus
 from lab.interop.warm_start import FEEDBACK_RATE, check_ids, start_defaults, start_from
@@ -60,8 +60,7 @@ def parse(argv=None):
             raise UserError(f"{run} was begun by train.py: go on with python train.py --resume")
         before = replace(config, out=out, name=run.name, resume=True), shape
     else:
-        preset = preset or ("small" if pick_device(device).type == "cuda" else "tiny")
-        config, shape = PRESETS.get(preset, PRESETS["tiny"])  # tyro refuses a wrong one below
+        config, shape = PRESETS.get(preset or root.usual_preset(device), PRESETS["tiny"])  # as in the root
         config = LabConfig(**asdict(config))
         if init_from:
             before = start_defaults(config, shape, init_from, method, K)
@@ -75,9 +74,9 @@ def parse(argv=None):
         return config, model_config
 
     config, shape = tyro.cli(flags, prog="python -m lab train", description=__doc__, args=argv)
-    check(config, shape)
     if resume:
         refuse_changes(run, *(asdict(c) | asdict(s) for c, s in (before, (config, shape))))
+    check(config, shape)
     return config, shape
 
 

@@ -38,7 +38,7 @@ COMMAND_LINES = {
     "lab evaluate": "--run out/b --windows 2 --corpus text.txt",
     "lab bench": "attention --lengths 64 --widths 56 --repeats 1",
     "lab convert": "out/a",
-    "lab corpus": "lookup --lines 40 --folder é-lines",
+    "lab corpus": "lookup --lines 100 --folder é-lines",
     "lab worth": "--table table.csv",
     "lab puzzle": "--out out/é.svg",
 }
@@ -156,6 +156,6 @@ def test_interrupted(what, folder):
         time.sleep(pause)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=100)
-        imports = "KeyboardInterrupt" in errors and "import" in errors  # Python itself, before any of ours
-        assert "Traceback" not in errors or imports, errors
+        # While it imports, before any command has begun, Python and packages say what they like.
+        assert "Traceback" not in errors or "in command_line" not in errors, errors
     assert not [file for file in folder.rglob("*.tmp") if file.parent.parent.name != "out"]

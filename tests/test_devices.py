@@ -25,6 +25,7 @@ from lab.evaluation.perplexity import score_texts
 from lab.evaluation.texts import own_texts
 from lab.interop.weights import load
 from lab.methods import all_methods, configure, find
+from lab.train import parse as lab_parse
 from train import evaluate, train
 
 # What is done with x = [1, 2, 3] on the device: waits, copies to it, copies back; None: refused.
@@ -159,6 +160,20 @@ def test_a_gpu_is_not_waited_for(config, shape, monkeypatch, method):
     assert waits == {"data.py pick_device": 1, "train.py train": size + 1}, waits
     copies = {f"{file} {function}": n for (file, function, _), n in gpu.seen("h2d").items()}
     assert copies.get("train.py train") == size + 3, copies
+
+
+@pytest.mark.parametrize("parse", [train_script.parse, lab_parse], ids=["root", "lab"])
+def test_a_gpu_for_each_process(parse, monkeypatch):
+    """Catches processes that all put something on the first GPU, and presets of a CPU where there is one."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    with pretended_cuda() as gpu:
+        config, _ = parse([])
+        assert config.preset == "small" and not gpu.counts
+        device = torch.device("cuda:1")
+        assert train_script.join_processes(config.device)[2] == device
+        torch.cuda.set_device.assert_called_once_with(device)
 
 
 def test_windows_at_once(config, shape, capsys, monkeypatch):

@@ -33,7 +33,7 @@ def lookup(
         lookups: of a question, all equally often; by default 1 to the longest
         longest: lookups of the longest chain of each line
     """
-    prepare_lookup(folder, lines, seed, lookups, longest)
+    prepare_lookup(folder, lines=lines, seed=seed, lookups=lookups, longest=longest)
     print(f"next: python -m lab train --data {folder}")
 
 
@@ -46,7 +46,7 @@ def mixed(folder: Path = CACHE / "mixed", lines: int = 50_000, seed: int = 0, lo
         seed: of the random lines and of their order
         lookups: as for the lookup task
     """
-    prepare_mixed(folder, lines, seed, lookups)
+    prepare_mixed(folder, lines=lines, seed=seed, lookups=lookups)
     print(f"next: python -m lab train --data {folder}")
 
 

@@ -20,12 +20,17 @@ letter at hand. A line has 64 tokens, the end of text included: windows of 64 ar
 import random
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
+import pydantic
 import torch
+from pydantic import Field
 
 from data import PATTERNS, Tokenizer, UserError, read_json, write_corpus
+from model import Seed
 
 CACHE = Path("data")
+Lines = Annotated[int, Field(ge=100)]  # of fewer documents data.divide would cut each
 LINE = 64  # tokens
 LETTERS, ENDS, CHAINS = "abcdefghijklmnopq", "STUVXYZ", 4
 KINDS = "pair", "number", "question", "answer", "number again", "filler"  # of tokens, as a line has them
@@ -75,15 +80,26 @@ def longest_of(tokenizer):
     return 10 if len(tokenizer.encode(" 10")) == 1 else 6
 
 
-def prepare_lookup(folder=CACHE / "lookup", lines=100_000, seed=0, lookups=(), longest=6):
+def chosen(lookups, longest):
+    """The numbers of lookups that are asked for, each once. UserError: no chain has so many."""
+    lookups = sorted(set(lookups))
+    if lookups and not 1 <= lookups[0] <= lookups[-1] <= longest:
+        raise UserError(f"lookups {lookups}: chains have 1 to {longest} (--longest 10 has longer)")
+    return lookups
+
+
+@pydantic.validate_call
+def prepare_lookup(
+    folder: Path = CACHE / "lookup", lines: Lines = 100_000, seed: Seed = 0, lookups: tuple[int, ...] = (),
+    longest: int = 6,
+):  # fmt: skip
     """Write the prepared corpus of the task, unless it is there. One line in 20 is for validation.
 
     Raises:
         UserError: a folder that holds something else; lookups that no chain has.
+        pydantic.ValidationError: a number out of its range.
     """
-    lookups = sorted(set(lookups))
-    if lookups and not 1 <= lookups[0] <= lookups[-1] <= longest:
-        raise UserError(f"lookups {lookups}: chains have 1 to {longest} (--longest 10 has longer)")
+    lookups = chosen(lookups, longest)
     source = f"lookup task, {lines} lines, seed {seed}"
     if longest != 6:
         source += f", longest {longest}"

@@ -5,13 +5,14 @@ data.pydocs in the tokens of the task, cut into 63 and the end of a text. All ar
 """
 
 import random
-import tempfile
 from pathlib import Path
 
 import numpy as np
+import pydantic
 
-from data import UserError, divide, id_type, pydocs, read_json, write_json
-from lab.corpora.lookup import LINE, line, tokenizer
+from data import UserError, divide, id_type, new_folder, pydocs, read_json, write_json
+from lab.corpora.lookup import LINE, Lines, chosen, line, tokenizer
+from model import Seed
 
 
 def windows_of_prose(texts, tokens, n):
@@ -27,13 +28,17 @@ def windows_of_prose(texts, tokens, n):
     return np.pad(rows, ((0, 0), (0, 1)), constant_values=tokens.end_of_text)
 
 
-def prepare_mixed(folder, lines=50_000, seed=0, lookups=()):
+@pydantic.validate_call
+def prepare_mixed(folder: Path, lines: Lines = 50_000, seed: Seed = 0, lookups: tuple[int, ...] = ()):
     """Write the prepared corpus, unless it is there: as many windows of prose as lines, one in 20 of each
     for validation. `lookups`: as lookup.prepare_lookup.
 
     Raises:
-        UserError: a folder that holds something else; more lines than there is prose.
+        UserError: a folder that holds something else; more lines than there is prose; lookups that no chain
+            has.
+        pydantic.ValidationError: a number out of its range.
     """
+    lookups = chosen(lookups, longest=6)
     asked = f", lookups {' '.join(map(str, lookups))}" if lookups else ""
     source = f"{lines} lines of the lookup task and as many windows of docstrings, seed {seed}{asked}"
     if folder.exists():
@@ -42,10 +47,7 @@ def prepare_mixed(folder, lines=50_000, seed=0, lookups=()):
             raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
         return
     tokens, rng, kind = tokenizer(), random.Random(seed), id_type(tokenizer().vocab_size)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
-        half = Path(temporary, "half")  # so that the folder is there whole or not at all
-        half.mkdir()
+    with new_folder(folder) as half:
         sizes = lines * 19 // 20, lines // 20
         for split, texts, n in zip(("train", "val"), divide(pydocs()), sizes, strict=True):
             rng.shuffle(texts)
@@ -55,4 +57,3 @@ def prepare_mixed(folder, lines=50_000, seed=0, lookups=()):
             rows.astype(kind).tofile(half / f"{split}.bin")
         tokens.save(half / "tokenizer.json")
         write_json(half / "meta.json", {"source": source, "dtype": kind.name})
-        half.rename(folder)

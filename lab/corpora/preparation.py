@@ -77,13 +77,13 @@ def prepare(o):
             with progress(total=size, initial=sum(state.bytes.values()), unit="B", unit_scale=True) as bar:
                 for done in write(o, part, state, tokenizer, notes):
                     bar.update(done)
+            meta = {"source": source, "bytes": sum(state.bytes.values()), "val_bytes": state.bytes["val"]}
+            write_json(part / "meta.json", meta | {"dtype": id_type(tokenizer.vocab_size).name})
+            part.rename(o.to)
     except filelock.Timeout:
         raise UserError(f"another process writes {part}: wait for that one") from None
     except OSError as error:
         raise UserError(f"cannot write {part}: {one_line(error)}; the same command goes on") from None
-    meta = {"source": source, "bytes": sum(state.bytes.values()), "val_bytes": state.bytes["val"]}
-    write_json(part / "meta.json", meta | {"dtype": id_type(tokenizer.vocab_size).name})
-    part.rename(o.to)
     for name in ("state.json", ".lock"):
         (o.to / name).unlink()
     show(notes, o.data)

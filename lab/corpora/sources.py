@@ -5,6 +5,7 @@ line. Each row of a .jsonl or .parquet file or of a data set is a text. They com
 memory does not grow with their number.
 """
 
+import codecs
 import hashlib
 import json
 import re
@@ -12,7 +13,7 @@ import sys
 from collections import defaultdict
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from data import INVALID, LINES, NO_TEXT, PACKAGES, SOURCES, UserError, files_below, one_line, reading
@@ -72,16 +73,30 @@ def of_files(data, field="text", notes=None):
                     if (text := text_in(row, field)).strip():
                         yield f"{name} {i}", text
             continue
-        with open(file, "rb", buffering=PIECE) as stream:
-            head, i = stream.peek(), 0
-            if kind in NO_TEXT or b"\0" in head or not head.strip():
-                notes["hold no text, left out"].append(name)
-                continue
-            if INVALID.search(head[: head.rfind(b"\n") + 1 or None].decode("utf-8", "surrogateescape")):
-                notes["are not UTF-8, read byte by byte"].append(name)
-            while text := stream.read(PIECE) + stream.readline(PIECE):
-                yield f"{name} {i}" if i else name, text
-                i += 1
+        is_text, is_utf8 = (False, True) if kind in NO_TEXT else look_through(file)
+        if not is_text:
+            notes["hold no text, left out"].append(name)
+            continue
+        if not is_utf8:
+            notes["are not UTF-8, read byte by byte"].append(name)
+        yield from ((f"{name} {i}" if i else name, text) for i, text in enumerate(pieces(file)))
+
+
+def pieces(file):
+    """The bytes of a file, a megabyte or a little more at a time, cut behind a line."""
+    with open(file, "rb") as stream:
+        while text := stream.read(PIECE) + stream.readline(PIECE):
+            yield text
+
+
+def look_through(file):
+    """Does a file hold text, which has no zero bytes and is not blank? And is it UTF-8?"""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    blank, zero, foreign = True, False, False
+    for piece in chain(pieces(file), [b""]):
+        blank, zero = blank and not piece.strip(), zero or b"\0" in piece
+        foreign = foreign or INVALID.search(decoder.decode(piece, final=not piece))
+    return not (blank or zero), not foreign
 
 
 def json_rows(file):

@@ -23,11 +23,12 @@ from dataclasses import dataclass, fields
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pandas as pd
 import torch
+from pydantic import Field
 
 from data import UserError, pick_device, read_json, reading
 from lab.common import Given, progress
@@ -259,9 +260,9 @@ class Compare(Comparison):
     """Losses of methods over executed steps, or over what training took, by pairs of seeds."""
 
     taus: tuple[Share, ...] = ()  # stop those with a router here, too
-    choose: int = 0  # windows, behind those of the final evaluation, by which to choose
+    choose: Annotated[int, Field(ge=0)] = 0  # windows behind those that are reported, by which to choose
     against: Given | None = None  # the method, as the table names it, that others are compared with
-    over: Literal["steps", "slots", "read", "minutes", "tau"] = "steps"  # x axis; over tau the y axis has steps
+    over: Literal["steps", "slots", "read", "minutes", "tau"] = "steps"  # x axis; over tau, y has the steps
 
     def draw(self):
         def rows(runs, device):

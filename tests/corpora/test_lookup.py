@@ -83,8 +83,9 @@ def test_chosen_lookups(tmp_path, monkeypatch):
     for other in (dict(lines=300), dict(seed=1), dict(lookups=()), dict(longest=10)):
         with pytest.raises(UserError, match="use another --folder"):
             lookup.prepare_lookup(folder, **asked_for | other)
-    with pytest.raises(UserError, match=r"lookups \[1, 8\]"):
-        lookup.prepare_lookup(folder, lookups=(8, 1))
+    for wrong in (dict(lookups=(8, 1)), dict(lines=99), dict(seed=-1)):  # fewer lines would be cut
+        with pytest.raises((UserError, ValueError), match=next(iter(wrong))):
+            lookup.prepare_lookup(tmp_path / "new", **wrong)
 
 
 def test_command(tmp_path, monkeypatch, capsys, run):
@@ -93,6 +94,9 @@ def test_command(tmp_path, monkeypatch, capsys, run):
     run("lookup", "--folder", "there", "--lines", "150", "--seed", "2")
     assert capsys.readouterr().out.endswith("next: python -m lab train --data there\n")
     assert read_json("there/meta.json")["source"] == "lookup task, 150 lines, seed 2"
+    for command in ("lookup", "mixed"):
+        with pytest.raises(SystemExit, match=r"^error: lines = 5: "):
+            run(command, "--folder", "other", "--lines", "5")
     assert [path.name for path in Path().iterdir()] == ["there"]
 
 

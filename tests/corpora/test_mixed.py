@@ -37,16 +37,20 @@ def test_two_kinds_of_windows(tmp_path):
 
 
 def test_refused(tmp_path):
-    """Catches a folder of other settings that is taken, one that is made again, and too little prose."""
-    mixed.prepare_mixed(tmp_path / "mixed", lines=40)
+    """Catches a folder of other settings that is taken, one that is made again, too little prose, and
+    numbers that end in a stack trace."""
+    mixed.prepare_mixed(tmp_path / "mixed", lines=100)
     before = (tmp_path / "mixed/train.bin").stat().st_mtime_ns
-    mixed.prepare_mixed(tmp_path / "mixed", lines=40)
+    mixed.prepare_mixed(tmp_path / "mixed", lines=100)
     assert (tmp_path / "mixed/train.bin").stat().st_mtime_ns == before
     with pytest.raises(UserError, match="holds something else"):
-        mixed.prepare_mixed(tmp_path / "mixed", lines=40, seed=1)
+        mixed.prepare_mixed(tmp_path / "mixed", lines=100, seed=1)
+    for wrong in (dict(lines=99), dict(seed=-1), dict(lookups=(0, 7))):
+        with pytest.raises((UserError, ValueError), match=next(iter(wrong))):
+            mixed.prepare_mixed(tmp_path / "wrong", **dict(lines=100) | wrong)
     with pytest.raises(UserError, match="give fewer --lines"):
         mixed.prepare_mixed(tmp_path / "more", lines=10**6)
     (tmp_path / "mine").mkdir()
     with pytest.raises(UserError, match="mine holds something else"):
-        mixed.prepare_mixed(tmp_path / "mine", lines=40)
+        mixed.prepare_mixed(tmp_path / "mine", lines=100)
     assert {x.name for x in tmp_path.iterdir()} == {"mixed", "mine"}  # nothing half written

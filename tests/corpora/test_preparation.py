@@ -154,6 +154,18 @@ def test_what_is_left_out(capsys):
     assert sorted(found_in("out")) == sorted(TEXTS)
 
 
+def test_what_the_end_tells(monkeypatch, capsys):
+    """Catches zero bytes, or an older encoding, that only the beginning of a file is asked for."""
+    monkeypatch.setattr(sources, "PIECE", 4)
+    ends = "né".encode() * 9, b"text\n" * 9 + b"\0", b"text\n" * 9 + b"\xe9", b"\n" * 9
+    write_texts(Path("texts"), ends)
+    prepare(Options("texts", Path("out")))
+    said = capsys.readouterr().out
+    assert "2 files of texts hold no text, left out: texts/001.txt, texts/003.txt" in said
+    assert "1 files of texts are not UTF-8, read byte by byte: texts/002.txt" in said
+    assert data.read_json("out/meta.json")["bytes"] == 27 + 46
+
+
 # -- A kill ----------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 from lab_helpers import ROOT
+from placement import EQUIVALENCE, ON_CPU
 
 from docs import tables
 
@@ -236,6 +237,14 @@ def test_links(name):
     for script in re.findall(r"\bbash (\S+\.sh)", text):
         if name != "docs/log.md":
             assert (ROOT / script).is_file(), script
+
+
+def test_tests_that_are_named():
+    """Catches a test that a page or a list of tests names, and that is not there."""
+    tests = "\n".join(file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", "\n".join(PAGES.values()))) | ON_CPU
+    assert named <= set(re.findall(r"(?m)^def (\w+)", tests))
+    assert all((ROOT / "tests" / name).is_file() for name in EQUIVALENCE)
 
 
 def test_tables():

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import torch
 from lab_helpers import full_disk, save_for_bytes, small_model
 
 from data import Tokenizer, UserError, command_line
@@ -14,6 +15,7 @@ from lab.engine.request import Options
 from lab.engine.simple import generate
 from lab.interop.weights import load
 from sample import show
+from train import pick_precision
 
 both = pytest.mark.parametrize("decoder", ["simple", "engine"], indirect=True)
 
@@ -100,6 +102,15 @@ def test_another_method(tmp_path, capsys):
             decode(run, **{name: value})
     with pytest.raises(UserError, match=r"leave out --batch-size, --precision, --prefill, --compile$"):
         decode(run, **wishes)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_precision(fast, byte_model, monkeypatch, capsys):
+    """Catches an `auto` that is another precision than in train.py."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast, raising=False)
+    decode(byte_model, max_new_tokens=2, precision="auto")
+    precision = pick_precision("auto", torch.device("cpu"))
+    assert f"precision {precision}" in capsys.readouterr().out and (precision == "bfloat16") == fast
 
 
 def test_tau(byte_model, capsys):

@@ -52,6 +52,14 @@ def test_report(folder, capsys):
     assert "bits_per_byte" not in part  # of a part: which bytes?
 
 
+def test_a_loss_that_is_huge(method_model):
+    """Catches a perplexity beyond all numbers that ends the command: it is infinite."""
+    model = method_model("vanilla", ponder_steps=0)
+    model.lm_head.weight.data *= 1e6
+    result = score_texts(model, "a text", [np.arange(30)], None, 0.3)
+    assert result["soft"]["loss"] > 709 and result["soft"]["perplexity"] == math.inf
+
+
 @pytest.mark.parametrize("method", ["ponderlm3", "looped", "mor-token"])
 def test_costs(method, method_model):
     """Catches the steps of the soft form reported for decoding; and the cost of K steps for a model that has

@@ -66,7 +66,9 @@ def test_difficulty(trained, tmp_path, subject):
 
 
 def test_command_line(capsys):
-    """Catches a figure whose flags cannot be parsed, or without a description; an error that is a page."""
+    """Catches a figure whose flags cannot be parsed, or without a description; one whose files those of the
+    root's would take the place of; an error that is a page."""
+    assert not {figure.__name__.lower() for figure in FIGURES} & analyze.DRAWINGS.keys()
     for figure in FIGURES:
         with pytest.raises(SystemExit) as stop:
             main([figure.__name__.lower(), "--help"])

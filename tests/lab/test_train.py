@@ -93,7 +93,8 @@ def test_no_second_loop(config, shape):
 
 
 def test_resume(config, shape, stops, capsys):
-    """Catches a resumed training that differs by a bit, forgets its method, or refuses another backend."""
+    """Catches a resumed training that differs by a bit, forgets its method, or refuses another backend; and
+    what follows from a changed flag named in place of the flag."""
     shape = configure(shape, "ponderlm1", accumulate=False)
     config = of_lab(config, steps=20)
     whole, _ = train(replace(config, name="whole"), shape)
@@ -103,8 +104,11 @@ def test_resume(config, shape, stops, capsys):
     assert same_weights(load(whole), load(parts))
     found, settings, _ = read_run(parts)
     assert (found.attention, settings) == ("eager", shape) and load(parts).config == shape
-    with pytest.raises(UserError, match="undo accumulate: False -> True"):
-        train(*parse(["--resume", "--name", "parts", "--accumulate"]))
+    for *flags, change in (("--accumulate", "accumulate: False -> True"),
+                           ("--method", "ouro", "method: ponderlm1 -> ouro"),
+                           ("--reread", "reread: False -> True")):  # fmt: skip
+        with pytest.raises(UserError, match=f"undo {change}$"):
+            train(*parse(["--resume", "--name", "parts", *flags]))
 
 
 def test_a_run_for_the_root(config, shape):

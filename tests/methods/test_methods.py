@@ -406,15 +406,15 @@ class Mine(FixedDepth):
 
 
 def test_a_new_method_is_one_file(config, shape, monkeypatch, tmp_path):
-    """Catches a list of methods somewhere else: a file in a folder has flags, trains, samples, has a cost
-    and a title."""
+    """Catches a list of methods somewhere else: a file in a folder has flags, whose range is its own, trains,
+    samples, has a cost and a title."""
     (tmp_path / "methods").mkdir()
     (tmp_path / "methods" / "mine.py").write_text(MINE)
     monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path / "methods")])
-    assert parse(["--preset", "tiny", "--method", "mine", "--gain", "0.5"])[1].gain == 0.5
-    shape = configure(shape, "mine", ponder_steps=1, gain=0.5)
+    assert parse(["--preset", "tiny", "--method", "mine", "--gain", "-0.5"])[1].gain == -0.5
+    shape = configure(shape, "mine", ponder_steps=1, gain=-0.5)
     run, _ = train(replace(config, steps=3), shape, build, find("mine").objective)
     model = load(run)
-    assert (model.config.gain, model.title, len([*stream(model, [1], 3)])) == (0.5, "My method", 3)
+    assert (model.config.gain, model.title, len([*stream(model, [1], 3)])) == (-0.5, "My method", 3)
     assert cost(model.config, 1).training_forwards == 42
     assert model.title in [kind.title for kind in all_methods()]

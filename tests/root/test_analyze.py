@@ -369,7 +369,7 @@ def test_texts_stay_texts(tmp_path):
 
 def test_refused(run):
     """Catches a file that is opened because a stranger's run names it, a figure of another text than the
-    one that the run was scored on, and values out of bounds."""
+    one that the run was scored on, values out of bounds, and a run of the lab that is not drawn."""
     Path("other.txt").write_text("something else entirely. " * 400)
     make_run("plain", ponder_steps=0)
     given = dict(run=run, data="text.txt")
@@ -385,5 +385,6 @@ def test_refused(run):
             command("tau", **given | changed)
     content = json.loads((run / "train.json").read_text())
     content["model"] |= {"block_size": [4], "vocab_size": "x"}  # what is drawn is of config.json
+    content["config"] |= {"init_from": None, "attention": "exact"}  # as the lab has it
     (run / "train.json").write_text(json.dumps(content))
     command("tau", **given, windows=1)

@@ -147,10 +147,14 @@ def test_json_files(tmp_path):
 
 
 def test_newest_run_and_devices(monkeypatch):
-    """Catches another run than the one that was trained last, a crash where there is none, and a device
-    that is not here in more than a line."""
+    """Catches another run than the one that was trained last, a crash where there is none, runs that cannot
+    be read and so are none, and a device that is not here in more than a line."""
     with pytest.raises(UserError, match=r"out/ yet: python train\.py"):
         newest_run()
+    Path("out").touch()  # no folder: it cannot be read
+    with pytest.raises(UserError, match="out cannot be read"):
+        newest_run(otherwise="another")
+    Path("out").unlink()
     for name, when in (("a", 5), ("b", 9), ("c", 7)):
         Path("out", name).mkdir(parents=True)
         Path("out", name, "model.safetensors").touch()
@@ -433,17 +437,22 @@ def test_pipes(tmp_path):
     assert files_below(tmp_path) == [tmp_path / "a.txt"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read all files")
-def test_unreadable(tmp_path):
+@pytest.mark.parametrize("function, name", [("os.scandir", "sub"), ("io.open", "a.txt")])
+def test_unreadable(tmp_path, monkeypatch, function, name):
     """Catches a file or folder that cannot be read and is left out without a word."""
-    folder = tmp_path / "texts"
+    folder, (module, called) = tmp_path / "texts", function.split(".")
     (folder / "sub").mkdir(parents=True)
     (folder / "a.txt").write_text("a")
-    for path in (folder / "sub", folder / "a.txt"):
-        path.chmod(0)
-        with pytest.raises(PermissionError, match=path.name):
-            read_texts(folder)
-        path.chmod(0o700)
+    original = getattr(sys.modules[module], called)
+
+    def refuse(path, *rest, **how):  # as others than root are refused
+        if Path(path).name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *rest, **how)
+
+    monkeypatch.setattr(function, refuse)
+    with pytest.raises(PermissionError, match=name):
+        read_texts(folder)
 
 
 # -- Documents -> ids ------------------------------------------------------------------------------
@@ -573,6 +582,22 @@ def test_full_disk(tmp_path):
         open_corpus("text.txt")
     assert re.match(r"cannot write data/text-bytes-.*train\.bin: .*File too large", str(error.value))
     assert not any(Path("data").iterdir())
+
+
+def test_two_at_once(tmp_path, monkeypatch):
+    """Catches a program that fails where another one has prepared the same text just before."""
+    (tmp_path / "text.txt").write_text("0123456789" * 100)
+    rename, others = Path.rename, []
+
+    def renamed(half, folder):
+        if not others:
+            others.append(None)
+            others.append(open_corpus("text.txt"))
+        return rename(half, folder)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    assert open_corpus("text.txt").known_by == others[1].known_by
+    assert [path.name for path in Path("data").iterdir()] == [others[1].name]
 
 
 def test_progress(monkeypatch, capsys):

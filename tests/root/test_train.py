@@ -532,9 +532,12 @@ def test_changed_settings_are_refused():
     for change in ("batch_size: 8 -> 3", "ponder_steps: 2 -> 1", "router_offset: None -> (0.0, 1.0)"):
         assert change in str(error.value)
     assert "log_every" not in str(error.value) and "nowhere" not in str(error.value)
+    for flags, change in (("batch-size 4", "batch_size: 8 -> 4"), ("preset small", "preset: tiny -> small")):
+        with pytest.raises(UserError, match=f"undo {change}$"):
+            go(f"--resume --{flags}")
     Path("text.txt").rename("moved.txt")
     Path("text.txt").write_text("another text, longer than the one before. " * 300)
-    with pytest.raises(UserError, match=r"corpus: .* -> "):
+    with pytest.raises(UserError, match=r"text\.txt is not the text of out/x, .* --data$"):
         go("--resume")
     assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
     go("--resume --data moved.txt --steps 3 --attention sdpa")
@@ -554,7 +557,10 @@ def test_nothing_to_resume():
         kept = {k: v for k, v in content["config"].items() if k not in names}
         return json.dumps({**content, "config": kept | more})
 
-    odd = without("steps"), without(init_from=None), without(tau="x"), '{"config": {"model": {'
+    (run / "train.json").write_text(without(init_from=None))
+    with pytest.raises(UserError, match=r"init_from: no setting of python train\.py, go on with"):
+        parse(shlex.split("--resume --name x"))
+    odd = without("steps"), without(tau="x"), '{"config": {"model": {'
     for text in ("", "[]", "5", '{"config": {}}', '{"config": 5, "model": 5, "corpus": 5}', *odd):
         (run / "train.json").write_text(text)
         with pytest.raises(UserError, match=r"train\.json"):
