@@ -46,7 +46,7 @@ from data import (
     write_whole,
 )
 from model import Count, Share, settings
-from router import stop_step
+from router import TAU, stop_step
 from sample import open_model
 from train import TrainConfig, pick_tokenizer, windows_at_a_time
 
@@ -98,10 +98,10 @@ def mean(x):
     return x.double().mean().item()
 
 
-def means(difficulty, columns):
+def by_bucket(difficulty, columns):
     """Of each third by difficulty: its name, its tokens, and the mean of each column. All (n,)."""
     rank = difficulty.argsort(stable=True).argsort()
-    bucket = rank * len(BUCKETS) // max(len(rank), 1)
+    bucket = rank * len(BUCKETS) // len(rank)
     for b, name in enumerate(BUCKETS):
         chosen = bucket == b
         yield {"bucket": name, "tokens": int(chosen.sum())} | {k: mean(x[chosen]) for k, x in columns.items()}
@@ -148,7 +148,7 @@ def exponential_fit(n, errors):
     return math.exp(slope), math.exp(start), r2
 
 
-def buckets(model, windows, tau=1e-4):
+def buckets(model, windows, tau=TAU):
     """What step i gains, and how many steps are taken, by thirds of the difficulty.
 
     The loss of h^(0) is also the first term of gain_1, so that chance alone makes hard tokens gain: one
@@ -157,17 +157,17 @@ def buckets(model, windows, tau=1e-4):
     """
     ce, steps = losses_by_depth(model, windows, tau)
     gains = {f"gain_{i}": ce[:, i - 1] - ce[:, i] for i in range(1, ce.size(1))}
-    return [*means(ce[:, 0], {"difficulty": ce[:, 0], "steps": steps, **gains})]
+    return [*by_bucket(ce[:, 0], {"difficulty": ce[:, 0], "steps": steps, **gains})]
 
 
-def shift(model, windows, tau=1e-4, alphas=ALPHAS):
+def shift(model, windows, tau=TAU, alphas=ALPHAS):
     """Steps of each bucket, and how its loss changes, with the router shifted by alpha."""
     ce, _ = losses_by_depth(model, windows, tau)
     found = {alpha: decoded(model, windows, tau, alpha) for alpha in sorted({0, *alphas})}
     return [
         {"alpha": alpha, **row}
         for alpha, (loss, steps) in found.items()
-        for row in means(ce[:, 0], {"steps": steps, "change": loss - found[0][0]})
+        for row in by_bucket(ce[:, 0], {"steps": steps, "change": loss - found[0][0]})
     ]
 
 
@@ -191,7 +191,7 @@ def show_token(token):
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def tokens(model, windows, tokenizer, tau=1e-4, words=WORDS, least=50):
+def tokens(model, windows, tokenizer, tau=TAU, words=WORDS, least=50):
     """Steps after each token that comes `least` times, and after the last token of each of some words;
     and, of words of several tokens, after those inside and those at the end. share_k takes k steps."""
     _, steps = decoded(model, windows, tau)
@@ -378,7 +378,7 @@ DRAWINGS = {  # title, panels, and what draws rows into them
 
 
 def open_windows(run, model_config, count, data=None):
-    """The first `count` windows of the validation text that a run was scored on, (W, T+1).
+    """The `count` validation windows that a run was scored on first (drawn once, by chance), (W, T+1).
 
     A run may come from a stranger, so no file is opened because its train.json names it: `data` says
     where the text is, unless it is one of SOURCES. UserError: it does not, or it is another text.
@@ -391,7 +391,7 @@ def open_windows(run, model_config, count, data=None):
         raise UserError(f"{run} was trained on {config.data!r}: give this text again, by --data")
     config = replace(config, data=data or config.data)
     corpus = open_corpus(config.data, pick_tokenizer(config), model_config.vocab_size)
-    if any(corpus.known_by[key] != known.get(key) for key in ("val_sha256", "tokenizer")):
+    if any(corpus.fingerprint[key] != known.get(key) for key in ("val_sha256", "tokenizer")):
         raise UserError(f"{config.data} is not the text, or not in the tokens, that {run} was scored on")
     val = Windows(corpus.val, model_config.block_size, seed=0)
     return val.stack(0, min(count, val.count))
@@ -420,12 +420,12 @@ def print_table(rows):
 
 @settings
 class Options:
-    figure: tyro.conf.Positional[Literal[tuple(DRAWINGS)]]  # see above
+    figure: tyro.conf.Positional[Literal[tuple(DRAWINGS)]]  # one of those above
     run: Path | None = None  # directory of a trained model; None: the newest run in out/
     runs: tuple[str, ...] = ()  # directories of trained runs, for pareto
     data: str | None = None  # the text that the run was scored on, where that needs saying
     windows: Count = 256  # validation windows to measure
-    tau: Share = 1e-4  # where pondering stops
+    tau: Share = TAU  # where pondering stops
     out: Path | None = None  # where the results go; None: <run>/report, of pareto out/analyze
     device: str = "auto"  # auto, cpu, cuda or mps
 

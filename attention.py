@@ -43,12 +43,12 @@ def eager(q, k, v, log_w):
 
 
 def augment(q, k, v, log_w):
-    """Move log w into the dot product (appendix A): q' . k' = q . k + sqrt(d) log w.
+    """Move log w into the dot product (appendix A): q' . k' = q . k + sqrt(d) log w, over sqrt(d).
 
-    Reading note 4 (docs/reading-notes.md): the printed (Q K^T + q_extra k_extra) / sqrt(d + 1) rescales Q K^T
-    as well. With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of log w.
-    Zeros fill up to a multiple of 8, which the kernels want. (B, *, N, d) -> (B, *, N, d'); without log w
-    nothing changes.
+    Reading note 4 (docs/reading-notes.md): as printed, (Q K^T + q_extra k_extra^T) / sqrt(d + 1) rescales
+    Q K^T as well. With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of
+    log w. Zeros fill up to a multiple of 8, which the kernels want. (B, *, N, d) -> (B, *, N, d'); without
+    log w nothing changes.
     """
     if log_w is None:
         return q, k, v
@@ -62,7 +62,7 @@ def augment(q, k, v, log_w):
 
 
 def sdpa(q, k, v, log_w):
-    """Through torch's fused kernels: no N x N matrix in memory, neither forward nor backward."""
+    """Through torch's fused kernels: where there is one for these tensors, no N x N matrix is in memory."""
     (_, H, _, d), G = q.shape, k.size(1)
     q, k, v = augment(q, k, v, log_w)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1 / math.sqrt(d), enable_gqa=G != H)

@@ -57,7 +57,13 @@ PATTERNS = {"bytes": r"[\s\S]", "bpe": WORDS, "gpt2": WORDS}
 BLANKS = re.compile(r"(\s{100000})")  # so long a run overflows tiktoken's stack
 INVALID = re.compile("([\udc80-\udcff]+)")  # how surrogateescape writes bytes that are not UTF-8
 
-PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # of pydocs; torch brings the last two
+PACKAGES = (
+    "numpy",
+    "torch",
+    "matplotlib",
+    "sympy",
+    "networkx",
+)  # of SOURCES; torch brings two
 LINES = (".jsonl", ".parquet")  # many texts in a file, for python -m lab corpus
 NO_TEXT = (".json", ".csv")  # data with a structure, which nobody wants to learn
 ID_TYPES = ("uint8", "uint16", "uint32", "uint64")  # that a .bin file may have
@@ -175,19 +181,19 @@ def command_line(main):
 class Tokenizer:
     """Bytes <-> token ids. Any bytes come back as they were."""
 
-    def __init__(self, name, pattern, tokens):
+    def __init__(self, name, tokens):
         """`tokens` are the bytes of token 0, 1, ..; the end of a text comes after them."""
-        self.name, self.pattern, self.tokens = name, pattern, tokens
+        self.name, self.pattern, self.tokens = name, PATTERNS[name], tokens
         self.end_of_text, self.vocab_size = len(tokens), len(tokens) + 1
         ranks, special = {token: i for i, token in enumerate(tokens)}, {"<|endoftext|>": len(tokens)}
         self.encoding = tiktoken.Encoding(
-            name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+            name, pat_str=self.pattern, mergeable_ranks=ranks, special_tokens=special
         )
 
     @classmethod
     def bytes(cls):
         """One token a byte."""
-        return cls("bytes", PATTERNS["bytes"], [bytes([i]) for i in range(256)])
+        return cls("bytes", [bytes([i]) for i in range(256)])
 
     @classmethod
     def gpt2(cls):
@@ -199,7 +205,7 @@ class Tokenizer:
                 f"gpt2's vocabulary could not be fetched ({type(error).__name__}): it needs the network "
                 "once; without it take --tokenizer bytes or --tokenizer bpe"
             ) from None
-        return cls("gpt2", WORDS, [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)])
+        return cls("gpt2", [gpt2.decode_single_token_bytes(i) for i in range(gpt2.eot_token)])
 
     @classmethod
     def train(cls, texts, vocab_size):
@@ -210,7 +216,7 @@ class Tokenizer:
         every = -(-sum(map(len, texts)) // MOST) or 1
         pieces = [piece for text in texts for piece in pieces_of(text)][::every]  # from everywhere
         words = Counter(x for piece in pieces for x in regex.findall(WORDS, piece.decode("utf-8", "ignore")))
-        return cls("bpe", WORDS, merge_pairs(words, vocab_size - 1))
+        return cls("bpe", merge_pairs(words, vocab_size - 1))
 
     def encode(self, text):
         """str or bytes -> list of ids. Nothing in a text is taken for its end."""
@@ -272,8 +278,7 @@ def merge_pairs(words, size):
         for i in places.pop((a, b)):
             changed.update(pairwise(words[i]))
             count(i, -1)
-            ids = iter(pairwise([*words[i], None]))  # next() skips the pair that begins with b
-            words[i] = [len(tokens) if pair == (a, b) and next(ids) else pair[0] for pair in ids]
+            words[i] = merged(words[i], a, b, len(tokens))
             count(i, 1)
             changed.update(pairwise(words[i]))
         tokens.append(tokens[a] + tokens[b])
@@ -282,6 +287,16 @@ def merge_pairs(words, size):
                 heappush(heap, (-counts[pair], pair))
         show(len(tokens) / size)
     return tokens
+
+
+def merged(ids, a, b, new):
+    """ids with `new` in the place of each a that b follows, from the left."""
+    found, i = [], 0
+    while i < len(ids):
+        is_pair = ids[i : i + 2] == [a, b]
+        found.append(new if is_pair else ids[i])
+        i += 2 if is_pair else 1
+    return found
 
 
 def load_tokenizer(file):
@@ -298,7 +313,7 @@ def load_tokenizer(file):
         single = [bytes([i]) for i in range(256)]
         if not set(single) <= set(tokens) or (fields["name"] == "bytes" and tokens != single):
             raise ValueError("a byte has no token, or another one than its own")
-        return Tokenizer(fields["name"], fields["pattern"], tokens)
+        return Tokenizer(fields["name"], tokens)
 
 
 # -- Sources of text -------------------------------------------------------------------------------
@@ -505,8 +520,8 @@ class Corpus:
     val_bytes: int | None = None  # of the validation text, where that is known
 
     @property
-    def known_by(self):
-        """What tells it from others: of tokens that may be gigabytes the two ends, by their hash."""
+    def fingerprint(self):
+        """What tells it from others: hashes of the first and last 10^6 ids, since there may be gigabytes."""
         known = {"name": self.name, "train_tokens": len(self.train), "val_tokens": len(self.val)}
         for name, ids in (("sha256", self.train), ("val_sha256", self.val)):
             known[name] = hashlib.sha256(np.concatenate([ids[: 10**6], ids[-(10**6) :]])).hexdigest()
@@ -618,7 +633,7 @@ def unigram_entropy(tokens, vocab_size):
 
 
 class Windows:
-    """Batches as a function of (seed, step, rank). Each epoch visits each window once, reshuffled.
+    """Windows in an order that `seed` says. Each epoch visits each once, reshuffled.
 
     Windows do not overlap: window w is tokens w T .. w T + T, the last one only as a target.
     """

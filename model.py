@@ -14,11 +14,13 @@ steps       K-hat_t            (B, T)          pondering steps that are executed
 R           R                  scalar          refinement passes of the Jacobi iteration
 tau         tau                scalar          where decoding stops; None: soft masks, nothing is skipped
 
-s weighs the outputs, log w the keys, tau hides both beyond K-hat, and the Jacobi iteration repeats a pass
-until it has the states that decoding computes one after another.
+s weighs the outputs, log w the keys; beyond K-hat tau removes both. The Jacobi iteration repeats a pass, R
+times in training, in evaluation until nothing changes, and so comes near the states that decoding computes
+one after another.
 
 First comes the backbone (Llama, with the names of Hugging Face's transformers), then the method (PonderLM),
-then how a model is kept in a directory.
+then how a model is kept in a directory. Other methods and backbones (lab/) override `states`, `route`,
+`mask_keys`, `feed_back` and `integrate`, `Block`, `Norm`, `writers` and `frequency`.
 """
 
 import json
@@ -38,7 +40,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import attend_to_cache, augment, auto, soft_mask_attention
-from router import Router, hide_stopped, stop_step, upcast
+from router import TAU, Router, key_bias, stop_step, upcast
 
 # A dataclass that checks its fields, or raises a ValueError: no "3" for 3, no number out of its range.
 settings = pydantic.dataclasses.dataclass(config={"strict": True, "extra": "forbid"})
@@ -62,7 +64,7 @@ class Config:
     num_attention_heads: Size = 4  # H
     num_key_value_heads: Size | None = None  # G; None: H
     head_dim: Size | None = None  # d; None: D / H
-    block_size: Annotated[int, Field(ge=1, le=2**24)] = 64  # T, the window in tokens; float32 counts so far
+    block_size: Annotated[int, Field(ge=1, le=2**24)] = 64  # T, the window; positions are exact in float32
     rms_norm_eps: Positive = 1e-5
     rope_theta: Positive = 10_000.0
     tie_word_embeddings: bool = False  # the head is the embedding table
@@ -183,8 +185,8 @@ class Llama(nn.Module):
     def forward(self, x, positions, log_w=None, backend=auto, cache=None):
         """Vectors (B, N, D) at positions (N,) or (B, N), log w of their keys (B, N) -> (B, N, D).
 
-        `cache`: an object for each layer whose `attend(q, k, v, log_w)` takes the place of attention
-        among these N, such as a LayerCache, which knows all slots before them.
+        `cache`: an object for each layer whose `attend(q, k, v, log_w)` takes the place of attention among
+        these N; a LayerCache takes one slot (N = 1) and knows all before it.
         """
         return self.norm(self.stack(x, positions, log_w, backend, cache))
 
@@ -216,7 +218,7 @@ class LayerCache:
         self.keys = self.values = None
 
     def attend(self, q, k, v, log_w):
-        """New slots against all so far. A key carries its log w into the cache, as a channel."""
+        """The newest slot against all so far, its own included. A key keeps its log w as a channel."""
         d = q.size(-1)
         q, k, v = augment(q, k, v, log_w)
         self.append(k, v)
@@ -257,7 +259,7 @@ class PonderLM(nn.Module):
         Args:
             idx: (B, T) token ids.
             targets: (B, T) the tokens that follow; -100 where there is none to predict.
-            R: refinement passes; None: as many as the fixed point takes, which is what decoding computes.
+            R: refinement passes; None: to the fixed point, which is what decoding computes, to a tolerance.
             tau: None for soft masks; else hard stopping as in decoding: keys of slots beyond K-hat are
                 hidden, and integration stops at K-hat.
             alpha: shifts the step distribution, see router.py.
@@ -280,25 +282,25 @@ class PonderLM(nn.Module):
     # -- The Jacobi iteration (section 3.4.1) ------------------------------------------------------
 
     def jacobi(self, idx, R=None, tau=None, alpha=0.0, tolerance=None):
-        """All states of all tokens in parallel: h <- Transformer(e and h), again and again.
+        """All states of all tokens in parallel: run the transformer again and again, each time with the
+        output of slot k of the pass before as the input of slot k+1. Slot 0 always reads e.
 
         Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: a ladder of K passes, as PonderLM-2 begins
         (reading note 8, docs/reading-notes.md). Then come R refinements of all S slots, and a last pass whose
-        outputs count. Each pass replaces all latents at once, and the router reads the new h^(0). The ladder
-        settles the K latents of the first token, every refinement at least one more of the K T in a row: so
-        K (T-1) are exact, and no more are run. The gradient flows through all passes, of which the paper says
-        nothing.
+        outputs count. Each biases keys by the log w of the pass before. The gradient flows through all.
 
-        idx, R, tau and alpha are as in `forward`. With R None it ends when a pass changes the latents by less
-        than `tolerance` (relative norm; None: what the type of the numbers can reach).
-        -> h (B, T, S, D), s and log_w (B, T, S) of the last pass.
+        The K T latents form one chain, t then k, of which the ladder settles the first K and each refinement
+        at least one more: K (T-1) refinements are exact, and no more are run. With R None it ends there, or
+        when a pass changes the latents by less than `tolerance` (relative norm; None: see has_settled).
+
+        idx, R, tau and alpha are as in `forward`. -> h (B, T, S, D), s and log_w (B, T, S) of the last pass.
         """
         e, K = self.embed(idx), self.config.ponder_steps
         B, T, D = e.shape
-        ladder, exact, last = K, K * (T - 1), 1
+        ladder, exact = K, K * (T - 1)
         refinements = exact if R is None else min(R, exact)
         latents, log_w_of_keys = e.new_empty(B, T, 0, D), None  # nothing to feed back yet
-        for _ in range(ladder + refinements + last):
+        for _ in range(ladder + refinements + 1):
             x = torch.cat([e[:, :, None], latents], dim=2)  # (B, T, slots, D); on the ladder slots < S
             slots = x.size(2)
             # Interleaved: slot k of token t stands at t*slots + k. A token's slots share one position.
@@ -331,11 +333,12 @@ class PonderLM(nn.Module):
         """h^(0), the first of states (..., n, D), -> s and log_w, (..., S) each."""
         return self.router(h[..., 0, :], alpha)
 
-    # What attention adds to the scores of keys: (..., S) -> (..., S), or None for nothing.
-    mask_keys = staticmethod(hide_stopped)
+    # What attention adds to the scores of keys: (..., S) -> (..., S); of a method without a mask None.
+    mask_keys = staticmethod(key_bias)
 
     def feed_back(self, h, e):
-        """What the next slot reads of an output h (..., D): h itself (reading note 8). e: the embedding."""
+        """What the next slot reads of an output h (..., D): h itself (reading note 8). e: the embedding,
+        which a former Llama reads again."""
         return h
 
     # -- From states to predictions (section 3.2.3) ------------------------------------------------
@@ -360,14 +363,13 @@ class PonderLM(nn.Module):
 
         Not renormalised, as printed. -> (B, T, K), without gradient.
         """
-        stops = [torch.full_like(targets, i) for i in range(self.config.ponder_steps)]
-        losses = [self.cross_entropy(self.integrate(h, s, stop), targets) for stop in stops]
-        return torch.stack(losses, dim=-1)
+        stops = torch.arange(self.config.ponder_steps, device=h.device)
+        return torch.stack([self.cross_entropy(self.integrate(h, s, i), targets) for i in stops], dim=-1)
 
     # -- Decoding (section 3.3) --------------------------------------------------------------------
 
     @torch.no_grad()
-    def ponder_token(self, token, position, cache, tau=1e-4, alpha=0.0):
+    def ponder_token(self, token, position, cache, tau=TAU, alpha=0.0):
         """Read one token: slot 0, the router, then slots 1 .. K-hat; each attends to the cache.
 
         What `forward` does for all tokens at once, slot by slot. An executed slot leaves one key and one
@@ -379,7 +381,7 @@ class PonderLM(nn.Module):
         device = self.lm_head.weight.device
         positions = torch.tensor([position], device=device)  # of all slots of the token
         e = self.embed(torch.tensor([[token]], device=device))  # (1, 1, D)
-        visible = e.new_zeros(1, 1)  # log w_0; None would leave out the channel that cached keys have
+        visible = e.new_zeros(1, 1)  # log w_0; not None: this key, too, needs the channel of log w
         h = [self.model(e, positions, visible, self.backend, cache)]
         s, log_w = self.route(torch.stack(h, dim=2), alpha)  # (1, 1, S)
         steps = stop_step(log_w, tau)  # (1, 1)
@@ -424,17 +426,18 @@ class PonderLM(nn.Module):
         ]
 
 
-def tolerance_of(x):
-    """Relative change at which the iteration stands still: half precision never comes closer than this."""
+def is_half(x):
+    """Whether numbers like x are computed in half precision, which never comes closer than 1e-2."""
     kind, device = x.dtype, x.device.type
     kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else kind
-    return 1e-2 if kind in (torch.float16, torch.bfloat16) else 1e-4
+    return kind in (torch.float16, torch.bfloat16)
 
 
 def has_settled(before, after, tolerance=None):
-    """Whether a pass has changed the latents by less than `tolerance`; None: that of their type."""
-    tolerance = tolerance_of(after) if tolerance is None else tolerance
-    return (after - before).float().norm() < tolerance * after.float().norm()
+    """Whether a pass changed the latents by less than `tolerance`; None: 1e-2 if half precise, else 1e-4."""
+    if tolerance is None:
+        tolerance = 1e-2 if is_half(after) else 1e-4
+    return upcast(after - before).norm() < tolerance * upcast(after).norm()
 
 
 @dataclass
@@ -463,7 +466,7 @@ FORMAT = "ponderlm-3"
 
 def save(model, directory):
     """Write config.json and model.safetensors: each file whole, or as it was before."""
-    tensors = {name: x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
+    tensors = {name: x.cpu().contiguous() for name, x in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         tensors = {name: x for name, x in tensors.items() if not name.endswith("lm_head.weight")}
     tensors = {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}  # of a compiled model

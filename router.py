@@ -7,9 +7,9 @@ log_w         log w      (..., K+1)    log of the mask score w_k = s_k + .. + s_
 stop_step     K-hat      (...)         the last step whose mask score is at least tau
 tau           tau        scalar        where decoding stops; None: soft masks, nothing is skipped
 alpha         alpha      scalar        shifts the distribution to more or fewer steps
-ce            ce_i       (..., K+1)    cross-entropy if integration stops after step i, in nats
-rho           rho_i      (K+1,)        how far depth i resolves the tokens, 0 to 1
-relaxed                  (...)         K-hat made differentiable, which --step-price charges
+ce            ce_k       (..., K+1)    cross-entropy if integration stops after step k, in nats
+rho           rho_k      (K+1,)        how far k steps are enough for the tokens, 0 to 1
+relaxed_steps            (...)         K-hat made differentiable, which --step-price charges
 
 Reading notes, on what the paper leaves open or prints otherwise, are in docs/reading-notes.md.
 """
@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention import MASKED
+
+TAU = 1e-4  # where the paper stops decoding
 
 
 def upcast(x):
@@ -39,7 +41,7 @@ class Router(nn.Module):
     def __init__(self, D, K, offset):
         super().__init__()
         self.proj = nn.Linear(D, K + 1, bias=False)
-        offset = torch.tensor(offset, dtype=torch.float32, device="cpu")  # also where all else is meta
+        offset = torch.tensor(offset, dtype=torch.float32, device="cpu")  # also while load() builds on "meta"
         self.register_buffer("offset", offset, persistent=False)
 
     def forward(self, h0, alpha=0.0):
@@ -58,7 +60,8 @@ def mask_score(log_s):
     """log s -> log w, the tail sums w_k = s_k + .. + s_K. (..., K+1) -> (..., K+1).
 
     Summed from the end, as logarithms: log(1 - s_0 - ..) would lose the small tails. Rounding may lift
-    log w above 0 or above the one before it, which the clamp and cummin take back; w_0 is 1 by definition.
+    log w above 0 or above the one before it, which the clamp and cummin take back; a large alpha may take it
+    below MASKED; w_0 is 1 by definition.
     """
     log_w = log_s.flip(-1).logcumsumexp(-1).flip(-1)
     log_w = F.pad(log_w[..., 1:], (1, 0))  # w_0 = 1
@@ -74,17 +77,17 @@ def stop_step(log_w, tau):
         raise ValueError(f"tau = {tau}: it must lie in [0, 1]")
     log_tau = math.log(tau) if tau else -math.inf
     if log_tau < 0:
-        log_tau -= 1e-6  # w = tau may be rounded below it; w_0 = 1 is exact
+        log_tau -= 1e-6  # so that w = tau counts, rounded; at tau = 1 only w = 1 does
     return (log_w >= log_tau).sum(-1) - 1  # w never rises with k, so count
 
 
-def hide_stopped(log_w, tau=None):
+def key_bias(log_w, tau=None):
     """What attention adds to the scores of a token's S slots: log w, (..., S) -> (..., S).
 
     Reading note 1: slot k is the one that executes step k, so log w_k goes onto its key, and slot 0 has 0.
-    (The paper's figure puts w_k on the column of h^(k), the input of slot k+1. Then slot k+1 would carry w_k,
-    and the first slot that decoding skips, whose w_k is still above tau, would be seen in training.) With
-    tau, keys beyond K-hat are hidden from every query, their own included.
+    (The paper's figure puts w_k on the column of h^(k), the input of slot k+1. Then slot K-hat + 1, the first
+    that decoding skips, would carry the w of K-hat, which is above tau, and training would see it.) With tau,
+    keys beyond K-hat are hidden from every query, their own included.
     """
     if tau is None:
         return log_w
@@ -95,7 +98,7 @@ def hide_stopped(log_w, tau=None):
 def bottom_mass_penalty(log_w, ce, form="printed"):
     """Minimum-ponder penalty (section 3.4.2), without its weight lambda:
 
-        rho_k   = 1 - sigmoid(10 (CE_k - 0.5))             share of the tokens that k steps resolve
+        rho_k   = 1 - sigmoid(10 (CE_k - 0.5))             1: k steps are enough, 0: they are not
         d_rho_k = max(rho_k - rho_{k-1}, 0)                what step k adds to it
         penalty = sum over k >= 1 of mean(Bottom_{d_rho_k}(w_k))
 
@@ -103,10 +106,10 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
 
     Args:
         log_w: (n, K+1) of n tokens, of a micro-batch in training; the gradient flows into these alone.
-        ce: (n, K+1) in nats, with integration truncated after step i.
+        ce: (n, K+1) in nats, CE_k of each token, with integration truncated after step k.
         form: 'printed', the sigmoid of the mean cross-entropy; reading note 2: at the losses of language
             models its rho is so near 0 that no token is chosen. 'token', the mean of the sigmoids: the
-            share of tokens that depth i has resolved.
+            share of the tokens for which k steps are enough.
 
     Returns:
         The penalty, a scalar, and rho (K+1,).
@@ -114,21 +117,21 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
     ce, n = ce.detach().nan_to_num(nan=math.inf), len(ce)  # a diverged loss resolves nothing
     ce = ce.mean(0, keepdim=True) if form == "printed" else ce
     rho = (1 - torch.sigmoid(10 * (ce - 0.5))).mean(0)  # (K+1,)
-    counts = (rho.diff().clamp(min=0) * n).floor().int().tolist()
+    counts = (rho.diff().clamp(min=0) * n).int().tolist()  # rounded down: a small share of few tokens is none
     penalty = log_w.new_zeros(())
     for k, count in enumerate(counts, start=1):
-        if count:  # rounded down, a small share of few tokens is none
+        if count:
             penalty = penalty + log_w[:, k].exp().topk(count, largest=False).values.mean()
     return penalty, rho
 
 
 def relaxed_steps(log_w):
-    """What a price on steps counts: K-hat at tau = 1e-4, relaxed along log w. (..., K+1) -> (...).
+    """What a price on steps counts: K-hat at TAU, made differentiable along log w. (..., K+1) -> (...).
 
         relaxed(w) = sum over k >= 1 of max(0, 1 - log w_k / log tau)
 
     Not the paper's. Decoding runs step k whole whenever w_k >= tau, but the steps that s expects, w_1 + ..
-    + w_K (ACT's ponder cost), charge 0.001 for w_k = 0.001, and push as weakly: small tails stay above tau.
+    + w_K, charge 0.001 for w_k = 0.001, and push as weakly: small tails stay above tau.
     Here a step costs 1 at w = 1, 1/2 at 0.01, 0 from tau down, and is pushed equally all the way, in log w.
     """
-    return (1 - log_w[..., 1:] / math.log(1e-4)).clamp(min=0).sum(-1)
+    return (1 - log_w[..., 1:] / math.log(TAU)).clamp(min=0).sum(-1)

@@ -4,7 +4,8 @@
     echo "Return the" | python sample.py --prompt - --tau 0
     python sample.py --prompt "Return the" --show-steps --seed 1 --max-new-tokens 47
 
-The last prints, as long as there is no run, with a digit for the steps before a token was chosen:
+The last prints, by the included model as long as out/ has no run, with a digit for the steps before a token
+was chosen:
 
     Return the ₂t₁e₂s₂t₂ ₂t₁o₁ ₁p₁r₁o₁c₂e₁s₂s₂e₂s₂ ₂t₁h₂e₁ ₂f₁u₁n₁c₁t₂i₂o₂n₂,₂ ₁o₁r₂ ₁r₁e₁t₂u₂r₁n₁s₂ ₂t₁h₂e₁
 
@@ -24,6 +25,7 @@ from pydantic import Field
 
 from data import UserError, command_line, load_tokenizer, newest_run, pick_device, reading
 from model import Count, Finite, Seed, Share, load, settings
+from router import TAU
 
 INCLUDED = Path(__file__).parent / "models/docstrings"
 BLUES = 231, 225, 153, 117, 75, 33, 26, 19  # pale to dark, of a terminal's 256 colours
@@ -33,7 +35,7 @@ BLUES = 231, 225, 153, 117, 75, 33, 26, 19  # pale to dark, of a terminal's 256 
 class Sampling:
     """How long to ponder, and which token to take."""
 
-    tau: Share = 1e-4  # stop when the mask score is below; 0: never
+    tau: Share = TAU  # stop when the mask score is below; 0: never
     alpha: Finite = 0.0  # shift the router to more (> 0) or fewer (< 0) steps
     temperature: Annotated[float, Field(ge=0, le=1e6)] = 0.8  # 0 takes the most probable token
     top_k: Count | None = None  # choose among the k most probable tokens

@@ -10,12 +10,12 @@ Every flag and its default: python train.py --help. Ctrl-C saves. A run is a dir
 
     config.json, model.safetensors, tokenizer.json    a model, as sample.py and analyze.py read it
     trainer.pt      the checkpoint: weights, optimizer, step, log; replaced whole or not at all
-    train.json      every setting and what its corpus is known by
+    train.json      every setting, and hashes of its corpus
     log.jsonl       settings of each start, then numbers each --log-every steps, as of the last checkpoint
     results.json    the final evaluation
 
-The last lines that python train.py --steps 40 prints on a CPU (relaxed: what a price on steps counts, see
-router.relaxed_steps):
+The last lines that python train.py --steps 40 prints on a CPU (relaxed: router.relaxed_steps; on the way
+validation reads 64 windows, in the end 512):
 
     step 40/40  loss 2.722  ce 2.722  K-hat 3.00  relaxed 2.65  4,039 tok/s  left 0:00
     step 40/40  validation 2.782
@@ -71,7 +71,7 @@ from data import (
     write_whole,
 )
 from model import Config, Count, NotNegative, PonderLM, Seed, Share, from_json, save, settings
-from router import bottom_mass_penalty, relaxed_steps, stop_step
+from router import TAU, bottom_mass_penalty, relaxed_steps, stop_step
 
 # -- Settings --------------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class TrainConfig:
     """All that is not the model. What stands beside a field, or right above it, is its --help."""
 
-    program = "python {}.py"  # which runs train and sample
+    program = "python {}.py"  # as messages name the commands
 
     preset: Literal["tiny", "small", "70m", "410m"] = "tiny"  # what the other flags change
     # of the run, a folder in --out; None: preset and time
@@ -101,14 +101,14 @@ class TrainConfig:
     weight_decay: Share = 0.1  # on matrices, without the router's
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW
     clip: NotNegative = 1.0  # gradient norm; 0: off
-    step_price: NotNegative = 0.0  # nats for a step, relaxed at tau = 1e-4 (router.py); 0: steps are free
-    price_from: Share = 0.0  # share of the steps after which they cost something
+    step_price: NotNegative = 0.0  # nats for a pondering step (router.relaxed_steps); 0: they are free
+    price_from: Share = 0.0  # share of the training after which they cost that
     seed: Seed = 0  # of weights, batches and R
 
     log_every: Count = 20  # steps between log lines
     eval_every: Count = 250  # steps between checkpoints, each of which is evaluated
     eval_windows: Count = 512  # validation windows of the final evaluation
-    tau: Share = 1e-4  # where executed steps are counted and hard stopping is scored
+    tau: Share = TAU  # where executed steps are counted and hard stopping is scored
 
     device: str = "auto"  # auto, cpu, cuda, mps
     precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where there is hardware
@@ -117,8 +117,9 @@ class TrainConfig:
     recompute: bool = False  # compute each pass again in the backward pass, to save memory
 
 
-# What a run has whose train.json is older than a setting.
+# Values of settings that older runs did not record.
 BEFORE = {"router_rate": 1.0, "step_price": 0.0, "price_from": 0.0, "attention": "auto", "compile": False}
+CHECKED = 64  # validation windows at each checkpoint
 # What a resumed training may change: anything else would make it another training. The corpus may
 # have moved, but must be the same.
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
@@ -150,7 +151,7 @@ def first_flags(
     preset: str | None = None, device: str = "auto", out: str = "out", name: str | None = None,
     resume: bool = False,
 ):  # fmt: skip
-    """The flags that say what the defaults of the others are."""
+    """Flags that are read first, since the defaults of the others depend on them."""
     return preset, device, out, name, resume
 
 
@@ -192,7 +193,7 @@ def refuse_changes(run, before, now):
 
 
 def read_run(run, kind=TrainConfig, renamed=None):
-    """train.json of a run -> its TrainConfig, the settings of its model (a dict), known_by of its corpus.
+    """train.json of a run -> its TrainConfig, the settings of its model (a dict), fingerprint of its corpus.
 
     renamed: {name of a setting in older files: its name now}. UserError: it is not a run, or damaged.
     """
@@ -217,13 +218,13 @@ def objective(model, x, y, R, price=0.0):
 
         L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)) + price mean(relaxed(w))
 
-    As printed the penalty is 0 above about one nat (reading note 2). There CE alone teaches the router, since
-    s also weighs the states that predict.
+    As printed the penalty is 0 above 1.1 to 1.5 nats (reading note 2; --penalty-weight 0 then saves K passes
+    of the head). There CE alone teaches the router: through log w, and through s, which weighs what predicts.
 
     Args:
         x, y: (B, T) tokens, and those that follow them; -100 where there is none to predict.
         R: Jacobi refinements.
-        price: of an executed step in nats, which is not the paper's.
+        price: of a pondering step in nats (router.relaxed_steps), which is not the paper's.
 
     Returns:
         L, the penalty without lambda, and the model's Output, whose loss is CE.
@@ -234,7 +235,7 @@ def objective(model, x, y, R, price=0.0):
         return loss, penalty, out
     if config.penalty_weight:
         ce = model.partial_losses(out.h, out.s, y)  # (B, T, K): integrated up to step 0 .. K-1
-        ce = torch.cat([ce, out.ce.detach()[..., None]], dim=-1)  # (B, T, K+1)
+        ce = torch.cat([ce, out.ce[..., None]], dim=-1)  # (B, T, K+1)
         penalty, _ = bottom_mass_penalty(log_w, ce[has_target], config.penalty)
         loss = loss + config.penalty_weight * penalty
     if price:
@@ -243,7 +244,7 @@ def objective(model, x, y, R, price=0.0):
 
 
 class Objective(nn.Module):
-    """An objective as the forward pass of a module: what several processes share."""
+    """An objective as the forward pass of a module: DistributedDataParallel wraps nothing else."""
 
     def __init__(self, model, objective):
         super().__init__()
@@ -291,7 +292,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     T, (low, high) = model_config.block_size, model_config.refinements
     windows, val = Windows(corpus.train, T, config.seed), Windows(corpus.val, T, seed=0)
     if config.resume:
-        before, now = (x | {"name": ""} for x in (read_run(run, type(config))[2], corpus.known_by))
+        before, now = (x | {"name": ""} for x in (read_run(run, type(config))[2], corpus.fingerprint))
         if before != now:
             raise UserError(f"{config.data} is not the text of {run}, or in other tokens: give it by --data")
 
@@ -306,17 +307,17 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     )  # fmt: skip
     precision, loss_of = pick_precision(config.precision, device), Objective(model, objective)
 
-    def forward(rows, R, price=0.0):
+    def losses(rows, R, price=0.0):
         """What the objective returns of rows of tokens (n, T+1)."""
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
             return loss_of(rows[:, :-1], rows[:, 1:], R, price)
 
     share = config.batch_size // processes  # windows a step of this process
-    micro = pick_micro_batch(config, model, share, lambda n: forward(windows.stack(0, n).to(device), high)[0])
+    micro = pick_micro_batch(config, model, share, lambda n: losses(windows.stack(0, n).to(device), high)[0])
     if compiles := device.type == "cuda" if config.compile is None else config.compile:
         compile_blocks(model)
     if processes > 1:
-        # Which `forward` calls from now on.
+        # From here on `losses` calls this one.
         loss_of = DistributedDataParallel(loss_of, broadcast_buffers=False)
 
     def backward(rows, R, price):
@@ -326,7 +327,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
         for part in parts:
             apart = processes > 1 and part is not parts[-1]  # processes share the sum of all parts
             with loss_of.no_sync() if apart else nullcontext():
-                loss, penalty, out = forward(part, R, price)
+                loss, penalty, out = losses(part, R, price)
                 (loss * (micro / share)).backward()
             values = {"loss": loss, "ce": out.loss, "penalty": penalty}
             values["K_hat"] = stop_step(out.log_w, config.tau).float().mean()
@@ -337,7 +338,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
 
     config = replace(config, name=run.name, micro_batch_size=micro, precision=precision)
     content = {"config": asdict(config), "model": {"method": model.method, **asdict(model_config)}}
-    content["corpus"] = corpus.known_by
+    content["corpus"] = corpus.fingerprint
     with locked(run, rank):
         first, seconds_before, log = 0, 0.0, []
         if config.resume:
@@ -392,7 +393,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     )
                     log.append({"step": done, **row, "tokens_per_second": speed})
                 if is_due := is_last or done % config.eval_every == 0:
-                    loss = evaluate(model, val, min(64, val.count), R=high)["loss"]
+                    loss = evaluate(model, val, min(CHECKED, val.count), R=high)["loss"]
                     check_finite(run, done, validation=loss)
                     print(f"step {done}/{config.steps}  validation {loss:.3f}", flush=True)
                     log.append({"step": done, "val": loss})
@@ -429,7 +430,7 @@ def pick_precision(name, device):
 
 
 def pick_tokenizer(config):
-    """'auto' -> that of the preset; None, a .bin folder's own."""
+    """'auto' -> the preset's, or None for a .bin folder, which has its own."""
     of_preset = {"tiny": "bytes", "small": "bpe"}.get(config.preset, "gpt2")
     automatic = None if is_prepared(config.data) else of_preset
     return automatic if config.tokenizer == "auto" else config.tokenizer
@@ -487,7 +488,7 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
         R, tau: as in PonderLM.forward. Without them: soft masks at the fixed point.
 
     Returns:
-        dict: loss, in nats; steps, the mean of K-hat at tau (1e-4 without one); and lists over the depths
+        dict: loss, in nats; steps, the mean of K-hat at tau (TAU without one); and lists over the depths
         k = 0 .. K: `stopped`, the share of tokens whose K-hat is k, and `weight`, the mean of s_k.
     """
     was_training, device = model.training, next(model.parameters()).device
@@ -499,7 +500,7 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
     for i in range(first + rank * size, end, processes * size):
         rows = windows.stack(i, min(i + size, end)).to(device)
         out = model(rows[:, :-1], rows[:, 1:], R=R, tau=tau)
-        steps = stop_step(out.log_w, 1e-4) if tau is None else out.steps
+        steps = stop_step(out.log_w, TAU) if tau is None else out.steps
         stopped = torch.stack([(steps == k).sum() for k in range(S)])
         found = torch.cat([out.ce.sum()[None], stopped, out.s.sum((0, 1))])
         sums += torch.cat([torch.tensor([out.ce.numel()]), found.cpu()])

@@ -26,7 +26,7 @@ import pydantic
 import torch
 from pydantic import Field
 
-from data import PATTERNS, Tokenizer, UserError, read_json, write_corpus
+from data import Tokenizer, UserError, read_json, write_corpus
 from model import Seed
 
 CACHE = Path("data")
@@ -72,7 +72,7 @@ def tokenizer(longest=6):
     words = [*letters, *ENDS, *numbers, "the", "end"]
     words += [a + b for a in letters for b in letters + ENDS if a != b]
     tokens = [bytes([i]) for i in range(256)] + [b" " + word.encode() for word in words]
-    return Tokenizer("lookup", PATTERNS["lookup"], tokens)
+    return Tokenizer("lookup", tokens)
 
 
 def longest_of(tokenizer):

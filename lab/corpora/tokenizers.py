@@ -53,7 +53,7 @@ def load_tokenizer(file):
         if name := settings.get(OURS):
             vocabulary, byte = fields["model"]["vocab"], byte_characters()
             tokens = [bytes(byte[x] for x in text) for text in sorted(vocabulary, key=vocabulary.get)]
-            return Tokenizer(name, PATTERNS[name], tokens)
+            return Tokenizer(name, tokens)
         end = settings.get("eos_token")
         return HuggingFaceTokenizer(fields, end["content"] if isinstance(end, dict) else end)
 

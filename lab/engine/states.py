@@ -26,7 +26,7 @@ import torch
 
 from attention import MASKED
 from lab.kernels import decoding_kernels
-from model import tolerance_of
+from model import is_half
 from router import stop_step
 
 
@@ -92,7 +92,7 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=None, cac
     """
     e, inside = model.embed(idx), within(idx, lengths)  # (B, T, D), (B, T)
     if tolerance is None:
-        tolerance = 1e-2 if tolerance_of(e) > 1e-3 else 1e-5
+        tolerance = 1e-2 if is_half(e) else 1e-5
     (B, T), S, device = idx.shape, model.config.ponder_steps + 1, idx.device
     h = e.new_zeros(B, T, S, e.size(-1))
     s, log_w = (torch.zeros_like(x) for x in model.route(h))  # (B, T, S)

@@ -31,9 +31,9 @@ def validation_corpus(run, data=None, other=False, flag="--data"):
     named = config.tokenizer not in ("auto", *OURS)
     tokenizer = str(run) if began or named else pick_tokenizer(config)
     corpus = open_corpus(config.data, tokenizer, shape.vocab_size)
-    if corpus.known_by["tokenizer"] != known.get("tokenizer"):
+    if corpus.fingerprint["tokenizer"] != known.get("tokenizer"):
         raise UserError(f"{config.data} has ids of another tokenizer than {run}")
-    if not other and corpus.known_by["val_sha256"] != known.get("val_sha256"):
+    if not other and corpus.fingerprint["val_sha256"] != known.get("val_sha256"):
         raise UserError(f"{config.data} is not the text that {run} was scored on")
     return config, shape, corpus
 

@@ -29,7 +29,7 @@ def gains(subject, difficulty):
     """As analyze.buckets, by thirds of a difficulty (n,)."""
     ce, steps = analyze.losses_by_depth(subject.model, subject.windows, subject.tau)
     columns = {f"gain_{i}": ce[:, i - 1] - ce[:, i] for i in range(1, ce.size(1))}
-    return [*analyze.means(difficulty, {"difficulty": difficulty, "steps": steps, **columns})]
+    return [*analyze.by_bucket(difficulty, {"difficulty": difficulty, "steps": steps, **columns})]
 
 
 def shifts(subject, difficulty):
@@ -39,7 +39,7 @@ def shifts(subject, difficulty):
     return [
         {"alpha": alpha, **row}
         for alpha, (loss, steps) in found.items()
-        for row in analyze.means(difficulty, {"steps": steps, "change": loss - found[0][0]})
+        for row in analyze.by_bucket(difficulty, {"steps": steps, "change": loss - found[0][0]})
     ]
 
 

@@ -16,12 +16,12 @@ from attention import MASKED
 from lab.methods import PonderConfig, PonderLM3, last_alone
 from lab.methods.grid import Grid
 from model import Share, settings
-from router import hide_stopped, relaxed_steps
+from router import key_bias, relaxed_steps
 
 
 def hide(bias, log_w, tau):
-    """A bias on the keys of slots, with those beyond K-hat hidden, as router.hide_stopped does."""
-    return bias if tau is None else bias.masked_fill(hide_stopped(log_w, tau) <= MASKED, MASKED)
+    """A bias on the keys of slots, with those beyond K-hat hidden, as router.key_bias does."""
+    return bias if tau is None else bias.masked_fill(key_bias(log_w, tau) <= MASKED, MASKED)
 
 
 class NoMask(PonderLM3):

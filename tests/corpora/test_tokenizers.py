@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from data import WORDS, Tokenizer, UserError
+from data import Tokenizer, UserError
 from lab.corpora import lookup, preparation
 from lab.corpora.preparation import Options, open_corpus, prepare
 from lab.corpora.tokenizers import HuggingFaceTokenizer, definition_of, load_tokenizer, save_pretrained
@@ -138,7 +138,7 @@ def test_corpus(kind, monkeypatch):
     again = open_corpus(str(Path("data", corpus.name)))  # its own tokenizer
     assert again.tokenizer.digest == tokenizer.digest and np.array_equal(again.train, corpus.train)
     monkeypatch.setattr(preparation, "prepare", lambda o: pytest.fail("it was made again"))
-    assert open_corpus("texts", "model").known_by == corpus.known_by
+    assert open_corpus("texts", "model").fingerprint == corpus.fingerprint
     assert open_corpus("texts", "bytes").name != corpus.name
 
 
@@ -193,7 +193,7 @@ def test_export(tmp_path, kind):
 OURS = {
     "bytes": Tokenizer.bytes,
     "bpe": lambda: Tokenizer.train([(TEXT[:189] + "日本 naïve\r\n").encode()], 300),
-    "two ways": lambda: Tokenizer("bpe", WORDS, ONE_WAY),
+    "two ways": lambda: Tokenizer("bpe", ONE_WAY),
     "lookup": lookup.tokenizer,
 }
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from lab_helpers import flags, records, small_model
 
-from data import PATTERNS, Tokenizer, UserError
+from data import Tokenizer, UserError
 from lab.figures.subject import decoded
 from lab.figures.where import Permuted, Where, character, kinds_of, where_rows
 
@@ -24,7 +24,7 @@ def test_kinds():
         "first", "inside", "last", "between words", "first",
     ]  # fmt: skip
     words = [b"of", b" the", b" fox", b"es", b"."]
-    tokenizer = Tokenizer("bpe", PATTERNS["bpe"], words)
+    tokenizer = Tokenizer("bpe", words)
     assert kinds_of(torch.arange(5)[None], tokenizer)[1] == ["first", "first", "first", "last"]
     letters = torch.tensor([[*b"aaabbbcde", 0]])
     assert kinds_of(letters, Tokenizer.bytes())[2] == ["frequent"] * 3 + ["between"] * 3 + ["rare"] * 3

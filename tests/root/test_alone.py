@@ -115,6 +115,6 @@ def test_what_a_training_step_runs():
     method = "train.objective model.PonderLM.forward model.PonderLM.jacobi model.PonderLM.transform"
     method += " model.Attention.forward model.rotate model.SwiGLU.forward model.Block.forward"
     method += " attention.soft_mask_attention attention.eager router.Router.forward router.mask_score"
-    method += " router.hide_stopped model.PonderLM.integrate router.bottom_mass_penalty"
+    method += " router.key_bias model.PonderLM.integrate router.bottom_mass_penalty"
     assert set(method.split()) <= entered
     assert type(model.model.norm).forward is torch.nn.RMSNorm.forward

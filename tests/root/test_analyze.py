@@ -16,13 +16,13 @@ from analyze import (
     DRAWINGS,
     Options,
     buckets,
+    by_bucket,
     converge,
     decoded,
     exponential_fit,
     find_words,
     losses_by_depth,
     main,
-    means,
     pareto,
     perplexity,
     sheet,
@@ -131,7 +131,7 @@ def test_thirds():
 
     def parts(*difficulty):
         difficulty = torch.tensor(difficulty)
-        found = [*means(difficulty, {"sum": difficulty})]
+        found = [*by_bucket(difficulty, {"sum": difficulty})]
         assert [row["bucket"] for row in found] == [*analyze.BUCKETS]
         return [(row["tokens"], row["sum"]) for row in found]
 
@@ -210,7 +210,7 @@ def test_tokens(model, monkeypatch):
     monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[:8]))
     assert tokens(model, halves, Tokenizer.bytes(), words=("the",), least=1)[-3]["tokens"] == 0
     assert show_token(b"\n\xe2 a") == "\\n\\xe2 a"
-    alike = Tokenizer("bpe", ".", [b"\n", b"\\n"])
+    alike = Tokenizer("bpe", [b"\n", b"\\n"])
     monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[:4]))
     found = tokens(model, torch.tensor([[0, 1, 1, 1, 0]]), alike, words=(), least=1)
     assert [(row["text"], row["tokens"]) for row in found[:2]] == [("\\n", 1), ("\\n", 3)]
@@ -306,7 +306,7 @@ def make_run(name, **settings):
     corpus.tokenizer.save(Path(name, "tokenizer.json"))
     shape = {"method": model.method, **asdict(model.config)}
     config = asdict(TrainConfig(data="text.txt", name=name))
-    content = {"config": config, "model": shape, "corpus": corpus.known_by}
+    content = {"config": config, "model": shape, "corpus": corpus.fingerprint}
     Path(name, "train.json").write_text(json.dumps(content))
 
 

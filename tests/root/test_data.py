@@ -512,19 +512,19 @@ def test_corpus_of_files(tmp_path):
     assert open_corpus(str(texts)).name != corpus.name
 
 
-def test_known_by():
+def test_fingerprint():
     """Catches a run that resumes on another text, and one that does not on the same."""
     ids = np.arange(100, dtype=np.uint16)
     corpus = Corpus("a", Tokenizer.bytes(), 257, ids, ids[:50], "from somewhere")
-    known = corpus.known_by
+    known = corpus.fingerprint
     twice = sha256(np.concatenate([ids, ids]).tobytes()).hexdigest()
     assert known["name"] == "a" and known["sha256"] == twice and known["val_sha256"] != twice
     assert (known["train_tokens"], known["val_tokens"], known["tokenizer"]) == (100, 50, "5801ed9e")
     corpus.val = ids[1:51]
-    assert corpus.known_by["val_sha256"] != known["val_sha256"]
+    assert corpus.fingerprint["val_sha256"] != known["val_sha256"]
     corpus.train = np.arange(2_500_000, dtype=np.uint32)
     ends = np.concatenate([corpus.train[:1_000_000], corpus.train[1_500_000:]])
-    assert corpus.known_by["sha256"] == sha256(ends.tobytes()).hexdigest()
+    assert corpus.fingerprint["sha256"] == sha256(ends.tobytes()).hexdigest()
 
 
 def test_names_in_the_cache(tmp_path):
@@ -596,7 +596,7 @@ def test_two_at_once(tmp_path, monkeypatch):
         return rename(half, folder)
 
     monkeypatch.setattr(Path, "rename", renamed)
-    assert open_corpus("text.txt").known_by == others[1].known_by
+    assert open_corpus("text.txt").fingerprint == others[1].fingerprint
     assert [path.name for path in Path("data").iterdir()] == [others[1].name]
 
 

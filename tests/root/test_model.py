@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from attention import MASKED, auto, eager, sdpa
 from data import Tokenizer, UserError
 from model import Config, PonderLM, from_json, has_settled, load, save
-from router import bottom_mass_penalty, hide_stopped
+from router import bottom_mass_penalty, key_bias
 from sample import open_model
 from train import objective
 
@@ -27,7 +27,7 @@ class PrintedIndex(PonderLM):
     @staticmethod
     def mask_keys(log_w, tau=None):
         printed = F.pad(log_w[..., :-1], (1, 0))
-        return printed if tau is None else printed.masked_fill(hide_stopped(log_w, tau) <= MASKED, MASKED)
+        return printed if tau is None else printed.masked_fill(key_bias(log_w, tau) <= MASKED, MASKED)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention import MASKED
-from router import Router, bottom_mass_penalty, hide_stopped, mask_score, relaxed_steps, stop_step
+from router import Router, bottom_mass_penalty, key_bias, mask_score, relaxed_steps, stop_step
 
 
 def extreme_logits(n=2000):
@@ -64,7 +64,7 @@ def test_stop_step_is_the_last_step_above_tau():
         assert stop == max(k for k, v in enumerate(visible) if v), (logits, tau)
         assert stop == [*visible, False].index(False) - 1
         expected = [w if k <= stop else MASKED for k, w in enumerate(log_w.tolist())]
-        assert hide_stopped(log_w, tau).tolist() == expected and hide_stopped(log_w) is log_w
+        assert key_bias(log_w, tau).tolist() == expected and key_bias(log_w) is log_w
 
 
 def test_stop_step_examples_and_refusals():
