@@ -6,6 +6,7 @@
 Of several runs, written to out/analyze/:
 
     python -m lab analyze compare --runs out/pays/grid/*      losses over steps or costs, by pairs of seeds
+    python -m lab analyze depth --runs out/depth/any-*       how much deciding could gain
     python -m lab analyze layers --runs out/layers/*          a step's worth in layers
     python -m lab analyze lookup --runs out/lookup/*          accuracy where the difficulty is known
     python -m lab analyze kinds --runs out/lookup/grown-?     which tokens take a step there, and need it
@@ -23,6 +24,7 @@ import tyro
 
 from data import command_line
 from lab.figures.comparing import Compare
+from lab.figures.depth import Depth
 from lab.figures.difficulty import Difficulty
 from lab.figures.explainer import Explainer
 from lab.figures.layers import Layers
@@ -30,7 +32,7 @@ from lab.figures.lookup import Kinds, Lookup
 from lab.figures.mixed import Mixed
 from lab.figures.where import Where
 
-FIGURES = Explainer, Difficulty, Compare, Layers, Lookup, Kinds, Mixed, Where
+FIGURES = Explainer, Difficulty, Compare, Depth, Layers, Lookup, Kinds, Mixed, Where
 
 
 def reader(figure):
