@@ -24,7 +24,7 @@ from data import write_whole
 from lab.intervals import interval
 
 ROOT = Path(__file__).parents[1]
-TABLE = re.compile(r"<!-- table (\{.*?\}) -->\n\n(?:\|[^\n]*\n)*", re.DOTALL)
+TABLE = re.compile(r"<!-- table (\{.*?\}) -->\n\n(?:\|[^\n]*\n)*\n*", re.DOTALL)
 
 
 def pages():
@@ -79,7 +79,7 @@ def written_anew(text):
     """A page with its tables as their files have them."""
 
     def anew(match):
-        return f"<!-- table {match[1]} -->\n\n{table(json.loads(match[1]))}"
+        return f"<!-- table {match[1]} -->\n\n{table(json.loads(match[1]))}\n"
 
     return TABLE.sub(anew, text)
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What pays: thinking, annealing or deciding? `tiny`, 4,000 steps, with pairs of seeds, on the grid and by Jacobi
-# iteration: no thinking, always one to three steps, by token, one s for all, K lowered from three to one.
+# iteration: no thinking, always one to three steps, by token, one s for all, K lowered from three to one; another
+# learning rate, and 16,000 steps on whole Python sources, with one seed.
 #     bash lab/runs/pays.sh          PARTS="grid jacobi", SEEDS=1 or both: these runs, no table
 # What is finished is skipped. One core of an EPYC with AVX-512: a run takes 2 to 4 minutes on the grid, 9 by Jacobi.
 set -euo pipefail
@@ -12,8 +13,8 @@ run() { # folder, name, flags
   once "out/pays/$1" "$2" "$seed" --preset tiny --steps 4000 --eval-every 1000 --log-every 100 "${@:3}"
 }
 
-for part in ${PARTS:-grid jacobi rates}; do
-  case $part in grid) seeds="0 1 2 3 4" ;; jacobi) seeds="0 1 2" ;; rates) seeds=0 ;; esac
+for part in ${PARTS:-grid jacobi rates longer}; do
+  case $part in grid) seeds="0 1 2 3 4" ;; jacobi) seeds="0 1 2" ;; *) seeds=0 ;; esac
   for seed in ${SEEDS:-$seeds}; do
     case $part in
       grid)
@@ -35,12 +36,17 @@ for part in ${PARTS:-grid jacobi rates}; do
         run rates by-token-6e-3 --method grid --learning-rate 6e-3
         run rates one-for-all-6e-3 --method shared-grid --learning-rate 6e-3
         ;;
+      longer)
+        for method in grid shared-grid; do
+          run longer $method --method $method --data pysource --steps 16000 --eval-every 2000
+        done
+        ;;
     esac
   done
 done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
-  for part in grid jacobi; do
+  for part in grid jacobi rates longer; do
     "${PYTHON:-python}" -m lab analyze compare --runs out/pays/$part/*-[0-9] --out out/analyze/pays-$part
   done
 fi

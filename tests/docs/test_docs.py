@@ -253,6 +253,7 @@ def test_tables():
     for page in tables.pages():
         text = page.read_text("utf-8")
         assert tables.written_anew(text) == text, f"{page}: python -m docs.tables"
+        assert not re.search(r"(?m)^\|.*\n[^|\n]", text), f"{page}: text right below a table is a row of it"
         for table in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE):
             if re.search(r"(?<![\w.])\d[\d,]*\.\d", table[0]):
                 above = text[: table.start()].rstrip().rsplit("\n\n", 1)[-1]
