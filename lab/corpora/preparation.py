@@ -208,6 +208,8 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache="data"):
     kind = f"bpe{vocab_size}" if made is None else f"{made.name}-{made.digest}"
     digest = sha256(ascii((describe(data), kind)).encode()).hexdigest()[:8]
     folder = Path(cache, f"{folder.stem}-{kind}-{digest}")
-    if not folder.exists():
-        prepare(Options(data, folder, name, vocab_size))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(folder.with_name(f".{folder.name}.lock")):  # another training may prepare it
+        if not folder.exists():
+            prepare(Options(data, folder, name, vocab_size))
     return root.read_corpus(folder, made or load_tokenizer(folder / "tokenizer.json"))

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
@@ -307,6 +308,14 @@ def test_corpora_of_the_root(monkeypatch):
     prepare(Options("pydocs", Path("out")))
     assert same_ids(open_corpus("pydocs", "bytes"), open_corpus("out"))
     assert open_corpus("out").tokenizer.digest == Tokenizer.bytes().digest
+
+
+def test_two_at_once():
+    """Catches a training that fails since another one is preparing the same text."""
+    path = str(write_rows(Path("a.jsonl")))
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(open_corpus, [path, path])
+    assert one.known_by == two.known_by
 
 
 def test_command(capsys, run):

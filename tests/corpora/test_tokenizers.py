@@ -97,7 +97,7 @@ def test_end_of_text():
     Path("text").write_text(TEXT)
     with pytest.raises(UserError, match="eos_token"):
         open_corpus("text", "model")
-    assert not Path("data").exists()
+    assert not [*Path("data").glob("[!.]*")]
 
 
 @pytest.mark.parametrize("kind", KINDS)

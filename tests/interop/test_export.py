@@ -6,6 +6,7 @@ import math
 import sys
 from functools import partial
 
+import helpers
 import pytest
 import torch
 import transformers
@@ -17,12 +18,13 @@ from lm_eval.tasks import TaskManager
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
+import model as root
 from data import Tokenizer, UserError
 from lab.engine.simple import generate
 from lab.engine.states import stopped_states
 from lab.interop.__main__ import main as convert
 from lab.interop.export import export
-from lab.interop.weights import load
+from lab.interop.weights import INCLUDED, load
 from lab.methods import all_methods
 
 METHODS = [kind.method for kind in all_methods() if kind.method != "vanilla"]
@@ -127,6 +129,19 @@ def test_every_setting(tmp_path, kwargs):
     theirs.save_pretrained(tmp_path / "b")
     assert load(tmp_path / "b").config == model.config
     check_equal(load(tmp_path / "b"), from_pretrained(tmp_path / "b"), sides=("left",))
+
+
+@pytest.mark.parametrize("tau", [0.0, 1e-4, 0.1])
+@pytest.mark.parametrize("name", ["docstrings", "K = 0", "K = 1"])
+def test_as_the_root_decodes(tmp_path, name, tau):
+    """Catches a model of the root, the included one or one of few steps, that says something else here."""
+    if name == "docstrings":
+        model = load(INCLUDED)
+    else:
+        ours = helpers.small_model(seed=1, ponder_steps=int(name[-1])).float()
+        root.save(ours, tmp_path / "root")
+        model = load(tmp_path / "root")
+    check_equal(model, exported(model, tmp_path / "a", tau), tau, sides=("left",))
 
 
 def test_scores_are_those_of_decoding(tmp_path):
