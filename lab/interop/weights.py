@@ -74,7 +74,7 @@ def read_config(directory):
     if content is None:
         with reading(file):
             theirs = kind_of(file).config_class.from_pretrained(directory)
-            content = asdict(PonderConfig()) | from_others(theirs)
+            content = asdict(PonderConfig()) | from_others(theirs.to_dict())
     return parse_config(content, file)
 
 
@@ -184,37 +184,36 @@ def kind_of(file):
 
 
 def from_others(config):
-    """The config of a Llama, a GPT-NeoX or an official PonderLM-2 -> what it sets of a PonderConfig.
+    """The config of a Llama, a GPT-NeoX or an official PonderLM-2, as a dict -> fields of a PonderConfig.
 
     Raises:
         ValueError: something that PonderConfig cannot represent, by the name of its field.
+        KeyError: a field that is missing.
     """
-    neox, rope = config.model_type == "gpt_neox", config.rope_parameters
+    neox, rope = config["model_type"] == "gpt_neox", config["rope_parameters"]
     rope_types = ("default",) if neox else ("default", "llama3")
     only = dict(hidden_act="gelu" if neox else "silu", attention_bias=neox, mlp_bias=False)
     only |= dict(interpolation=False, sliding_window=None, quantization_config=None)
     for name, known in only.items():
-        if (value := getattr(config, name, None)) not in (known, None):
+        if (value := config.get(name)) not in (known, None):
             raise ValueError(f"{name} = {value!r}: only {known!r} is read")
     if rope["rope_type"] not in rope_types or not (neox or rope.get("partial_rotary_factor", 1) == 1):
         raise ValueError(f"rope_parameters = {rope}: only {' and '.join(rope_types)} are read")
-    given = dict(method="vanilla", ponder_steps=0) | {name: getattr(config, name) for name in SIZES}
-    given |= dict(block_size=config.max_position_embeddings, rope_theta=rope["rope_theta"])
-    given["embed_scale"] = None if getattr(config, "scale_embeds", False) else 1.0
+    given = dict(method="vanilla", ponder_steps=0) | {name: config[name] for name in SIZES}
+    given |= dict(block_size=config["max_position_embeddings"], rope_theta=rope["rope_theta"])
+    given["embed_scale"] = None if config.get("scale_embeds") else 1.0
     if neox:
         options = {"rotary_pct": rope["partial_rotary_factor"]}
-        options["parallel_residual"] = float(config.use_parallel_residual)
-        given |= dict(rms_norm_eps=config.layer_norm_eps, backbone="gpt_neox", backbone_options=options)
+        options["parallel_residual"] = float(config["use_parallel_residual"])
+        given |= dict(rms_norm_eps=config["layer_norm_eps"], backbone="gpt_neox", backbone_options=options)
     else:
-        given |= {name: getattr(config, name) for name in ("num_key_value_heads", "head_dim", "rms_norm_eps")}
+        given |= {name: config[name] for name in ("num_key_value_heads", "head_dim", "rms_norm_eps")}
     if rope["rope_type"] == "llama3":
         given |= dict(backbone="llama3", backbone_options={name: float(rope[name]) for name in LLAMA3})
-    if getattr(config, "recurrent_model", bool(getattr(config, "num_latent_thoughts", 0))):
-        if missing := [x for x in ("num_latent_thoughts", "num_jacobi_iterations") if not hasattr(config, x)]:
-            raise ValueError(f"{', '.join(missing)}: missing")
-        J = config.num_jacobi_iterations
-        drawn = (2, 4 if neox else 3) if getattr(config, "random_jacobi_iterations", False) else (J, J)
-        given |= dict(method="ponderlm2", ponder_steps=config.num_latent_thoughts, refinements=drawn)
+    if config.get("recurrent_model", bool(config.get("num_latent_thoughts"))):
+        K, J = config["num_latent_thoughts"], config["num_jacobi_iterations"]
+        drawn = (2, 4 if neox else 3) if config.get("random_jacobi_iterations") else (J, J)
+        given |= dict(method="ponderlm2", ponder_steps=K, refinements=drawn)
     return given
 
 

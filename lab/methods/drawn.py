@@ -18,7 +18,7 @@ from model import Count, NotNegative, Share, settings
 @settings
 class DrawnConfig(PriceConfig):
     by_probability: Share = 0.0  # share of a price on steps that is on w_1 + .. + w_K
-    drawn: Share = 1.0  # share of the tokens whose depth is drawn
+    drawn: Share = 0.5  # share of the tokens whose depth is drawn
     drawn_until: Count | None = None  # micro-batches until which that share falls to 0; None: it stays
     entropy: NotNegative = 0.0  # what a nat of the entropy of s takes off the loss
 

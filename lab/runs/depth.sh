@@ -13,7 +13,7 @@ run() { # name, flags
 
 try() { # name, K, price, flags
   run "$1" --ponder-steps "$2" --router-offset $(printf '0 %.0s' $(seq 0 "$2")) --by-probability 1 \
-    --step-price "$3" --price-from 0.5 --drawn 0.5 --drawn-until 2000 "${@:4}"
+    --step-price "$3" --price-from 0.5 --drawn-until 2000 "${@:4}"
 }
 
 for part in ${PARTS:-any tries}; do
@@ -21,9 +21,9 @@ for part in ${PARTS:-any tries}; do
     case $part in
       any)
         ROUTER_RATE=3
-        run any-3 --method drawn
-        run any-1 --method drawn --ponder-steps 1
-        run any-3-bpe --method drawn --tokenizer bpe
+        run any-3 --method drawn --drawn 1
+        run any-1 --method drawn --drawn 1 --ponder-steps 1
+        run any-3-bpe --method drawn --drawn 1 --tokenizer bpe
         ;;
       tries)
         ROUTER_RATE=10

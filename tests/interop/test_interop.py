@@ -1,7 +1,6 @@
 """Directories of weights: Hugging Face's Llama and GPT-NeoX, official PonderLM-2, in and out."""
 
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 import lab.interop.weights as interop
 import model as root
 from data import UserError
-from lab.common import locate
 from lab.engine.batching import Engine
 from lab.engine.simple import generate
 from lab.interop.__main__ import main as convert
@@ -248,30 +246,6 @@ def test_refused(tmp_path, make, damage, words):
         damage(tmp_path)
     with pytest.raises(UserError, match=words):
         load(tmp_path)
-
-
-# -- The Hub -----------------------------------------------------------------------------------
-
-
-def test_hub(tmp_path, monkeypatch):
-    """Catches a name of the Hub that is not looked up, and a path that is."""
-    import huggingface_hub
-
-    monkeypatch.chdir(tmp_path)
-    asked = []
-
-    def fetch(name, allow_patterns):
-        asked.append((name, allow_patterns))
-        return str(tmp_path / "fetched")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert locate("someone/a-model") == tmp_path / "fetched"
-    assert asked == [("someone/a-model", ["*.json", "*.safetensors"])]
-    (tmp_path / "out").mkdir()
-    for path in ("out/typo", "typo", "a/b/c", "/no/where"):
-        with pytest.raises(UserError, match=f"{path} does not exist"):
-            locate(path)
-    assert locate("out") == Path("out") and len(asked) == 1
 
 
 # -- The command -------------------------------------------------------------------------------

@@ -1,30 +1,34 @@
-"""JSON that is checked, files that are whole or not there, and bars."""
+"""What the rooms of the lab share: models by name, and bars."""
+
+from pathlib import Path
 
 import pytest
-from lab_helpers import full_disk
 
-from data import UserError, command_line, read_json, write_json
-from lab.common import progress
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"[]", b"{", b"\xff", b"[" * 3000, b'{"a":' * 3000, b'{"a": ' + b"9" * 5000 + b"}"],
-)
-def test_not_json(tmp_path, content):
-    """Catches a stack trace for a damaged file, too deep ones included."""
-    (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"x\.json cannot be read"):
-        read_json(tmp_path / "x.json")
+from data import UserError
+from lab.common import locate, progress
 
 
-def test_full_disk(tmp_path):
-    """Catches a full disk without a word of the file, a file that is cut, and one that is left."""
-    file = tmp_path / "x.json"
-    file.write_text("old")
-    with full_disk(100), pytest.raises(SystemExit, match=r"x\.json.*File too large"):
-        command_line(lambda: write_json(file, {"new": "new" * 100}))
-    assert [f.read_text() for f in tmp_path.iterdir()] == ["old"]
+def test_hub(tmp_path, monkeypatch):
+    """Catches a name of the Hub that is not looked up, a path that is, and code that is fetched."""
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def fetch(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        if name == "someone/private":
+            raise ConnectionError("401")
+        return str(tmp_path / "fetched")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert locate("someone/a-model") == tmp_path / "fetched"
+    assert asked == [("someone/a-model", ["*.json", "*.safetensors"])]
+    with pytest.raises(UserError, match="someone/private"):
+        locate("someone/private")
+    (tmp_path / "out").mkdir()
+    for path in ("out/typo", "typo", "a/b/c", "/no/where"):
+        with pytest.raises(UserError, match=path):
+            locate(path)
+    assert locate("out") == Path("out") and len(asked) == 2
 
 
 def test_progress(capsys, monkeypatch):
