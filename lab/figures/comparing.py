@@ -68,6 +68,12 @@ class Run:
         left_out = LEFT_OUT if self.method.iterates else LEFT_OUT | {"refinements"}
         return {name: value for name, value in found.items() if name not in left_out}
 
+    @property
+    def speed(self):
+        """Tokens a second, at the end of its training. UserError: its log is missing or damaged."""
+        with reading(file := self.path / "log.jsonl"):
+            return pd.read_json(file, lines=True)["tokens_per_second"].dropna().iloc[-1]
+
     def title(self, among):
         """The title of its method and those settings `among` its recipe that are not at their defaults:
         'PonderLM-3, step_price 0.03'."""
@@ -200,9 +206,8 @@ def losses(run, taus, windows, device, data=None):
                 f"{run.path}: {first} of {val.count} windows are reported, less than {windows} left"
             )
     text = run.config.steps * run.config.batch_size * run.shape.block_size / 1e6
-    log = pd.read_json(run.path / "log.jsonl", lines=True)
     shared = {"trained": run.results["trained"]["loss"], "fixed": run.results["fixed"]["loss"], "read": text}
-    shared |= {"minutes": text * 1e6 / log.tokens_per_second.dropna().iloc[-1] / 60}
+    shared |= {"minutes": text * 1e6 / run.speed / 60}
     for tau in taus if taus and run.method.has_router else [run.config.tau]:
         hard = run.results["hard"]
         if tau != run.config.tau:

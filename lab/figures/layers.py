@@ -34,14 +34,14 @@ def layer_rows(runs, data=None):
     subjects = [open_subject(run.path, 4, None, torch.device("cpu"), data) for run in runs]
     rows = []
     for run, subject, time_ in zip(runs, subjects, seconds(subjects), strict=True):
-        speed = pd.read_json(run.path / "log.jsonl", lines=True).tokens_per_second.dropna().iloc[-1]
         read = run.config.steps * run.config.batch_size * run.shape.block_size
         row = {"model": NAMES[run.shape.method], "layers": run.shape.num_hidden_layers}
         row |= {"K": run.shape.ponder_steps, "seed": run.config.seed} | {
             key: run.results["hard"][key] for key in ("loss", "steps")
         }
-        row |= {"parameters": sum(p.numel() for p in subject.model.parameters()), "training": read / speed}
-        rows.append(row | {"decoding": 1000 * time_ / run.shape.block_size})
+        row |= {"parameters": sum(p.numel() for p in subject.model.parameters())}
+        row |= {"training": read / run.speed, "decoding": 1000 * time_ / run.shape.block_size}
+        rows.append(row)
     return with_worth(pd.DataFrame(rows))
 
 

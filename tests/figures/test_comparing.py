@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -159,6 +160,15 @@ def test_refused_comparisons(make_run, tmp_path, capsys):
         (first.path / "results.json").write_text(json.dumps(content))
         with pytest.raises(UserError, match=r"results\.json"):
             read_runs([first.path])
+
+
+@pytest.mark.parametrize("content", ["", "{}", "{", '{"tokens_per_second": null}'])
+def test_a_damaged_log(make_run, content):
+    """Catches a stack trace for a log that was cut short."""
+    path = make_run("a", 1.0, 1.0)
+    Path(path, "log.jsonl").write_text(content)
+    with pytest.raises(UserError, match=r"a/log\.jsonl cannot be read"):
+        rows_of([path])
 
 
 def test_a_loss_that_is_huge(make_run):
