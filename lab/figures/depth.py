@@ -11,6 +11,8 @@ random       as many at random
 largest      those whose gain is the largest: a bound, since nobody knows it before
 """
 
+from functools import partial
+
 import torch
 
 from data import UserError
@@ -83,11 +85,9 @@ class Depth(Comparison):
 
         columns = {name: f"{name}:.0f" for name in ("K", "seeds", "step")} | {"share": "share:g"}
         columns |= {name: f"{name}:.4f" for name in RULES}
-        frame = self.frame(
-            "depth", lambda frame: tabulate(over_seeds(frame, ["step", "share"]), columns), rows
-        )
+        means = partial(over_seeds, by=["step", "share"])
+        frame = self.frame("depth", lambda frame: tabulate(means(frame), columns), rows)
         figure, (axes,) = new_figure("steps a token", "loss, nats a token")
-        means = over_seeds(frame, ["step", "share"])
         for (K, step), curve in means(frame).groupby(["K", "step"], sort=False):
             for name, look in zip(RULES, LINES, strict=False):
                 label = f"K = {K}: {name}" if step == 1 else None

@@ -1,12 +1,16 @@
 """What steps would gain that go to the right tokens."""
 
+import pandas as pd
 import pytest
 import torch
 from lab_helpers import small_model
 
-from lab.figures.depth import depth_rows, given, predict, take_most
+from data import UserError
+from lab.figures.depth import Depth, depth_rows, given, predict, take_most
 from lab.methods import configure
 from lab.methods.drawn import Drawn
+
+WINDOWS = torch.randint(31, (40, 9), generator=torch.Generator().manual_seed(3))
 
 
 def drawn_model(**settings):
@@ -40,7 +44,7 @@ def test_rules():
     assert predict(x[:40], x[:40] @ torch.tensor([1.0, -2, 0.5]) + 3, x[40:]).numpy() == pytest.approx(
         (x[40:] @ torch.tensor([1.0, -2, 0.5]) + 3).numpy(), abs=1e-4
     )
-    rows = list(depth_rows(drawn_model(), torch.randint(31, (40, 9))))
+    rows = list(depth_rows(drawn_model(), WINDOWS))
     assert [(row["step"], row["share"]) for row in rows[:5]] == [(1, x) for x in (0, 0.25, 0.5, 0.75, 1)]
     for row in rows:
         if row["share"] in (0, 1):
@@ -62,3 +66,17 @@ def test_drawn_share():
     model.seen.zero_()
     assert torch.equal(model.states(idx)[1], seen[0]) and not torch.equal(seen[0], seen[1])
     assert not (model.eval().states(idx)[1].max(-1).values == 1).any()
+
+
+def test_command(make_run, tmp_path):
+    """Catches a run of another method, and a figure that cannot be drawn again from its numbers."""
+    with pytest.raises(UserError, match="--method drawn"):
+        Depth((make_run("plain", 1.0, 0),), out=tmp_path / "out").draw()
+    rows = pd.DataFrame(
+        {"method": "drawn", "K": 2, "seed": 0} | row for row in depth_rows(drawn_model(), WINDOWS)
+    )
+    (tmp_path / "out").mkdir()
+    rows.to_csv(tmp_path / "out/depth.csv", index=False)
+    Depth(out=tmp_path / "out", redraw=True).draw()
+    assert (tmp_path / "out/depth.png").read_bytes()[:4] == b"\x89PNG"
+    assert len((tmp_path / "out/depth.md").read_text().splitlines()) == 2 + 10
