@@ -315,7 +315,7 @@ def test_two_at_once():
     path = str(write_rows(Path("a.jsonl")))
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(open_corpus, [path, path])
-    assert one.known_by == two.known_by
+    assert one.fingerprint == two.fingerprint
 
 
 def test_command(capsys, run):

@@ -81,7 +81,7 @@ def uncompiled(monkeypatch):
 # What is run always; all combinations of method, K and tau with -m slow.
 QUICK = [(0, 0.3), (1, 0.3), (2, 0), (3, 1e-4), (3, 0.3), (3, 1), (4, 0.3)]
 ALL = [(K, tau) for K in range(5) for tau in (0, 1e-4, 0.3, 1)]
-OTHERS = ["ponderlm2", "grid-fixed", "shared", "shared-grid", "lowered"]
+OTHERS = ["ponderlm2", "grid-fixed", "shared", "shared-grid", "lowered", "drawn", "drawn-shared"]
 OTHERS += [f"ablation-{part}" for part in ("mask", "integration", "router", "index", "price", "price-grid")]
 MATRIX = [
     pytest.param(method, K, tau, marks=[] if (K, tau) in quick else pytest.mark.slow)

@@ -111,7 +111,7 @@ function mask_score(log_s) {
 const stop_step = (log_w, tau) => log_w.filter(value => value >= Math.log(tau) - 1e-6 * (tau < 1)).length - 1;
 
 /** log w (S) -> bias on the keys of a token's slots: no one sees those beyond K-hat. */
-function hide_stopped(log_w, tau) {
+function key_bias(log_w, tau) {
   const steps = stop_step(log_w, tau);
   return log_w.map((value, k) => k > steps ? MASKED : value);
 }
@@ -263,7 +263,7 @@ class PonderLM {
       yield pass;
       latents = pass.h.map((h_t, t) => h_t.slice(0, K).map(state => this.feed_back(state, e[t])));
       if (p > K && relative_error(before.flat(), latents.flat()) < tolerance) return;
-      bias = pass.log_w.map(log_w => hide_stopped(log_w, tau));
+      bias = pass.log_w.map(log_w => key_bias(log_w, tau));
     }
   }
 }
