@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 . lab/runs/once.sh
 
-OUT=out/worth LAST=5
+OUT=out/worth LAST=5 ROUTER_RATE=3
 
 for K in $(seq 1 $LAST); do # questions of 1 to K + 1 lookups
   [ -f "data/lookup-K$K/meta.json" ] || "${PYTHON:-python}" -m lab corpus lookup \
@@ -22,7 +22,7 @@ done
 train() { # name, text, flags
   once $OUT/stages "$1" "$seed" --preset tiny --data "data/lookup-$2" --hidden-size 128 \
     --intermediate-size 344 --num-attention-heads 4 --head-dim 32 --batch-size 16 --eval-every 500 \
-    --log-every 100 --tau 0.1 "${@:3}"
+    --log-every 100 "${@:3}"
 }
 
 answers() { # run: does it answer 95 of 100 questions of two lookups?
@@ -51,7 +51,7 @@ grow() { # name, layers, peak of the learning rate, flags of the first stage, of
     before=$name-K$K
   done
   once $OUT "$name" "$seed" --preset tiny --data "data/lookup-K$LAST" --batch-size 16 --eval-every 500 \
-    --log-every 100 --tau 0.1 --init-from "$OUT/stages/$before-$seed" --learning-rate "$rate" \
+    --log-every 100 --init-from "$OUT/stages/$before-$seed" --learning-rate "$rate" \
     --steps $((1000 * times)) $5
 }
 better() { # name, layers, flags: the peak with the lower loss after the first stage
