@@ -23,12 +23,15 @@ for part in ${PARTS:-any tries}; do
         ROUTER_RATE=3
         run any-3 --method drawn --drawn 1
         run any-1 --method drawn --drawn 1 --ponder-steps 1
-        run any-3-bpe --method drawn --drawn 1 --tokenizer bpe
+        run any-3-bpe --method drawn --drawn 1 --tokenizer bpe --vocab-size 4096
         ;;
       tries)
         ROUTER_RATE=10
-        for price in 0.005 0.01 0.02 0.05; do try half-1-$price 1 $price --method drawn; done
+        for price in 0.01 0.02 0.05; do try half-1-$price 1 $price --method drawn; done
         for price in 0.05 0.07; do try half-3-$price 3 $price --method drawn; done
+        ROUTER_RATE=3
+        for price in 0.03 0.1; do try deep-1-$price 1 $price --method drawn --router-offset 0 6; done
+        ROUTER_RATE=10
         try fade-1 1 0.05 --method drawn --drawn 1 --drawn-until 4000 --price-from 0.25
         try entropy-1 1 0.05 --method drawn --drawn 0 --entropy 0.05
         try shared-0 1 0 --method drawn-shared # one s for all: where it ends at one step,
@@ -40,5 +43,5 @@ done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   "${PYTHON:-python}" -m lab analyze depth --runs out/depth/any-[13]-[0-9]
-  "${PYTHON:-python}" -m lab analyze compare --runs out/depth/{half,fade,entropy,shared}-*-[0-9] --out out/analyze/tries
+  "${PYTHON:-python}" -m lab analyze compare --runs out/depth/{half,deep,fade,entropy,shared}-*-[0-9] --out out/analyze/tries
 fi

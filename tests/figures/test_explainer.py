@@ -237,7 +237,7 @@ def test_same_numbers_as_pytorch(name, worker):
     """Catches any difference of the page's model from model.py: weights in another order, RoPE in
     another form, a bias on the wrong slot, heads that look at another's keys, a threshold that is
     missed, a word for another, a step on the grid that sees deeper ones; slot by slot and in
-    parallel (logits of size 1 within 1e-3; K-hat equal)."""
+    parallel (logits of size 1 within 1e-4, and 1e-3 where the iteration ends before; K-hat equal)."""
     page, model, first = worker(name), model_of(name), WORDS if name in PUZZLERS else 0
     ids = torch.randint(257, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     ids = list(explainer.TEXT.encode())[:40] if name == "included" else ids
@@ -253,7 +253,7 @@ def test_same_numbers_as_pytorch(name, worker):
         logits, steps = zip(*growing(model, words, tau, alpha), strict=True)
         found = page.ask("decode", ids=ids, tau=tau, alpha=alpha)
         assert found["steps"] == list(steps), (tau, alpha)
-        assert largest_gap(found["logits"], torch.stack(logits)[:, first:]) < 1e-3
+        assert largest_gap(found["logits"], torch.stack(logits)[:, first:]) < 1e-4
         out = model(start, tau=tau, alpha=alpha)
         found = page.ask("iterate", ids=ids[:14], tau=tau, alpha=alpha)
         assert found["steps"] == out.steps[0].tolist()
@@ -401,7 +401,7 @@ def test_tables_are_those_of_the_task(worker):
     assert len({*tables}) == 40 and {lengths for *_, lengths in tables} == {2, 3}
 
 
-TABLE, SIX = "cl dX bU ei jk gm hd mT ih aS fj kb lf", "c"  # of the page; asked for six lookups
+TABLE, SIX = "cl dX bU ei jk gm lf mT ih aS fj kb hd", "c"  # of the page; asked for six lookups
 
 
 @pytest.mark.parametrize(
