@@ -43,5 +43,6 @@ done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   "${PYTHON:-python}" -m lab analyze depth --runs out/depth/any-[13]-[0-9]
+  "${PYTHON:-python}" -m lab analyze depth --runs out/depth/any-3-bpe-[0-9] --out out/analyze/depth-bpe
   "${PYTHON:-python}" -m lab analyze compare --runs out/depth/{half,deep,fade,entropy,shared}-*-[0-9] --out out/analyze/tries
 fi
