@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What does a step have to cost, and from when on? `tiny` by Jacobi iteration, 1,000 steps: the form of the price
 # (executed; half of it on probability; probability), its size, the router's rate, where the router starts.
-#     bash lab/runs/price.sh          PARTS="tiny long", SEEDS=1 or both: these runs, no table; long: 4,000 steps
+# `small`, of fewer layers and on the grid.
+#     bash lab/runs/price.sh          PARTS="tiny long small", SEEDS=1 or both: these runs, no table; long: 4,000 steps
 # What is finished is skipped. On one core of an EPYC with AVX-512 a run takes 2 minutes.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -40,6 +41,13 @@ for part in ${PARTS:-tiny}; do
         run long 3 executed-0.01 $long
         run long 3 probability-0.03 $long
         run long 10 executed-0.03-0.2-flat $long
+        ;;
+      small)
+        for price in 0 0.03 0.1; do
+          ROUTER_RATE=3 once out/price/small "grid-$price" "$seed" --preset small --method grid --steps 1000 \
+            --batch-size 8 --hidden-size 192 --intermediate-size 512 --num-hidden-layers 2 --num-attention-heads 4 \
+            --head-dim 48 --block-size 128 --eval-every 500 --eval-windows 256 --step-price "$price"
+        done
         ;;
     esac
   done
