@@ -84,7 +84,8 @@ def one_line(error):
         return " ".join((str(error) or repr(error)).split())[:400]
     found = [(".".join(map(str, e["loc"])), e["input"], e["msg"]) for e in error.errors()[:3]]
     return "; ".join(
-        f"{name} = {value!r:.80}: {message}" if name else message for name, value, message in found
+        f"{name} = {value!r:.80}: {message}" if name else message.removeprefix("Value error, ")
+        for name, value, message in found
     )
 
 
