@@ -76,7 +76,7 @@ def stand_in_model(folder, method="vanilla", K=0, **shape):
     [
         ("ablations.sh", (), {}, 18, ["compare"]),
         ("pareto.sh", (), {}, None, ["compare"]),
-        ("pays.sh", (), {}, 53, ["compare"] * 4),
+        ("pays.sh", (), {}, 53, [*["compare"] * 4, "layers"]),
         ("depth.sh", (), {}, 14, ["depth", "depth", "compare"]),
         ("price.sh", (), {}, 12, ["compare"]),
         ("pareto.sh", (), {"SCALE": "small", "SEEDS": "5"}, None, []),
