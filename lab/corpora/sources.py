@@ -22,11 +22,16 @@ PIECE = 10**6  # bytes
 
 
 def files_of(data):
-    """A file, or the files of a folder; none of another source."""
+    """A file, or the files of a folder; none of another source. UserError: texts beside files of many."""
     path = Path(data)
     if not data or data in SOURCES or not path.exists():
         return []
-    return [path] if path.is_file() else files_below(path)
+    files = [path] if path.is_file() else files_below(path)
+    many = [file for file in files if file.suffix.lower() in LINES]
+    for file in files if many else ():
+        if file.suffix.lower() not in (*LINES, *NO_TEXT) and look_through(file)[0]:
+            raise UserError(f"{file} is a text beside {many[0].name}, which holds many: divide them")
+    return files
 
 
 def describe(data, split="train", config=None):

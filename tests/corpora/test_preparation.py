@@ -77,8 +77,7 @@ def linked(patch):
 
 
 def mixed(patch):
-    write_texts(Path("texts"), TEXTS[:2])
-    write_rows(Path("texts/train-notes.jsonl"), [None, b" ", *TEXTS[2:50]])
+    write_rows(Path("texts/train-notes.jsonl"), [None, b" ", *TEXTS[:50]])
     return write_rows(Path("texts/chapters.parquet"), TEXTS[50:]).parent
 
 
@@ -108,8 +107,7 @@ def test_every_source(source, monkeypatch, capsys):
         assert same_ids(data.open_corpus(path), corpus)
         assert f"files of {path} are not UTF-8, read byte by byte" in said
     else:
-        rows = TEXTS if source != "mixed" else TEXTS[2:]
-        expected = [text.decode("utf-8", "replace").encode() for text in rows] + TEXTS[: -len(rows)]
+        expected = [text.decode("utf-8", "replace").encode() for text in TEXTS]
         assert sorted(found_in("out")) == sorted(expected)
         if source != "hub":
             assert sorted(text for _, text in of_files(path)) == sorted(expected)
@@ -117,6 +115,20 @@ def test_every_source(source, monkeypatch, capsys):
     assert meta["bytes"] == sum(map(len, found_in("out"))) and meta["val_bytes"] == corpus.val_bytes > 0
     assert len(corpus.val) == meta["val_bytes"] + np.count_nonzero(corpus.val == 256)
     assert sorted(os.listdir("out")) == ["meta.json", "tokenizer.json", "train.bin", "val.bin"]
+
+
+@pytest.mark.parametrize("many", ["a.jsonl", "z.Parquet"])
+def test_texts_beside_rows(many):
+    """Catches texts beside files of many texts, whichever come first, that are read as one source."""
+    write_rows(Path("rows") / many.lower()).rename(Path("rows") / many)
+    Path("rows/data.json").write_text("{}")  # no text
+    assert len([*of_files("rows")]) == len(TEXTS)
+    Path("rows/README.md").write_text("what these are")
+    prepares = lambda name: prepare(Options(name, Path("out")))  # noqa: E731
+    for read in (open_corpus, lambda name: [*of_files(name)], prepares):
+        with pytest.raises(UserError, match=r"README\.md"):
+            read("rows")
+    assert not Path("out.part").exists()
 
 
 @pytest.mark.parametrize("rows", [TEXTS[:1], TEXTS[:99], [b"x"], [b"ab", b"c" * 30]])
