@@ -378,7 +378,7 @@ DRAWINGS = {  # title, panels, and what draws rows into them
 
 
 def open_windows(run, model_config, count, data=None):
-    """The `count` validation windows that a run was scored on first (drawn once, by chance), (W, T+1).
+    """The first `count` windows, in their fixed random order, that a run was scored on, (W, T+1).
 
     A run may come from a stranger, so no file is opened because its train.json names it: `data` says
     where the text is, unless it is one of SOURCES. UserError: it does not, or it is another text.

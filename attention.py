@@ -43,7 +43,7 @@ def eager(q, k, v, log_w):
 
 
 def augment(q, k, v, log_w):
-    """Move log w into the dot product (appendix A): q' . k' = q . k + sqrt(d) log w, over sqrt(d).
+    """Move log w into the dot product (appendix A): q' . k' / sqrt(d) = q . k / sqrt(d) + log w.
 
     Reading note 4 (docs/reading-notes.md): as printed, (Q K^T + q_extra k_extra^T) / sqrt(d + 1) rescales
     Q K^T as well. With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of

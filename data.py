@@ -57,13 +57,7 @@ PATTERNS = {"bytes": r"[\s\S]", "bpe": WORDS, "gpt2": WORDS}
 BLANKS = re.compile(r"(\s{100000})")  # so long a run overflows tiktoken's stack
 INVALID = re.compile("([\udc80-\udcff]+)")  # how surrogateescape writes bytes that are not UTF-8
 
-PACKAGES = (
-    "numpy",
-    "torch",
-    "matplotlib",
-    "sympy",
-    "networkx",
-)  # of SOURCES; torch brings two
+PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # of SOURCES; torch brings two
 LINES = (".jsonl", ".parquet")  # many texts in a file, for python -m lab corpus
 NO_TEXT = (".json", ".csv")  # data with a structure, which nobody wants to learn
 ID_TYPES = ("uint8", "uint16", "uint32", "uint64")  # that a .bin file may have
@@ -292,11 +286,12 @@ def merge_pairs(words, size):
 
 def merged(ids, a, b, new):
     """ids with `new` in the place of each a that b follows, from the left."""
-    found, i = [], 0
-    while i < len(ids):
-        is_pair = ids[i : i + 2] == [a, b]
-        found.append(new if is_pair else ids[i])
-        i += 2 if is_pair else 1
+    found = []
+    for x in ids:
+        if x == b and found[-1:] == [a]:
+            found[-1] = new
+        else:
+            found.append(x)
     return found
 
 

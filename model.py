@@ -64,7 +64,7 @@ class Config:
     num_attention_heads: Size = 4  # H
     num_key_value_heads: Size | None = None  # G; None: H
     head_dim: Size | None = None  # d; None: D / H
-    block_size: Annotated[int, Field(ge=1, le=2**24)] = 64  # T, the window; positions are exact in float32
+    block_size: Annotated[int, Field(ge=1, le=2**24)] = 64  # T, the window: float32 has so many positions
     rms_norm_eps: Positive = 1e-5
     rope_theta: Positive = 10_000.0
     tie_word_embeddings: bool = False  # the head is the embedding table
@@ -346,7 +346,7 @@ class PonderLM(nn.Module):
     def integrate(self, h, s, steps):
         """h_hat = sum over k <= K-hat of s_k h^(k), never renormalised.
 
-        h (..., n, D) and s (..., n) of the first n slots, steps (...) -> (..., D).
+        h (..., n, D) and s (..., n) of the first n slots, steps (...) or one number -> (..., D).
         """
         slot = torch.arange(s.size(-1), device=s.device)
         s = s.masked_fill(slot > steps[..., None], 0)
@@ -434,7 +434,7 @@ def is_half(x):
 
 
 def has_settled(before, after, tolerance=None):
-    """Whether a pass changed the latents by less than `tolerance`; None: 1e-2 if half precise, else 1e-4."""
+    """Did a pass change the latents by less than `tolerance`? None: 1e-2 in half precision, else 1e-4."""
     if tolerance is None:
         tolerance = 1e-2 if is_half(after) else 1e-4
     return upcast(after - before).norm() < tolerance * upcast(after).norm()

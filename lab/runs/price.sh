@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What does a step have to cost, and from when on? `tiny` by Jacobi iteration, 1,000 steps: the form of the price
 # (executed; half of it on probability; probability), its size, the router's rate, where the router starts.
-# `small`, of fewer layers and on the grid.
-#     bash lab/runs/price.sh          PARTS="tiny long small", SEEDS=1 or both: these runs, no table; long: 4,000 steps
+# long: the best for 4,000 steps. small: that preset with fewer layers, on the grid.
+#     bash lab/runs/price.sh          PARTS="tiny long small", SEEDS=1 or both: these runs, no table
 # What is finished is skipped. On one core of an EPYC with AVX-512 a run takes 2 minutes.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -24,7 +24,7 @@ run() { # folder, router's rate, name, flags
   ROUTER_RATE=$2 once "out/price/$1" "$3-rate$2" "$seed" $(flags_of "$3") "${@:4}"
 }
 
-for part in ${PARTS:-tiny}; do
+for part in ${PARTS:-tiny long small}; do
   for seed in ${SEEDS:-0}; do
     case $part in
       tiny)
@@ -54,5 +54,8 @@ for part in ${PARTS:-tiny}; do
 done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
-  "${PYTHON:-python}" -m lab analyze compare --runs out/price/tiny/*-[0-9] --out out/analyze/price
+  compare() { "${PYTHON:-python}" -m lab analyze compare --out "out/analyze/price-$1" --runs "${@:2}"; }
+  for part in tiny small; do compare $part out/price/$part/*-[0-9]; done
+  compare long out/price/long/*-[0-9] out/pays/jacobi/by-token-0 # of pays.sh
+  compare tau out/price/tiny/executed-{0,0.01,0.1}-rate3-0 --taus 1e-6 1e-5 1e-3 0.01 0.03 0.1 0.3 --over tau
 fi
