@@ -128,8 +128,10 @@ PRESETS = {  # Config(V, D, width of the MLP, layers, H, ..)
     # A 2-core CPU, minutes.
     "tiny": (TrainConfig(), Config(257, 96, 256, 3, 2, head_dim=24, block_size=64, refinements=(1, 1))),
     # One GPU, minutes, its text read once. With d = 56 the channel of log w fits into a kernel of width 64.
+    # Without a price all of its tokens take all steps (docs/results.md).
     "small": (
-        TrainConfig("small", data="pysource", steps=1500, batch_size=64, learning_rate=1e-3, eval_every=500),
+        TrainConfig("small", data="pysource", steps=1500, batch_size=64, learning_rate=1e-3, step_price=0.1,
+                    eval_every=500),
         Config(4096, 384, 1032, 6, 6, head_dim=56, block_size=256),
     ),
     # The paper's two sizes, with the recipe of the released PonderLM-2 and Pythia scripts: 15 B and 10 B

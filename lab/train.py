@@ -66,6 +66,8 @@ def parse(argv=None):
             before = start_defaults(config, shape, init_from, method, K)
         else:
             before = config, configure(shape, method or "ponderlm3")
+        if not find(before[1].method).priced:  # what the preset says of a price is not for it
+            before = replace(before[0], step_price=0.0), before[1]
 
     def flags(
         config: Annotated[LabConfig, tyro.conf.arg(name="")] = before[0],

@@ -39,7 +39,8 @@ def start_defaults(config, shape, name, method=None, ponder_steps=None):
     """
     base = read_config(locate(name))
     window = min(base.block_size, shape.block_size)
-    config = replace(config, init_from=name, learning_rate=config.learning_rate / 2, router_rate=1.0)
+    config = replace(config, init_from=name, learning_rate=config.learning_rate / 2)
+    config = replace(config, router_rate=1.0, step_price=0.0)
     if base.method != "vanilla" and method in (None, base.method):
         K = base.ponder_steps if ponder_steps is None else ponder_steps
         model = replace(base, block_size=window)

@@ -13,7 +13,7 @@ RUNS=out/pareto/$SCALE
 SQRT_D=$("${PYTHON:-python}" -c "from train import PRESETS; print(PRESETS['$SCALE'][1].hidden_size ** 0.5)")
 
 train() { # name, flags
-  once "$RUNS" "$1" "$seed" --preset "$SCALE" "${@:2}"
+  once "$RUNS" "$1" "$seed" --preset "$SCALE" --step-price 0 "${@:2}" # as in the paper
 }
 
 for seed in ${SEEDS:-0 1 2}; do
