@@ -10,6 +10,7 @@ steps, loss  as it decodes, hard-stopped at tau: extra computations a token, nat
 trained      loss with soft masks and the R of the training; fixed: at the fixed point
 choose       loss at tau on other windows, by which one chooses; choose_steps: steps there
 entropy      of the executed steps over tokens, in nats: 0 where all take as many
+swapped      loss at tau where each token has s and w of one of another window (--swap)
 read         text: tokens that training read, in millions, again and again where the corpus is shorter
 slots        that ran forward in training, in millions: training forwards (methods/cost.py) times `read`
 minutes      that training took, at the speed of its end
@@ -19,6 +20,7 @@ difference   a run's loss minus that of the reference with the same seed, as man
 interval     half the width of the 95 % interval of its mean (Student's t over the seeds)
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import combinations
@@ -196,10 +198,10 @@ class Comparison:
 # -- Losses, steps and costs -----------------------------------------------------------------------
 
 
-def losses(run, taus, windows, device, data=None):
+def losses(run, taus, windows, device, data=None, swap=False):
     """Rows of a run, one for each tau where that matters: the columns above."""
     first, val, model = run.config.eval_windows, None, None
-    if windows or any(tau != run.config.tau for tau in taus):
+    if windows or swap or any(tau != run.config.tau for tau in taus):
         (_, _, val), model = validation_windows(run.path, data), load(run.path).to(device)
         if val.count < first + windows:
             raise UserError(
@@ -219,7 +221,25 @@ def losses(run, taus, windows, device, data=None):
         if windows:
             other = evaluate(model, val, windows, tau=tau, first=first)
             row |= {"choose": other["loss"], "choose_steps": other["steps"]}
+        if swap and run.method.priced:
+            with swapped(model):
+                row["swapped"] = evaluate(model, val, min(first, val.count), tau=tau)["loss"]
         yield shared | row
+
+
+@contextmanager
+def swapped(model):
+    """Within it each token has the s and w of the one at its place in the window before."""
+    own = model.route
+
+    def route(h, alpha=0.0):
+        if len(h) < 2:
+            raise UserError("--swap takes s of another window: windows are too long to read two at once")
+        return tuple(x.roll(1, dims=0) for x in own(h, alpha))
+
+    model.route = route
+    yield
+    del model.route
 
 
 def differences(frame, reference):
@@ -247,7 +267,8 @@ def comparison_table(frame, against=None):
     for row in means.to_dict("records"):
         cell = {"method": row["method"], "K": row["K"], "tau": f"{row['tau']:g}", "seeds": row["seeds"]}
         for title, key, form in (
-            ("extra steps", "steps", ".2f"), ("loss", "loss", ".4f"), ("to choose by", "choose", ".4f"),
+            ("extra steps", "steps", ".2f"), ("loss", "loss", ".4f"), ("swapped", "swapped", ".4f"),
+            ("to choose by", "choose", ".4f"),
             ("slots, M", "slots", ".1f"), ("minutes", "minutes", ".1f"),
         ):  # fmt: skip
             if key in row:
@@ -265,6 +286,7 @@ class Compare(Comparison):
     """Losses of methods over executed steps, or over what training took, by pairs of seeds."""
 
     taus: tuple[Share, ...] = ()  # stop those with a router here, too
+    swap: bool = False  # also the loss where tokens have the steps of others
     choose: Annotated[int, Field(ge=0)] = 0  # windows behind those that are reported, by which to choose
     against: Given | None = None  # the method, as the table names it, that others are compared with
     over: Literal["steps", "slots", "read", "minutes", "tau"] = "steps"  # x axis; over tau, y has the steps
@@ -272,7 +294,9 @@ class Compare(Comparison):
     def draw(self):
         def rows(runs, device):
             taus = tuple(dict.fromkeys((*{run.config.tau for run in runs}, *self.taus)))
-            measure = partial(losses, taus=taus, windows=self.choose, device=device, data=self.data)
+            measure = partial(
+                losses, taus=taus, windows=self.choose, device=device, data=self.data, swap=self.swap
+            )
             return by_run(runs, measure)
 
         frame = self.frame("compare", partial(comparison_table, against=self.against), rows)

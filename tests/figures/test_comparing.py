@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from lab_helpers import flags
+from lab_helpers import flags, small_model, tokens
 
 from analyze import pareto
 from data import UserError, open_corpus
@@ -24,6 +24,7 @@ from lab.figures.comparing import (
     named,
     over_seeds,
     read_runs,
+    swapped,
 )
 from lab.figures.tables import new_figure
 from lab.interop.weights import load
@@ -61,6 +62,21 @@ def test_entropy(make_run):
     """Catches an entropy of something else than the shares of tokens by their last step."""
     (row,) = rows_of([make_run("a", 1.0, 1.0)]).to_dict("records")
     assert row["entropy"] == pytest.approx(math.log(2))
+
+
+@torch.no_grad()
+def test_swapped():
+    """Catches a token that keeps its own steps, one that is given those of another place, and a model that
+    stays swapped. On the grid s is of h^(0), which no mask has touched."""
+    model, idx = small_model(method="grid"), tokens(8, 3)
+    own = model(idx, tau=1e-4)
+    with swapped(model):
+        other = model(idx, tau=1e-4)
+        with pytest.raises(UserError, match="--swap"):
+            model(idx[:1])
+    assert torch.equal(other.s, own.s[[2, 0, 1]]) and torch.equal(other.steps, own.steps[[2, 0, 1]])
+    assert (other.h[..., 1:, :] - own.h[..., 1:, :]).abs().max() > 1e-3
+    assert torch.equal(model(idx, tau=1e-4).s, own.s)
 
 
 @torch.no_grad()

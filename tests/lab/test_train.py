@@ -330,15 +330,15 @@ def test_more_steps_of_other_methods(config, llama, method):
     trained = load(train(config, shape)[0]).state_dict()
     assert all(not torch.equal(trained[k], x) for k, x in begun.items()), method
 
+
 @pytest.mark.parametrize("kind", all_methods(), ids=lambda kind: kind.method)
 def test_price_of_a_preset(kind):
     """Catches one that a method without a price would have, or that one with it would lose."""
     flags = ["--preset", "small", "--method", kind.method]
     assert parse(flags)[0].step_price == (root.PRESETS["small"][0].step_price if kind.priced else 0)
     if not kind.priced:
-        with pytest.raises(UserError, match="step_price = 0.2"):
+        with pytest.raises(UserError, match=r"step_price = 0\.2"):
             parse([*flags, "--step-price", "0.2"])
-
 
 
 @pytest.mark.parametrize(
