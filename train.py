@@ -319,8 +319,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     if compiles := device.type == "cuda" if config.compile is None else config.compile:
         compile_blocks(model)
     if processes > 1:
-        # From here on `losses` calls this one.
-        loss_of = DistributedDataParallel(loss_of, broadcast_buffers=False)
+        loss_of = DistributedDataParallel(loss_of)  # which `losses` calls from here on
 
     def backward(rows, R, price):
         """Add up the gradients of rows (share, T+1) -> the means of what is logged, and the last Output."""
