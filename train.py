@@ -639,6 +639,10 @@ def join_processes(name):
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not dist.is_initialized():
+        # DistributedDataParallel imports it: after the group, it keeps the group's threads alive until the
+        # exit, where they may abort.
+        from torch import _dynamo  # noqa: F401
+
         patience = timedelta(days=1)  # the others wait while the first prepares a corpus
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
     rank, processes = rank_and_size()

@@ -895,6 +895,8 @@ if __name__ == "__main__":
         torch.distributed.barrier()  # the next one may read what was saved last
     sys.argv[1:] = ["--resume", "--name", "stopped"]
     train.command_line(train.main)
+    threads = [open(f"/proc/self/task/{thread}/comm").read() for thread in os.listdir("/proc/self/task")]
+    assert not any("gloo" in name for name in threads), threads  # those may abort at the exit
 """
 SHARED = {  # flags, and what they change
     "token": "--penalty token --micro-batch-size 2",
