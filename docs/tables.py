@@ -7,7 +7,7 @@ A comment above a table says what it shows, as JSON:
     <!-- table {"file": "docs/figures/x.csv", "rows": {"always one": {"method": "PonderLM-2", "K": 1}},
                 "columns": {"loss": "loss .4f ±", "minus no thinking": "loss +.4f - no thinking"}} -->
 
-rows       {title: {column: value}}: the rows of the file that are its seeds
+rows       {title: {column: value}}, or {title: method}: the rows of the file that are its seeds
 columns    {title: "COLUMN FORMAT"}: their mean; with ± the standard deviation over seeds, too; with - TITLE
            the mean difference to the row of that title, by pairs of seeds, and its 95 % interval
 
@@ -37,6 +37,7 @@ def pages():
 
 def chosen(frame, wanted):
     """The rows of a frame with the wanted values. ValueError: there is none."""
+    wanted = {"method": wanted} if isinstance(wanted, str) else wanted
     for column, value in wanted.items():
         frame = frame[frame[column] == value]
     if frame.empty:

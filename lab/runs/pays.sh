@@ -47,7 +47,7 @@ done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   for part in grid jacobi rates longer; do
-    "${PYTHON:-python}" -m lab analyze compare --runs out/pays/$part/*-[0-9] --out out/analyze/pays-$part
+    "${PYTHON:-python}" -m lab analyze compare --swap --runs out/pays/$part/*-[0-9] --out out/analyze/pays-$part
   done
   "${PYTHON:-python}" -m lab analyze layers --runs out/pays/grid/{none,always-[123],by-token}-0 --out out/analyze/pays-ms
 fi

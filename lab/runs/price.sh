@@ -55,7 +55,7 @@ done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   compare() { "${PYTHON:-python}" -m lab analyze compare --out "out/analyze/price-$1" --runs "${@:2}"; }
-  for part in tiny small; do compare $part out/price/$part/*-[0-9]; done
-  compare long out/price/long/*-[0-9] out/pays/jacobi/by-token-0 # of pays.sh
+  for part in tiny small; do compare $part out/price/$part/*-[0-9] --swap; done
+  compare long out/price/long/*-[0-9] out/pays/jacobi/by-token-0 --swap # of pays.sh
   compare tau out/price/tiny/executed-{0,0.01,0.1}-rate3-0 --taus 1e-6 1e-5 1e-3 0.01 0.03 0.1 0.3 --over tau
 fi
