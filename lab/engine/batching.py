@@ -43,20 +43,9 @@ MANY = 4  # from so many rows on, a CPU iterates over prompts for longer than sl
 
 # What a method may do otherwise: what the engine asks the model for, and what is not about decoding.
 FOLLOWED = {"embed", "route", "mask_keys", "feed_back", "integrate"}
-BESIDE = {
-    "method",
-    "title",
-    "Config",
-    "defaults",
-    "unused",
-    "priced",
-    "mixes",
-    "has_router",
-    "iterates",
-    "grid",
-}
-BESIDE |= {"interleaves", "feedback_rate", "objective", "training_forwards", "param_groups", "init_weights"}
-BESIDE |= {"__init__", "cross_entropy", "partial_losses", "tie"}
+BESIDE = {"method", "title", "Config", "defaults", "unused", "priced", "has_router", "iterates", "grid"}
+BESIDE |= {"feedback_rate", "objective", "training_forwards", "param_groups", "init_weights", "__init__"}
+BESIDE |= {"cross_entropy", "partial_losses", "tie"}
 
 
 def serves(model):
@@ -84,8 +73,7 @@ class Sequence:
 class Stats:
     """What was done, summed over the calls of an engine."""
 
-    prompt_passes: int = 0  # in parallel
-    passes: int = 0  # slot by slot
+    passes: int = 0  # slot by slot, without those that read prompts in parallel
     slots: int = 0  # that these passes ran
     seconds: float = 0.0  # that they took, with the choice of tokens
 
@@ -241,17 +229,11 @@ class Engine:
             tokens = contexts[:, 0]
         for row, q in zip(new, sequences, strict=True):
             self.cache.clear(row, q.length)  # what was written behind its slots
-        counters = [  # in the order of rows.py
-            [
-                0,
-                K,
-                q.position,
-                q.length,
-                len(q.context),
-                min(T, len(q.context) + len(q.uniform) - q.chosen - 1),
-            ]
-            for q in sequences
-        ]
+        counters = []  # in the order of rows.py
+        for q in sequences:
+            given = len(q.context)
+            limit = min(T, given + len(q.uniform) - q.chosen - 1)
+            counters.append([0, K, q.position, q.length, given, limit])
         self.rows.begin(new, tokens, torch.tensor(counters), u, contexts)
         return found
 
@@ -290,7 +272,6 @@ class Engine:
             else:
                 prompts = [PromptLayer(self.cache, i, at) for i in layers]
                 found = settle(self.model, idx, **how, tolerance=self.tolerance, cache=prompts)
-        self.stats.prompt_passes += found.passes
         last = torch.arange(len(rows), device=self.device), lengths - 1
         h_hat = self.model.integrate(found.h[last], found.s[last], found.steps[last])
         return found.steps.tolist(), self.rows.head(h_hat.to(self.dtype))

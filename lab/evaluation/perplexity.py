@@ -14,7 +14,7 @@ from data import UserError
 from lab.evaluation.scoring import cut, score
 from lab.intervals import LEAST, of_text
 from lab.methods import find
-from lab.methods.cost import cost
+from lab.methods.cost import paper_flops
 
 KINDS = "soft", "hard"
 
@@ -47,7 +47,7 @@ def score_texts(model, name, texts, size, tau, *, windows=None, batch_tokens=409
             steps = config.ponder_steps
         mean = loss.mean()
         result[kind] = row = {"loss": mean.item(), "perplexity": mean.exp().item(), "steps": steps}
-        row["paper_flops"] = cost(config, steps).paper_flops
+        row["paper_flops"] = paper_flops(config, steps)
         if "bytes" in result:
             row["bits_per_byte"] = row["loss"] * n / size / math.log(2)
         if other:

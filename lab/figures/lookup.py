@@ -30,9 +30,9 @@ from data import UserError, command_line, write_whole
 from lab.common import Given
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.engine.states import stopped_states
-from lab.figures.comparing import Comparison, by_run, draw_curves, over_seeds, read_runs
+from lab.figures.comparing import Comparison, draw_curves, needs_router, over_seeds, read_runs
 from lab.figures.subject import decoded, open_subject
-from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure
+from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure, tabulate
 from lab.interop.warm_start import longer, start_from
 from model import Share, settings
 
@@ -51,21 +51,24 @@ def answers(subject):
     return [values[asked >= 0] for values in (asked, *found)]
 
 
-def lookup_rows(runs, tau, device, data=None, most=()):
-    """One row for each method, K, `most` and number of lookups, 0 for filler, over the seeds.
+@settings
+class Lookup(Comparison):
+    """Does depth follow difficulty? Models that were trained on the lookup task."""
 
-    Asked of at most 1024 lines, of the corpus `data` if that is given. `most`: the most steps that
-    a model may take, instead of K: what the router says of its last step holds for the new ones.
-    """
+    tau: Share | None = None  # where pondering stops; by default where each run scored it
+    # steps that each may take, instead of its K: what the router says of its last one holds for the new ones
+    most: tuple[PositiveInt, ...] = ()
+    other = True
 
-    def numbers(run):
-        subject, shape, found = open_subject(run.path, 1024, tau, device, data, other=True), run.shape, []
-        for n in most or [shape.ponder_steps]:
+    def measure(self, run):
+        """A row for each number of steps and of lookups, 0 for filler; asked of at most 1024 lines."""
+        subject, shape, found = self.subject(run, 1024), run.shape, []
+        for n in self.most or [shape.ponder_steps]:
             if n < shape.ponder_steps:
                 raise UserError(f"--most {n}: {run.path} takes {shape.ponder_steps} steps already")
             if n != shape.ponder_steps:
                 grown = replace(shape, ponder_steps=n, router_offset=longer(shape, n))
-                subject.model = start_from(run.path, grown).to(device).eval()
+                subject.model = start_from(run.path, grown).to(subject.windows.device).eval()
             asked, right, steps = answers(subject)
             tokens = pd.DataFrame({"accuracy": right.double(), "steps": steps.double()})
             rows = tokens.groupby(asked.numpy()).mean()
@@ -73,27 +76,17 @@ def lookup_rows(runs, tau, device, data=None, most=()):
             found.append(rows.reset_index().assign(most=n))
         return pd.concat(found)
 
-    frame = over_seeds(by_run(runs, numbers, one_text=not data), ["most", "lookups"])
-    # grown models differ in what K says already
-    frame["method"] = frame.method.str.replace(r", router_offset( -?[\d.]+)+", "", regex=True)
-    return frame.sort_values("K", kind="stable")
+    def frame(self, runs):
+        frame = over_seeds(super().frame(runs), ["most", "lookups"])
+        # grown models differ in what K says already
+        frame["method"] = frame.method.str.replace(r", router_offset( -?[\d.]+)+", "", regex=True)
+        return frame.sort_values("K", kind="stable")
 
+    def table(self, frame):
+        columns = {name: name for name in ("method", "K", "most", "seeds", "lookups")}
+        return tabulate(frame, columns | {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"})
 
-@settings
-class Lookup(Comparison):
-    """Does depth follow difficulty? Models that were trained on the lookup task."""
-
-    tau: Share | None = None  # where pondering stops; by default where each run scored it
-    most: tuple[PositiveInt, ...] = ()  # steps that each may take, instead of its K
-
-    def draw(self):
-        def rows(runs, device):
-            return lookup_rows(runs, self.tau, device, self.data, self.most)
-
-        columns = {"method": "method", "K": "K:.0f", "most": "most:.0f", "seeds": "seeds:.0f"}
-        columns |= {"lookups": "lookups:.0f"}
-        columns |= {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"}
-        frame = self.frame("lookup", columns, rows)
+    def picture(self, frame):
         x = "lookups that the next token takes (0: filler)"
         figure, (left, right) = new_figure(x, "", panels=2)
         names = frame.method + ", K = " + frame.K.map("{:.0f}".format)
@@ -139,12 +132,9 @@ def kind_rows(subject):
         asked, right, _ = answers(subject)
         found = pd.Series(right.double()).groupby(asked.numpy()).mean().drop(0, errors="ignore")
         left = decoded(subject)[1].double().mean().item()
-        row = {
-            "kind": name,
-            "tokens": mine.double().mean().item(),
-            "steps": steps[mine].double().mean().item(),
-        }
-        rows.append(row | {"steps_left": left, "right_left": found.mean(), "worst_left": found.min()})
+        row = {"kind": name, "tokens": mine.double().mean().item()}
+        row |= {"steps": steps[mine].double().mean().item(), "steps_left": left}
+        rows.append(row | {"right_left": found.mean(), "worst_left": found.min()})
     model.router = router
     return pd.DataFrame(rows)
 
@@ -155,20 +145,20 @@ class Kinds(Comparison):
 
     tau: Share | None = None  # where pondering stops; by default where each run scored it
 
-    def draw(self):
-        def numbers(run, device):
-            if not run.method.has_router:
-                raise UserError(f"{run.path} is of method {run.shape.method}: it has no router")
-            return kind_rows(open_subject(run.path, 400, self.tau, device, self.data, other=True))
+    other = True
 
-        def rows(runs, device):
-            found = by_run(runs, lambda run: numbers(run, device), one_text=not self.data)
-            return over_seeds(found, ["kind"])
+    def measure(self, run):
+        needs_router(run)
+        return kind_rows(self.subject(run, 400))
 
-        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "kind": "kind"}
+    def frame(self, runs):
+        return over_seeds(super().frame(runs), ["kind"])
+
+    def table(self, frame):
+        columns = {"method": "method", "K": "K", "seeds": "seeds", "kind": "kind"}
         columns |= {"share of tokens": "tokens:.3f", "steps": "steps:.2f", "steps without": "steps_left:.2f"}
         columns |= {"right without": "right_left:.3f", "fewest right": "worst_left:.3f"}
-        self.frame("kinds", columns, rows)
+        return tabulate(frame, columns)
 
 
 # -- What thinking is worth ------------------------------------------------------------------------

@@ -14,8 +14,7 @@ import torch
 from analyze import by_token
 from lab.corpora.lookup import longest_of, lookups_asked
 from lab.engine.states import stopped_states
-from lab.figures.comparing import Comparison, by_run, over_seeds
-from lab.figures.subject import open_subject
+from lab.figures.comparing import Comparison, over_seeds
 from lab.figures.tables import tabulate
 from model import Share, settings
 
@@ -58,14 +57,12 @@ class Mixed(Comparison):
 
     tau: Share | None = None  # where pondering stops; by default where each run scored it
 
-    def draw(self):
-        def rows(runs, device):
-            def numbers(run):
-                return kind_rows(open_subject(run.path, 2000, self.tau, device, self.data, other=True))
+    other = True
 
-            return by_run(runs, numbers, one_text=not self.data)
+    def measure(self, run):
+        return kind_rows(self.subject(run, 2000))
 
-        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "kind": "kind"}
-        columns |= {"loss": "loss:.4f", "with all steps": "all_steps:.4f", "steps": "steps:.2f"}
-        columns |= {"right": "right:.3f"}
-        self.frame("mixed", lambda frame: tabulate(over_seeds(frame, ["kind"]), columns), rows)
+    def table(self, frame):
+        columns = {"method": "method", "K": "K", "seeds": "seeds", "kind": "kind", "loss": "loss:.4f"}
+        columns |= {"with all steps": "all_steps:.4f", "steps": "steps:.2f", "right": "right:.3f"}
+        return tabulate(over_seeds(frame, ["kind"]), columns)

@@ -18,10 +18,9 @@ import pandas as pd
 import torch
 from torch import nn
 
-from data import UserError
-from lab.figures.comparing import Comparison, by_run, over_seeds
-from lab.figures.subject import decoded, open_subject
-from lab.figures.tables import COLORS, new_figure, save_figure
+from lab.figures.comparing import Comparison, needs_router, over_seeds
+from lab.figures.subject import decoded
+from lab.figures.tables import COLORS, new_figure, save_figure, tabulate
 from model import Count, Share, settings
 
 GROUPS = "character", "place in its word", "frequency", "steps taken", "step distribution"
@@ -106,18 +105,19 @@ class Where(Comparison):
     windows: Count = 512  # of the validation text
     tau: Share | None = None  # where pondering stops; by default where each run scored it
 
-    def draw(self):
-        def numbers(run, device):
-            if not run.method.has_router:
-                raise UserError(f"{run.path} is of method {run.shape.method}: it has no router")
-            return where_rows(open_subject(run.path, self.windows, self.tau, device, self.data))
+    def measure(self, run):
+        needs_router(run)
+        return where_rows(self.subject(run, self.windows))
 
-        def rows(runs, device):
-            return over_seeds(by_run(runs, lambda run: numbers(run, device)), ["group", "kind"])
+    def frame(self, runs):
+        return over_seeds(super().frame(runs), ["group", "kind"])
 
-        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "group": "group", "kind": "kind"}
+    def table(self, frame):
+        columns = {name: name for name in ("method", "K", "seeds", "group", "kind")}
         columns |= {"share of tokens": "tokens:.3f", "steps": "steps:.2f", "loss": "loss:.3f"}
-        frame = self.frame("where", columns, rows)
+        return tabulate(frame, columns)
+
+    def picture(self, frame):
         first = next(iter(frame.groupby(["method", "K"], sort=False)))[1]
         figure, panels = new_figure("executed steps after the token, mean", "", panels=3)
         for axes, group in zip(panels, GROUPS, strict=False):

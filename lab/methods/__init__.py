@@ -7,16 +7,16 @@ It declares the first row always, the others where it differs, as any method of 
 
 method, title                             --method, and its name in tables and figures
 Config, defaults, unused                  settings of its own, implied ones, ignored ones
-has_router, mixes                         is s learned? do all states predict, weighted by it?
+has_router                                is s learned?
 iterates, grid                            are its states a Jacobi fixed point? or K+1 exact passes?
 feed_back, mask_keys, integrate           inputs of the next slots; log w of keys; what predicts
 states, route, ponder_token, new_cache    all tokens at once; their s; one token behind a cache
 param_groups                              learning rates; a learned number belongs in a module of its own
 objective                                 its loss in training
-training_forwards                         what it costs
+training_forwards                         slots that run for a token in training
 
 Whoever overrides states, ponder_token or a part of them is decoded by engine/simple.py, one text at a time.
-cost.py adds up what a token costs. `python -m pytest tests -k NAME` runs the tests of one method.
+`python -m pytest tests -k NAME` runs the tests of one method.
 """
 
 import pkgutil
@@ -71,11 +71,9 @@ class PonderLM3(PonderLM):
     defaults = {}  # settings that the name of the method implies
     unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks
     has_router = True  # a learned s and early exit
-    mixes = True  # where there is a router: all states predict together, weighted by s
     iterates = True  # its states are a fixed point of the Jacobi iteration
     grid = False  # slot k sees slots up to k only, see grid.py
     priced = True  # does its loss have a price on steps?
-    interleaves = True  # in its longest pass there are keys of S slots for every token, not one
     feedback_rate = 1.0  # learning rate of g, times the peak
 
     def __init__(self, config):

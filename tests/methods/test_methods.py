@@ -13,7 +13,6 @@ from data import UserError
 from lab.engine import simple
 from lab.interop.weights import load, save
 from lab.methods import PonderConfig, PonderLM3, all_methods, build, configure, find
-from lab.methods.cost import cost
 from lab.train import parse
 from sample import stream
 from train import train
@@ -422,5 +421,5 @@ def test_a_new_method_is_one_file(config, shape, monkeypatch, tmp_path):
     run, _ = train(replace(config, steps=3), shape, build, find("mine").objective)
     model = load(run)
     assert (model.config.gain, model.title, len([*stream(model, [1], 3)])) == (-0.5, "My method", 3)
-    assert cost(model.config, 1).training_forwards == 42
+    assert model.training_forwards(model.config, 1) == 42
     assert model.title in [kind.title for kind in all_methods()]
