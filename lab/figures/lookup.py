@@ -24,12 +24,10 @@ import tyro
 from pydantic import PositiveInt
 from torch import nn
 
-from analyze import by_token
 from attention import MASKED
 from data import UserError, command_line, write_whole
 from lab.common import Given
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
-from lab.engine.states import stopped_states
 from lab.figures.comparing import Comparison, draw_curves, needs_router, over_seeds, read_runs
 from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure, tabulate
@@ -39,16 +37,10 @@ from model import Share, settings
 
 def answers(subject):
     """Of each token that takes a known number of lookups: that number, whether the next token is
-    predicted (the most probable one), and the executed steps -> (n,) each, decoded at tau."""
-    model = subject.model
-
-    def find(x, y):
-        h, s, steps = stopped_states(model, x, subject.tau)
-        right = model.lm_head(model.integrate(h, s, steps)).argmax(-1) == y
-        return lookups_asked(x, subject.tokenizer), right, steps
-
-    asked, *found = by_token(subject.windows, find)
-    return [values[asked >= 0] for values in (asked, *found)]
+    predicted, and the executed steps -> (n,) each, decoded at tau; and the steps of all tokens, (n,)."""
+    asked = lookups_asked(subject.windows[:, :-1], subject.tokenizer).flatten().cpu()
+    _, steps, right = decoded(subject)
+    return *(values[asked >= 0] for values in (asked, right, steps)), steps
 
 
 @settings
@@ -69,7 +61,7 @@ class Lookup(Comparison):
             if n != shape.ponder_steps:
                 grown = replace(shape, ponder_steps=n, router_offset=longer(shape, n))
                 subject.model = start_from(run.path, grown).to(subject.windows.device).eval()
-            asked, right, steps = answers(subject)
+            asked, right, steps, _ = answers(subject)
             tokens = pd.DataFrame({"accuracy": right.double(), "steps": steps.double()})
             rows = tokens.groupby(asked.numpy()).mean()
             rows = rows.reindex(range(longest_of(subject.tokenizer) + 1)).rename_axis("lookups")
@@ -121,7 +113,7 @@ def kind_rows(subject):
     one with the fewest. The first row is of all tokens as they are, the last without the steps that
     neither read the table nor answer."""
     model, T = subject.model, subject.windows.size(1) - 1
-    _, steps = decoded(subject)
+    *_, steps = answers(subject)
     kinds = kinds_of(T, subject.tokenizer).to(subject.windows.device)
     idle = [KINDS.index(kind) for kind in KINDS if kind not in ("pair", "question")]
     rows, router = [], model.router
@@ -129,11 +121,10 @@ def kind_rows(subject):
         places = torch.isin(kinds, torch.tensor(stilled, device=kinds.device))
         mine = (places if stilled else ~places).repeat(len(subject.windows)).cpu()
         model.router = Stilled(router, places)
-        asked, right, _ = answers(subject)
+        asked, right, _, left = answers(subject)
         found = pd.Series(right.double()).groupby(asked.numpy()).mean().drop(0, errors="ignore")
-        left = decoded(subject)[1].double().mean().item()
         row = {"kind": name, "tokens": mine.double().mean().item()}
-        row |= {"steps": steps[mine].double().mean().item(), "steps_left": left}
+        row |= {"steps": steps[mine].double().mean().item(), "steps_left": left.double().mean().item()}
         rows.append(row | {"right_left": found.mean(), "worst_left": found.min()})
     model.router = router
     return pd.DataFrame(rows)
@@ -195,8 +186,8 @@ def worth_rows(runs, tau, data, device):
     subjects = [open_subject(run.path, 1024, tau, device, data, other=True) for run in runs]
     rows = []
     for run, subject, time_ in zip(runs, subjects, seconds(subjects), strict=True):
-        asked, right, _ = answers(subject)
-        steps, layers = decoded(subject)[1].double().mean().item(), run.shape.num_hidden_layers
+        asked, right, _, steps = answers(subject)
+        layers, steps = run.shape.num_hidden_layers, steps.double().mean().item()
         one = {"model": NAMES[run.shape.method], "layers": layers, "seed": run.config.seed}
         one |= {"learning_rate": run.config.learning_rate, "steps": trained_steps(run)}
         one |= {"last_stage": run.config.steps}

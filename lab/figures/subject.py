@@ -40,11 +40,13 @@ def open_subject(path, windows=256, tau=None, device="cpu", data=None, other=Fal
 
 
 def decoded(subject):
-    """Loss and steps of each token, hard-stopped at tau, as decoding has them. -> (n,), (n,)"""
+    """Of each token as decoding has it, hard-stopped at tau: the loss, the steps, and whether the token that
+    follows is the most probable one. -> (n,) each"""
     model = subject.model
 
     def find(x, y):
         h, s, steps = stopped_states(model, x, subject.tau)
-        return model.cross_entropy(model.integrate(h, s, steps), y), steps
+        h_hat = model.integrate(h, s, steps)
+        return model.cross_entropy(h_hat, y), steps, model.lm_head(h_hat).argmax(-1) == y
 
     return by_token(subject.windows, find)

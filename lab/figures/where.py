@@ -79,7 +79,7 @@ class Permuted(nn.Module):
 
 def where_rows(subject):
     """{group, kind, tokens (the share of all), steps, loss}, a row for each kind."""
-    loss, steps = (x.double().numpy() for x in decoded(subject))
+    loss, steps, _ = (x.double().numpy() for x in decoded(subject))
     K = subject.model.config.ponder_steps
     kinds = [*kinds_of(subject.windows.cpu(), subject.tokenizer), [f"{k:.0f}" for k in steps]]
     rows = []
@@ -91,7 +91,7 @@ def where_rows(subject):
             found.tokens = found.tokens.fillna(0)
         rows.append(found.assign(group=group))
     router, subject.model.router = subject.model.router, Permuted(subject.model.router)
-    other_loss, other_steps = (x.double().numpy() for x in decoded(subject))
+    other_loss, other_steps, _ = (x.double().numpy() for x in decoded(subject))
     subject.model.router = router
     control = {"kind": ["its own", "another token's"], "steps": [steps.mean(), other_steps.mean()]}
     control |= {"loss": [loss.mean(), other_loss.mean()], "tokens": 1.0, "group": GROUPS[-1]}

@@ -36,7 +36,7 @@ def test_answers(subject, lines, method):
     model = small_model(method=method, vocab_size=tokenizer.vocab_size, block_size=64, seed=3)
     one = subject(model)
     one.tokenizer, one.windows = tokenizer, rows
-    asked, right, steps = answers(one)
+    asked, right, steps, _ = answers(one)
     out = model(x, tau=0.3)
     expected = []
     for b in range(12):
@@ -84,7 +84,7 @@ def test_one_text_for_all(trained, tmp_path):
     lookup.prepare_lookup(folder, lines=200, seed=5, lookups=(2,))
     rows = lookup_rows([trained / "lookup-0"], data=str(folder))
     assert rows.accuracy.notna().tolist() == [True, False, True, False, False, False, False]
-    asked, right, _ = answers(open_subject(trained / "lookup-0", data=str(folder), other=True))
+    asked, right, *_ = answers(open_subject(trained / "lookup-0", data=str(folder), other=True))
     assert rows.accuracy[2] == pytest.approx(right[asked == 2].double().mean().item())
     with pytest.raises(UserError, match="ids of another tokenizer"):
         lookup_rows([trained / "ponder"], data=str(folder))
@@ -139,8 +139,8 @@ def test_kinds(trained, subject, lines, tmp_path):
     model = small_model(method="grid", vocab_size=tokenizer.vocab_size, block_size=64, seed=3)
     one = subject(model)
     one.tokenizer, one.windows = tokenizer, rows
-    _, steps = (x.double() for x in decoded(one))
-    asked, right, _ = answers(one)
+    _, steps, _ = (x.double() for x in decoded(one))
+    asked, right, *_ = answers(one)
     found = {row["kind"]: row for row in records(kind_rows(one))}
     assert model.router is one.model.router and not isinstance(model.router, Stilled)
     accuracies = [right[asked == n].double().mean().item() for n in range(1, 7)]
