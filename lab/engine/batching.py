@@ -30,7 +30,7 @@ from lab.common import autocast
 from lab.engine.cache import GridPrompt, PromptLayer
 from lab.engine.compiled import Compiled
 from lab.engine.cuda_graphs import Fetched, Graphs, rounded
-from lab.engine.request import Sample, check_request, choose_finite, not_finite, uniform
+from lab.engine.request import check_request, choose_finite, gather, not_finite, uniform
 from lab.engine.rows import Rows
 from lab.engine.slot_step import overridden
 from lab.engine.states import read_on_grid, settle
@@ -137,11 +137,7 @@ class Engine:
         """Continue each prompt; arguments and results as simple.generate, but for tau and alpha, which are
         the engine's. -> a Sample a prompt."""
         prompts = list(prompts)
-        samples = [Sample([], []) for _ in prompts]
-        for i, token, steps in self.stream(prompts, max_new_tokens, **kwargs):
-            samples[i].tokens.append(token)
-            samples[i].steps.append(steps)
-        return samples
+        return gather(self.stream(prompts, max_new_tokens, **kwargs), len(prompts))
 
     @torch.inference_mode()  # also saves a fifth of the time of small operations
     def stream(self, prompts, max_new_tokens, *, begin=(), ends=(), read=None, **choice):
@@ -161,7 +157,7 @@ class Engine:
         while self.running or waiting:
             while waiting and len(self.running) < self.batch_size:
                 i = waiting.popleft()
-                numbers = uniform(None if choice.seed is None else choice.seed + i, max_new_tokens)
+                numbers = uniform(choice.seed, i, max_new_tokens)
                 self.running.append(Sequence(i, prompts[i], numbers, [] if read is None else read[i]))
             new = [row for row, q in enumerate(self.running) if q.state == "new"]
             found = self.begin(new, how, begin) if new else []
