@@ -199,11 +199,10 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
     seconds, memory, failed = measure(runs, o.repeats, device)
     if "plain" not in seconds:
         raise UserError(f"the plain step: {failed['plain']}; try fewer --windows than {B}")
-    weights, tokens = sum(p.numel() for p in PonderLM(shape).model.layers.parameters()), B * shape.block_size
-    flops, rows = 6 * weights * tokens * sum(slots_of_passes(shape.ponder_steps, o.R)), []
+    rows = []
     for name, time_ in seconds.items():
-        row = {"case": name, "seconds": time_, "tokens_per_second": tokens / time_, "MiB": memory[name]}
-        rows.append(row | {"time_ratio": time_ / seconds["plain"], "teraflops": 1e-12 * flops / time_})
+        row = {"case": name, "seconds": time_, "tokens_per_second": B * shape.block_size / time_}
+        rows.append(row | {"MiB": memory[name], "time_ratio": time_ / seconds["plain"]})
     about = {"dtype": str(dtype), "preset": o.preset, "windows": B, "R": o.R, "shape": asdict(shape)}
     refused = [{"case": name, "why": why} for name, why in failed.items()]
     write(o.out, f"train-{o.preset}", device, **about, rows=rows, refused=refused)

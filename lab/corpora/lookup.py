@@ -147,14 +147,12 @@ def lookups_asked(x, tokenizer):
     for n in range(1, longest + 1):
         lookups[tokenizer.encode(f" {n}")[-1]] = n
     lookups = lookups.to(x.device)[x].roll(1, dims=1)  # the number is the token before the letter
-    place = torch.arange(x.size(1), device=x.device) % LINE
-    start, stop = longest + 7, LINE - 3  # of the questions, each of number, letter, end, number
-    asks, part = (place >= start) & (place < stop), (place - start) % 4
-    filler = (place >= stop) & (place < LINE - 1)
-    if x.size(1) % LINE or (lookups[:, asks & (part == 1)] == 0).any():
+    place, kind = torch.arange(x.size(1)) % LINE, kinds_of(x.size(1), tokenizer)
+    first, filler = place == longest + 8, (kind == KINDS.index("filler")) & (place < LINE - 1)
+    if x.size(1) % LINE or (lookups[:, kind == KINDS.index("question")] == 0).any():
         raise UserError(
             f"windows of {x.size(1)} tokens are not lines of the lookup task: prepare it with "
             f"python -m lab corpus lookup, train with --data {CACHE / 'lookup'} --block-size {LINE}"
         )
-    question = place == start + 1
-    return torch.where(question, lookups, torch.where(filler, 0, -1))
+    first, filler = first.to(x.device), filler.to(x.device)
+    return torch.where(first, lookups, torch.where(filler, 0, -1))

@@ -179,7 +179,7 @@ class Request:
     def show(self, i, pairs, file):
         """Print a sample as its pairs (token, steps) come, or write it. -> the tokens generated"""
         if file:
-            return self.write(i, list(pairs), file)
+            return self.write(i, [*pairs], file)
         print(f"\n--- sample {i + 1} of {len(self.ids)}" if len(self.ids) > 1 else "")
         print(self.texts[i], end="", flush=True)
         hidden, K = {*self.begin, *self.ends}, self.model.config.ponder_steps

@@ -182,11 +182,14 @@ def over_seeds(frame, by=()):
     return means.reset_index()
 
 
+ABOUT = {"method": "method", "K": "K", "seeds": "seeds"}  # columns of most tables
+
+
 @settings
 class Comparison:
     """The flags that all figures of several runs have, and how such a figure comes about.
 
-    One of them says what it measures of a run, the cells of its table, and what it draws.
+    One of them says what it `measure`s of a run, rows of numbers, and what it draws.
     """
 
     runs: tuple[str, ...] = ()  # directories of trained runs
@@ -196,19 +199,22 @@ class Comparison:
 
     tau = None  # or a flag
     other = False  # may `data` be another text in the same tokens?
+    by, columns = [], {}  # what tells the rows of a run apart; of the table
+    keeps_means = False  # does the file have means over the seeds, or each run?
 
     def subject(self, run, windows):
         """A run's model on its device, with windows of the text."""
         device = pick_device(self.device)
         return open_subject(run.path, windows, self.tau, device, self.data, self.other)
 
-    def measure(self, run):
-        """Rows of numbers of one run."""
-        raise NotImplementedError
-
     def frame(self, runs):
         """The numbers of a figure, which its file keeps."""
-        return by_run(runs, self.measure, one_text=not (self.other and self.data))
+        found = by_run(runs, self.measure, one_text=not (self.other and self.data))
+        return over_seeds(found, self.by) if self.keeps_means else found
+
+    def table(self, frame):
+        """The cells of its table."""
+        return tabulate(frame if self.keeps_means else over_seeds(frame, self.by), self.columns)
 
     def draw(self):
         frame = self.frame(read_runs(self.runs))

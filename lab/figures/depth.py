@@ -15,7 +15,7 @@ import torch
 
 from data import UserError
 from lab.figures.comparing import Comparison, over_seeds
-from lab.figures.tables import COLORS, LINES, new_figure, save_figure, tabulate
+from lab.figures.tables import COLORS, LINES, new_figure, save_figure
 from lab.methods.drawn import Drawn
 from model import Count, settings
 
@@ -69,6 +69,9 @@ class Depth(Comparison):
     """What would steps gain that go to the right tokens? Of runs of --method drawn."""
 
     windows: Count = 512  # of validation text; by the first half gains are predicted
+    by = ["step", "share"]
+    columns = {"K": "K", "seeds": "seeds", "step": "step", "share": "share:g"}
+    columns |= {name: f"{name}:.4f" for name in RULES}
 
     def measure(self, run):
         if not issubclass(run.method, Drawn):
@@ -76,14 +79,9 @@ class Depth(Comparison):
         one = self.subject(run, self.windows)
         return list(depth_rows(one.model, one.windows))
 
-    def table(self, frame):
-        columns = {"K": "K", "seeds": "seeds", "step": "step", "share": "share:g"}
-        columns |= {name: f"{name}:.4f" for name in RULES}
-        return tabulate(over_seeds(frame, ["step", "share"]), columns)
-
     def picture(self, frame):
         figure, (axes,) = new_figure("steps a token", "loss, nats a token")
-        for (K, step), curve in over_seeds(frame, ["step", "share"]).groupby(["K", "step"], sort=False):
+        for (K, step), curve in over_seeds(frame, self.by).groupby(["K", "step"], sort=False):
             for name, look in zip(RULES, LINES, strict=False):
                 label = f"K = {K}: {name}" if step == 1 else None
                 axes.plot(curve.step - 1 + curve.share, curve[name], look, color=COLORS[K], label=label)

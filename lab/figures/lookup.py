@@ -28,9 +28,9 @@ from attention import MASKED
 from data import UserError, command_line, write_whole
 from lab.common import Given
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
-from lab.figures.comparing import Comparison, draw_curves, needs_router, over_seeds, read_runs
+from lab.figures.comparing import ABOUT, Comparison, draw_curves, needs_router, read_runs
 from lab.figures.subject import decoded, open_subject
-from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure, tabulate
+from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure
 from lab.interop.warm_start import longer, start_from
 from model import Share, settings
 
@@ -50,7 +50,9 @@ class Lookup(Comparison):
     tau: Share | None = None  # where pondering stops; by default where each run scored it
     # steps that each may take, instead of its K: what the router says of its last one holds for the new ones
     most: tuple[PositiveInt, ...] = ()
-    other = True
+    other, by, keeps_means = True, ["most", "lookups"], True
+    columns = {name: name for name in ("method", "K", "most", "seeds", "lookups")}
+    columns |= {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"}
 
     def measure(self, run):
         """A row for each number of steps and of lookups, 0 for filler; asked of at most 1024 lines."""
@@ -69,14 +71,10 @@ class Lookup(Comparison):
         return pd.concat(found)
 
     def frame(self, runs):
-        frame = over_seeds(super().frame(runs), ["most", "lookups"])
+        frame = super().frame(runs)
         # grown models differ in what K says already
         frame["method"] = frame.method.str.replace(r", router_offset( -?[\d.]+)+", "", regex=True)
         return frame.sort_values("K", kind="stable")
-
-    def table(self, frame):
-        columns = {name: name for name in ("method", "K", "most", "seeds", "lookups")}
-        return tabulate(frame, columns | {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"})
 
     def picture(self, frame):
         x = "lookups that the next token takes (0: filler)"
@@ -136,20 +134,14 @@ class Kinds(Comparison):
 
     tau: Share | None = None  # where pondering stops; by default where each run scored it
 
-    other = True
+    other, by, keeps_means = True, ["kind"], True
+    columns = ABOUT | {"kind": "kind", "share of tokens": "tokens:.3f", "steps": "steps:.2f"}
+    columns |= {"steps without": "steps_left:.2f", "right without": "right_left:.3f"}
+    columns |= {"fewest right": "worst_left:.3f"}
 
     def measure(self, run):
         needs_router(run)
         return kind_rows(self.subject(run, 400))
-
-    def frame(self, runs):
-        return over_seeds(super().frame(runs), ["kind"])
-
-    def table(self, frame):
-        columns = {"method": "method", "K": "K", "seeds": "seeds", "kind": "kind"}
-        columns |= {"share of tokens": "tokens:.3f", "steps": "steps:.2f", "steps without": "steps_left:.2f"}
-        columns |= {"right without": "right_left:.3f", "fewest right": "worst_left:.3f"}
-        return tabulate(frame, columns)
 
 
 # -- What thinking is worth ------------------------------------------------------------------------

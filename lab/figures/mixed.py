@@ -14,9 +14,8 @@ import pandas as pd
 import torch
 
 from lab.corpora.lookup import longest_of, lookups_asked
-from lab.figures.comparing import Comparison, over_seeds
+from lab.figures.comparing import ABOUT, Comparison
 from lab.figures.subject import decoded
-from lab.figures.tables import tabulate
 from model import Share, settings
 
 
@@ -50,12 +49,9 @@ class Mixed(Comparison):
 
     tau: Share | None = None  # where pondering stops; by default where each run scored it
 
-    other = True
+    other, by = True, ["kind"]
+    columns = ABOUT | {"kind": "kind", "loss": "loss:.4f", "with all steps": "all_steps:.4f"}
+    columns |= {"steps": "steps:.2f", "right": "right:.3f"}
 
     def measure(self, run):
         return kind_rows(self.subject(run, 2000))
-
-    def table(self, frame):
-        columns = {"method": "method", "K": "K", "seeds": "seeds", "kind": "kind", "loss": "loss:.4f"}
-        columns |= {"with all steps": "all_steps:.4f", "steps": "steps:.2f", "right": "right:.3f"}
-        return tabulate(over_seeds(frame, ["kind"]), columns)

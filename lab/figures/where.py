@@ -18,9 +18,9 @@ import pandas as pd
 import torch
 from torch import nn
 
-from lab.figures.comparing import Comparison, needs_router, over_seeds
+from lab.figures.comparing import ABOUT, Comparison, needs_router
 from lab.figures.subject import decoded
-from lab.figures.tables import COLORS, new_figure, save_figure, tabulate
+from lab.figures.tables import COLORS, new_figure, save_figure
 from model import Count, Share, settings
 
 GROUPS = "character", "place in its word", "frequency", "steps taken", "step distribution"
@@ -104,18 +104,13 @@ class Where(Comparison):
 
     windows: Count = 512  # of the validation text
     tau: Share | None = None  # where pondering stops; by default where each run scored it
+    by, keeps_means = ["group", "kind"], True
+    columns = ABOUT | {"group": "group", "kind": "kind", "share of tokens": "tokens:.3f"}
+    columns |= {"steps": "steps:.2f", "loss": "loss:.3f"}
 
     def measure(self, run):
         needs_router(run)
         return where_rows(self.subject(run, self.windows))
-
-    def frame(self, runs):
-        return over_seeds(super().frame(runs), ["group", "kind"])
-
-    def table(self, frame):
-        columns = {name: name for name in ("method", "K", "seeds", "group", "kind")}
-        columns |= {"share of tokens": "tokens:.3f", "steps": "steps:.2f", "loss": "loss:.3f"}
-        return tabulate(frame, columns)
 
     def picture(self, frame):
         first = next(iter(frame.groupby(["method", "K"], sort=False)))[1]

@@ -1,7 +1,7 @@
-"""Other methods on PonderLM-3's own backbone, one file each, found by the name of their file.
+"""Other methods on PonderLM-3's own backbone. To add a method, add a file here.
 
 A method is a subclass of PonderLM3 or FixedDepth, in a file of its name; `mor-token` is in mor.py:
-what follows a hyphen tells the methods of one file apart. To add a method, add a file.
+what follows a hyphen tells the methods of one file apart.
 
 It declares the first row always, the others where it differs, as any method of model.PonderLM:
 
@@ -133,20 +133,14 @@ def last_alone(h, steps):
     return h.gather(-2, at)[..., 0, :]
 
 
-def methods_in(file):
-    """The classes of a file of this folder that declare a method."""
-    module = import_module(f"{__name__}.{file}")
-    kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
-    return [kind for kind in kinds if kind.__module__ == module.__name__ and "method" in vars(kind)]
-
-
-def files():
-    return [file.name for file in pkgutil.iter_modules(__path__) if not file.name.startswith("_")]
-
-
 def all_methods():
-    """The classes of all methods, PonderLM-3 first."""
-    return [PonderLM3, *(kind for file in files() for kind in methods_in(file))]
+    """The classes of all methods, PonderLM-3 first: those that declare one, in the files of this folder."""
+    found = [PonderLM3]
+    for file in pkgutil.iter_modules(__path__):
+        module = import_module(f"{__name__}.{file.name}")
+        kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
+        found += [kind for kind in kinds if kind.__module__ == module.__name__ and "method" in vars(kind)]
+    return found
 
 
 def find(name):
@@ -155,14 +149,10 @@ def find(name):
     Raises:
         UserError: there is none of this name.
     """
-    if name == PonderLM3.method:
-        return PonderLM3
-    file = str(name).partition("-")[0]
-    found = [kind for kind in methods_in(file) if kind.method == name] if file in files() else []
-    if not found:
-        known = ", ".join(kind.method for kind in all_methods())
-        raise UserError(f"method {name!r} is not one of {known}")
-    return found[0]
+    known = {kind.method: kind for kind in all_methods()}
+    if name not in known:
+        raise UserError(f"method {name!r} is not one of {', '.join(known)}")
+    return known[name]
 
 
 def find_backbone(name):
@@ -213,16 +203,12 @@ def check_settings(config):
             raise UserError(f"backbone_options of {config.backbone}: {one_line(error)}") from None
     if not isinstance(config, kind.Config):
         raise ValueError(f"{config.method} has a {kind.Config.__name__}; make it by configure()")
+    who = dict.fromkeys(getattr(backbone, "unused", ()), config.backbone)
+    who |= dict.fromkeys(unused_settings(kind), config.method)
     for one in fields(config):
-        if (value := getattr(config, one.name)) == one.default:
-            continue
-        for who, unused in (
-            (config.method, unused_settings(kind)),
-            (config.backbone, getattr(backbone, "unused", ())),
-        ):
-            if one.name in unused:
-                way_out = f"leave it at {one.default}"
-                raise UserError(f"{one.name} = {value}: {who} does not follow it; {way_out}")
+        if one.name in who and (value := getattr(config, one.name)) != one.default:
+            wrong = f"{one.name} = {value}: {who[one.name]} does not follow it"
+            raise UserError(f"{wrong}; leave it at {one.default}")
 
 
 def build(config):
