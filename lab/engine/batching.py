@@ -18,7 +18,6 @@ What sample.stream does for one sequence, with the same results. Five things mak
   graph (cuda_graphs.py), and the host reads what came out of it two passes later.
 """
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
@@ -75,7 +74,6 @@ class Stats:
 
     passes: int = 0  # slot by slot, without those that read prompts in parallel
     slots: int = 0  # that these passes ran
-    seconds: float = 0.0  # that they took, with the choice of tokens
 
 
 class Engine:
@@ -161,7 +159,6 @@ class Engine:
                 self.running.append(Sequence(i, prompts[i], numbers, [] if read is None else read[i]))
             new = [row for row, q in enumerate(self.running) if q.state == "new"]
             found = self.begin(new, how, begin) if new else []
-            start = time.perf_counter()  # reading prompts in parallel does not count
             if not found:
                 under_way.append(self.launch(how))
                 found = self.collect(*under_way.popleft()) if len(under_way) > self.ahead else []
@@ -176,7 +173,6 @@ class Engine:
             for row in reversed(range(len(self.running)) if found else ()):
                 if self.running[row].state == "ended":
                     self.drop(row)
-            self.stats.seconds += time.perf_counter() - start
             yield from events
 
     @torch.inference_mode()

@@ -103,10 +103,6 @@ class Explainer:
         root = os.path.relpath(ROOT, file.resolve().parent).replace(os.sep, "/")
         values = {"payload": {"text": of_text, "puzzle": of_puzzle, "root": root}, "weights": weights}
         values |= {"puzzle_weights": puzzle_weights, "puzzle": puzzler.config, "config": model.config}
-        values |= {
-            "K": model.config.ponder_steps,
-            "steps": config["steps"],
-            "data": Path(config["data"]).name,
-        }
-        sizes = [sum(p.numel() for p in each.parameters()) for each in (puzzler, model)]
-        write_page(file, "explainer.html", **values, parameters=sizes, text=TEXT, root=root)
+        values |= {"K": model.config.ponder_steps, "steps": config["steps"], "text": TEXT, "root": root}
+        values["parameters"] = [sum(p.numel() for p in each.parameters()) for each in (puzzler, model)]
+        write_page(file, "explainer.html", **values, data=Path(config["data"]).name)
