@@ -2,13 +2,13 @@
 
 methods/     other methods on the same backbone, one file each: PonderLM-1 and -2, LoopedLM, the grid, ..
 backbones/   GPT-NeoX (Pythia) and Llama 3's RoPE
-kernels/     further forms of attention, and which is fastest here
+kernels.py   further forms of attention, for half precision and for decoding
 engine/      many sequences at once, parallel prompts, compiled passes, few bits, CUDA graphs
 interop/     weights of others in and out; how a Llama learns to think
 corpora/     tokenizers of Hugging Face, JSON lines, streams, the lookup task
 figures/     figures and pages beyond the paper's
 evaluation/  perplexity, bits per byte, two models compared
-bench/       speed and memory, as ratios
+bench.py     speed, as ratios, and memory, by the formula of memory.py
 runs/        one shell script for each claim
 
 `python -m lab` lists the commands. Packages: lab/requirements.txt.

@@ -3,7 +3,7 @@
     python -m lab bench attention     the forms of soft-mask attention against plain attention
     python -m lab bench step          a training step against plain passes over as many slots
     python -m lab bench memory        what a training step takes, by lab/memory.py; what fits; hours
-    python -m lab bench decoding      early exit against all steps; against transformers
+    python -m lab bench decoding      early exit against all steps and sample.py
 
 Things that are compared take turns, so that a machine that slows down slows all of them. Tables are printed,
 and written to <out>/attention-<device>.json, train-<preset>-<device>.json, decode-<run>-<device>.json or
@@ -12,7 +12,6 @@ memory-<preset>[-<block size>]-cpu.json.
 
 import platform
 import statistics
-import tempfile
 import time
 from dataclasses import asdict, replace
 from itertools import product
@@ -24,7 +23,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from pydantic import Field
-from torch.utils.benchmark import Timer
+from torch.utils.benchmark import Timer, timer
 
 import sample
 from attention import BACKENDS, auto, sdpa
@@ -34,16 +33,16 @@ from lab.common import autocast, progress
 from lab.engine.batching import Engine, serves
 from lab.engine.request import check_request
 from lab.evaluation.texts import validation_windows
-from lab.interop.warm_start import BACKBONE
-from lab.interop.weights import find_model, load, save
-from lab.memory import bytes_of_step, forms, peak_bytes, saved_bytes, slots_of_passes, step_on_cpu
-from lab.methods import PonderConfig, build
+from lab.interop.weights import find_model, load
+from lab.memory import bytes_of_step, forms, peak_bytes, slots_of_passes, step_on_cpu
 from model import Count, PonderLM, settings
 from train import PRESETS, compile_blocks, objective, pick_precision
 
 Some = Annotated[tuple[TypeVar("T"), ...], Field(min_length=1)]  # for a flag: Some[int]
+Preset = Literal["tiny", "small", "70m", "410m"]
 SHORT = {"eager": 4096}  # slots up to which a form is measured: its N x N matrices take gigabytes
 WINDOWS = {"tiny": 256, "small": 64, "70m": 4, "410m": 1}  # of a step in 80 GB
+MIB = 2**20
 
 
 @settings
@@ -53,9 +52,9 @@ class Options:
     out: Path = Path("out/bench")  # folder for the results
 
 
-def measure(runs, repeats, device, calls=1):
+def measure(runs, repeats, device, calls=1, clock=timer):
     """{name: a function} -> by name the median seconds of a call, and the MiB that it takes at its peak (None
-    on a CPU); and why others cannot run."""
+    on a CPU); and why others cannot run. The clock waits for a GPU."""
     timers, memory, refused = {}, {}, {}
     for name, run in runs.items():
         try:
@@ -64,11 +63,12 @@ def measure(runs, repeats, device, calls=1):
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
                 run()
-                memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+                memory[name] = (torch.cuda.max_memory_allocated() - before) / MIB
         except Exception as error:  # too little memory; a kernel of others fails in any way
             refused[name] = one_line(error)
         else:
-            timers[name] = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+            how = dict(globals={"run": run}, num_threads=torch.get_num_threads(), timer=clock)
+            timers[name] = Timer("run()", **how)
     rounds = [{name: timer.timeit(calls).mean for name, timer in timers.items()} for _ in range(repeats)]
     seconds = {name: statistics.median(found[name] for found in rounds) for name in timers}
     return seconds, {name: memory.get(name) for name in timers}, refused
@@ -92,15 +92,16 @@ def write(out, name, device, **results):
 # -- Attention -------------------------------------------------------------------------------------
 
 
-def attention_run(form, q, k, v, log_w):
-    """A function that runs a form forward and backward once; log_w None: plain attention."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, log_w) if x is not None]
-    gradient = torch.randn_like(q)
+def attention_run(form, *inputs):
+    """A function that runs a form forward and backward once; inputs: q, k, v and log w, or None."""
+    leaves = [x if x is None else x.detach().requires_grad_() for x in inputs]
+    gradient = torch.randn_like(inputs[0])
 
     def run():
-        form(*leaves, *[None] * (4 - len(leaves))).backward(gradient)
+        form(*leaves).backward(gradient)
         for x in leaves:
-            x.grad = None
+            if x is not None:
+                x.grad = None
 
     return run
 
@@ -109,7 +110,6 @@ def attention_run(form, q, k, v, log_w):
 class Attention(Options):
     lengths: Some[Count] = (1024, 4096, 8192, 16384)  # N, in slots
     widths: Some[Count] = (56, 64, 128)  # d of a head
-    backends: Some[Literal[tuple(BACKENDS)]] = ("sdpa", "exact", "eager")  # forms of attention
 
 
 def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
@@ -125,7 +125,7 @@ def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
         q, k, v = torch.randn(3, B, H, N, d, **make)
         log_w = -9 * torch.rand(B, N, device=device)
         runs = {"plain": attention_run(sdpa, q, k, v, None)}
-        for name in o.backends:
+        for name in ("sdpa", "exact", "eager"):
             if SHORT.get(name, N) >= N:
                 runs[name] = attention_run(BACKENDS[name], q, k, v, log_w)
         seconds, memory, failed = measure(runs, o.repeats, device, 10 if on_cuda else 1)
@@ -181,17 +181,16 @@ def step_run(shape, B, R, device, dtype, *, plain=False, compiled=False, recompu
 
 @settings
 class Step(Options):
-    preset: Literal["tiny", "small", "70m", "410m"] = "small"  # the shape
+    preset: Preset = "small"  # the shape
     windows: Count | None = None  # a step; None: 2 on a CPU, on a GPU what one of 80 GB holds
     R: Annotated[int, Field(ge=0)] = 2  # refinements
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is fast
     compile: bool = False  # also with compiled blocks
 
 
 def step(o: Annotated[Step, tyro.conf.arg(name="")]):
-    """A training step against plain forward and backward over as many slots."""
+    """A training step against plain forward and backward over as many slots, in bfloat16 where it is fast."""
     device, shape = pick_device(o.device), PRESETS[o.preset][1]
-    dtype = getattr(torch, pick_precision(o.precision, device))
+    dtype = getattr(torch, pick_precision("auto", device))
     B = o.windows or (WINDOWS[o.preset] if device.type == "cuda" else 2)
     cases = {"plain": dict(plain=True), "PonderLM-3": {}, "--recompute": dict(recompute=True)}
     if o.compile:
@@ -200,18 +199,10 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
     seconds, memory, failed = measure(runs, o.repeats, device)
     if "plain" not in seconds:
         raise UserError(f"the plain step: {failed['plain']}; try fewer --windows than {B}")
-    weights = sum(p.numel() for p in PonderLM(shape).model.layers.parameters())
-    slots = B * shape.block_size * sum(slots_of_passes(shape.ponder_steps, o.R))
-    rows = [
-        {
-            "case": name,
-            "seconds": time_,
-            "tokens_per_second": B * shape.block_size / time_,
-            "MiB": memory[name],
-        }
-        | {"time_ratio": time_ / seconds["plain"], "teraflops": 6e-12 * weights * slots / time_}
-        for name, time_ in seconds.items()
-    ]
+    rows = []
+    for name, time_ in seconds.items():
+        row = {"case": name, "seconds": time_, "tokens_per_second": B * shape.block_size / time_}
+        rows.append(row | {"MiB": memory[name], "time_ratio": time_ / seconds["plain"]})
     about = {"dtype": str(dtype), "preset": o.preset, "windows": B, "R": o.R, "shape": asdict(shape)}
     refused = [{"case": name, "why": why} for name, why in failed.items()]
     write(o.out, f"train-{o.preset}", device, **about, rows=rows, refused=refused)
@@ -222,13 +213,9 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
 
 def fits(c, share, R, gib, **how):
     """How many of `share` windows a GPU of so many GiB takes at once, as train.py splits them; 0: not one."""
+    sizes = (n for n in range(share, 0, -1) if share % n == 0)
     room = 0.9 * gib * 2**30
-    good = [
-        n
-        for n in range(1, share + 1)
-        if share % n == 0 and sum(bytes_of_step(c, n, R, **how).values()) < room
-    ]
-    return max(good, default=0)
+    return next((n for n in sizes if sum(bytes_of_step(c, n, R, **how).values()) < room), 0)
 
 
 def flops_of_token(c):
@@ -240,25 +227,26 @@ def flops_of_token(c):
     return 6 * (c.num_hidden_layers * (slots * layer + pairs * c.block_size * Hd) + c.vocab_size * D)
 
 
-def processor_seconds(runs, repeats):
-    """By name the median time that this process computes for a call, whoever else computes here."""
-    rounds = {name: [] for name in runs}
-    for i in range(repeats + 1):
-        for name, run in runs.items():
-            before = time.process_time()
-            run()
-            if i:  # the first calls load what is needed
-                rounds[name].append(time.process_time() - before)
-    return {name: statistics.median(found) for name, found in rounds.items()}
+def check_rows(c, B, R, repeats):
+    """What a step takes at its peak on this CPU, by the formula, too, and the time that this process computes
+    for it, whoever else computes here. -> a row for each form"""
+    again = forms(c.ponder_steps, R)
+    runs = {form: step_on_cpu(c, B, R, passes)[0] for form, passes in again.items()}
+    seconds, _, _ = measure(runs, repeats, torch.device("cpu"), clock=time.process_time)
+    for form, passes in again.items():
+        parts = bytes_of_step(c, B, R, again=passes, fused=False)
+        row = {"again": form, "MiB": peak_bytes(c, B, R, passes) / MIB}
+        row["formula_MiB"] = (sum(parts.values()) - parts["weights"]) / MIB
+        yield row | {"processor_seconds": seconds[form], "time_ratio": seconds[form] / seconds["none"]}
 
 
 @settings
 class Memory(Options):
-    preset: Literal["tiny", "small", "70m", "410m"] = "small"  # the shape
+    preset: Preset = "small"  # the shape
     micro_batch_size: Count | None = None  # windows at a time; None: a step's
     block_size: Count | None = None  # tokens of a window; None: the preset's
     R: Annotated[int, Field(ge=0)] | None = None  # refinements; None: the most of the preset
-    check: bool = False  # also what a step saves and takes at its peak on this CPU, and how long
+    check: bool = False  # also what a step takes at its peak on this CPU, and how long
 
 
 def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
@@ -270,32 +258,21 @@ def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
     c = replace(c, block_size=o.block_size or c.block_size)
     R, B = c.refinements[1] if o.R is None else o.R, o.micro_batch_size or config.batch_size
     slots, tokens = slots_of_passes(c.ponder_steps, R), config.steps * config.batch_size * c.block_size
-    rows, found, again = [], [], forms(c.ponder_steps, R)
-    for compiled, (form, passes) in product((False, True), again.items()):
+    rows = []
+    for compiled, (form, passes) in product((False, True), forms(c.ponder_steps, R).items()):
         how = dict(again=passes, compiled=compiled)
         row = {"again": form, "compile": compiled, "time": 1 + sum(slots[i] for i in passes) / sum(slots) / 3}
-        row |= {name: n / 2**20 for name, n in bytes_of_step(c, B, R, **how).items()}
-        row["MiB"] = sum(list(row.values())[3:])
-        row |= {f"fits_{gib}_GB": fits(c, config.batch_size, R, gib, **how) for gib in (24, 40, 80)}
+        parts = {name: n / MIB for name, n in bytes_of_step(c, B, R, **how).items()}
+        row |= parts | {"MiB": sum(parts.values())}
+        for gib in (24, 40, 80):
+            row[f"fits_{gib}_GB"] = fits(c, config.batch_size, R, gib, **how)
         rows.append(row)
     flops = flops_of_token(c)
     hours = [
         {"GPUs": n, "MFU": mfu, "hours": flops * tokens / (n * mfu * 989e12) / 3600}
         for n, mfu in product((1, 8), (0.25, 0.35))
     ]
-    if o.check:
-        by_formula = lambda **how: bytes_of_step(c, B, R, fused=False, **how)  # noqa: E731
-        runs = {form: step_on_cpu(c, B, R, passes)[0] for form, passes in again.items()}
-        seconds = processor_seconds(runs, o.repeats)
-        for form, passes in again.items():
-            parts = by_formula(again=passes)
-            row = {"again": form, "MiB": peak_bytes(c, B, R, passes) / 2**20}
-            row["formula_MiB"] = sum(n for name, n in parts.items() if name != "weights") / 2**20
-            row |= {"processor_seconds": seconds[form], "time_ratio": seconds[form] / seconds["none"]}
-            found.append(row)
-        parts = by_formula()
-        saved = (parts["copies"] + parts["activations"] + parts["logits"] / 3) / 2**20
-        found[0] |= {"saved_MiB": saved_bytes(c, B, R) / 2**20, "formula_saved_MiB": saved}
+    found = list(check_rows(c, B, R, o.repeats)) if o.check else []
     about = {"preset": o.preset, "windows": B, "block_size": c.block_size, "R": R, "tokens": tokens}
     about |= {"flops_of_token": flops}
     name = "-".join(map(str, filter(None, ("memory", o.preset, o.block_size))))
@@ -315,31 +292,24 @@ def prompts_of(ids, n, length):
 
 def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, **how):
     """Ratios to all steps. saved: saved time by saved slots, where a tenth of them is (target: 0.9)."""
-    B, device, ways = len(prompts), model.lm_head.weight.device, {}
-    engine = dict(prefill="sequential", **how)  # of prompts in parallel the time does not go by slots
-    ways["all steps"] = Engine(model, B, tau=0, **engine)
-    for alpha in alphas:
-        ways[f"alpha {alpha:g}"] = Engine(model, B, tau=tau, alpha=alpha, **engine)
+    B, K, device = len(prompts), model.config.ponder_steps, model.lm_head.weight.device
+    how["prefill"] = "sequential"  # of prompts in parallel the time does not go by slots
+    ways = {"all steps": Engine(model, B, tau=0, **how)}
+    ways |= {f"alpha {alpha:g}": Engine(model, B, tau=tau, alpha=alpha, **how) for alpha in alphas}
     if compile:
-        ways["all steps, compiled"] = Engine(model, B, tau=0, compile=True, **engine)
+        ways["all steps, compiled"] = Engine(model, B, tau=0, compile=True, **how)
     if device.type == "cuda":
-        ways["all steps, no graphs"] = Engine(model, B, tau=0, graphs=False, **engine)
+        ways["all steps, no graphs"] = Engine(model, B, tau=0, graphs=False, **how)
 
     runs = {name: lambda e=e: e.generate(prompts, new_tokens, seed=0) for name, e in ways.items()}
     if B == 1:
-        runs["all steps, sample.py"] = lambda: list(
-            sample.stream(model, prompts[0], new_tokens, tau=0.0, seed=0)
-        )
+        alone = dict(tau=0.0, seed=0)
+        runs["all steps, sample.py"] = lambda: list(sample.stream(model, prompts[0], new_tokens, **alone))
     seconds, _, _ = measure(runs, repeats, device)
-    rows, K = [], model.config.ponder_steps
+    rows = []
     for name, time_ in seconds.items():
-        row = {
-            "batch": B,
-            "prompt": len(prompts[0]),
-            "way": name,
-            "tokens_per_second": B * new_tokens / time_,
-        }
-        row["time_ratio"] = time_ / seconds["all steps"]
+        row = {"batch": B, "prompt": len(prompts[0]), "way": name}
+        row |= {"tokens_per_second": B * new_tokens / time_, "time_ratio": time_ / seconds["all steps"]}
         if name.startswith("alpha"):
             read = [[] for _ in prompts]
             list(ways[name].stream(prompts, new_tokens, seed=0, read=read))
@@ -351,35 +321,6 @@ def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, *
     return rows
 
 
-def llama(config):
-    """A model without thinking of the same shape, untrained, and the same in transformers."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    shape = {name: getattr(config, name) for name in (*BACKBONE, "block_size")}
-    vanilla = build(PonderConfig(**shape, method="vanilla", ponder_steps=0)).eval()
-    with tempfile.TemporaryDirectory() as directory:
-        save(vanilla, directory)
-        return AutoModelForCausalLM.from_pretrained(directory).eval(), vanilla
-
-
-def other_rows(models, prompts, new_tokens, repeats, compile=False, **how):
-    """Tokens a second of the engine and of transformers' generate, prompt included; models: of `llama`."""
-    theirs, ours = models
-    idx = torch.tensor(prompts, device=ours.lm_head.weight.device)
-    options = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(idx))
-    options |= dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
-    engine = Engine(ours, len(prompts), compile=compile, **how)
-    runs = {"ours": lambda: engine.generate(prompts, new_tokens, temperature=0.0)}
-    runs["theirs"] = lambda: theirs.generate(idx, **options)
-    seconds, _, _ = measure(runs, repeats, idx.device)
-    row = {"against": "transformers", "batch": len(prompts), "prompt": idx.size(1)}
-    row |= {f"{name}_tokens_per_second": len(prompts) * new_tokens / x for name, x in seconds.items()}
-    return [row | {"ratio": seconds["theirs"] / seconds["ours"]}]
-
-
 @settings
 class Decoding(Options):
     run: str | None = None  # directory of a trained PonderLM-3; None: the newest in out/
@@ -389,12 +330,12 @@ class Decoding(Options):
     new_tokens: Count = 64  # to generate for each
     tau: float = 1e-4  # where early exit stops
     alphas: Some[float] = (0.0, -2.0, -4.0)  # shifts of the router, which sweep the executed steps
-    precision: Literal["float32", "bfloat16"] = "float32"  # of the engine's products, and of transformers
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the engine's products
     compile: bool = False  # on a CPU also compiled passes
 
 
 def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
-    """Early exit against all steps and sample.py; a Llama of the shape against transformers."""
+    """Early exit against all steps and sample.py."""
     device, directory = pick_device(o.device), find_model(o.run)
     model, dtype = load(directory).to(device), getattr(torch, o.precision)
     if not (serves(model) and model.has_router):
@@ -405,21 +346,14 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
     val = torch.from_numpy(windows.tokens[:2_000_000].astype("int64"))
     # Times do not depend on what is said beyond the window, and RoPE knows no end.
     window = max(model.config.block_size, max(o.prompts) + o.new_tokens)
-    model.config, rows, others = replace(model.config, block_size=window), [], []
-    try:
-        both = [m.to(device) for m in llama(model.config)]
-        both[0].to(dtype)
-    except ImportError:
-        both = print("transformers is not installed: the comparison with its generate is left out")
-    for B, length in progress(
-        list(product(o.batch_sizes, o.prompts)), "decoding", unit=" sizes", leave=False
-    ):
-        texts, how = prompts_of(val, B, length), dict(compile=o.compile, dtype=dtype)
-        rows += exit_rows(model, texts, o.new_tokens, o.tau, o.alphas, o.repeats, **how)
-        others += other_rows(both, texts, o.new_tokens, o.repeats, **how) if both else []
+    model.config, rows = replace(model.config, block_size=window), []
+    sizes = list(product(o.batch_sizes, o.prompts))
+    for B, length in progress(sizes, "decoding", unit=" sizes", leave=False):
+        how = dict(compile=o.compile, dtype=dtype)
+        rows += exit_rows(model, prompts_of(val, B, length), o.new_tokens, o.tau, o.alphas, o.repeats, **how)
     about = {"run": directory.name, "parameters": sum(p.numel() for p in model.parameters()), "tau": o.tau}
     about |= {"precision": o.precision, "compile": o.compile}
-    write(o.out, f"decode-{directory.name}", device, **about, exit=rows, others=others)
+    write(o.out, f"decode-{directory.name}", device, **about, exit=rows)
 
 
 if __name__ == "__main__":

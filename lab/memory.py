@@ -109,27 +109,12 @@ def step_on_cpu(c, B, R, again=()):
     recomputing(model, again)
     rows = torch.randint(c.vocab_size, (B, c.block_size + 1))
 
-    def run(backward=True):
+    def run():
         with torch.autocast("cpu", torch.bfloat16):
             loss, _, _ = objective(model, rows[:, :-1], rows[:, 1:], R)
-        if backward:
-            loss.backward()  # onto the gradients of the micro-batches before
+        loss.backward()  # onto the gradients of the micro-batches before
 
     return run, model
-
-
-def saved_bytes(c, B, R):
-    """Bytes that autograd saves of a step, without the weights: each storage once."""
-    run, model = step_on_cpu(c, B, R)
-    weights, saved = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-    def pack(x):
-        saved[x.untyped_storage().data_ptr()] = x  # which keeps it, so that no other takes its place
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        run(backward=False)
-    return sum(x.untyped_storage().nbytes() for place, x in saved.items() if place not in weights)
 
 
 class Live(TorchDispatchMode):

@@ -21,7 +21,7 @@ import train as train_script
 from data import Windows, load_tokenizer
 from lab.engine.batching import Engine
 from lab.engine.simple import generate
-from lab.evaluation.perplexity import score_texts
+from lab.evaluation.__main__ import score_texts
 from lab.evaluation.texts import own_texts
 from lab.interop.weights import load
 from lab.methods import all_methods, configure, find

@@ -20,7 +20,7 @@ letter at hand. A line has 64 tokens, the end of text included: windows of 64 ar
 import random
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pydantic
 import torch
@@ -88,12 +88,27 @@ def chosen(lookups, longest):
     return lookups
 
 
+def is_made(folder, source):
+    """Whether a corpus has been prepared already. UserError: its folder holds something else."""
+    meta = folder / "meta.json"
+    if folder.exists() and not (meta.exists() and read_json(meta).get("source") == source):
+        raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
+    return folder.exists()
+
+
 @pydantic.validate_call
 def prepare_lookup(
     folder: Path = CACHE / "lookup", lines: Lines = 100_000, seed: Seed = 0, lookups: tuple[int, ...] = (),
-    longest: int = 6,
+    longest: Literal[6, 10] = 6,
 ):  # fmt: skip
-    """Write the prepared corpus of the task, unless it is there. One line in 20 is for validation.
+    """The lookup task: chains of known length, to train on and to measure with.
+
+    Args:
+        folder: where to
+        lines: number of lines, of 64 tokens each; one in 20 is for validation
+        seed: of the random lines
+        lookups: of a question, all equally often; by default 1 to the longest
+        longest: lookups of the longest chain of each line
 
     Raises:
         UserError: a folder that holds something else; lookups that no chain has.
@@ -105,10 +120,9 @@ def prepare_lookup(
         source += f", longest {longest}"
     if lookups:
         source += f", lookups {' '.join(map(str, lookups))}"
-    if not folder.exists():
+    if not is_made(folder, source):
         write_corpus(folder, source, documents(lines, seed, lookups, longest), tokenizer(longest))
-    elif read_json(folder / "meta.json").get("source") != source:
-        raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
+    print(f"next: python -m lab train --data {folder}")
 
 
 def kinds_of(T, tokenizer):
@@ -133,14 +147,12 @@ def lookups_asked(x, tokenizer):
     for n in range(1, longest + 1):
         lookups[tokenizer.encode(f" {n}")[-1]] = n
     lookups = lookups.to(x.device)[x].roll(1, dims=1)  # the number is the token before the letter
-    place = torch.arange(x.size(1), device=x.device) % LINE
-    start, stop = longest + 7, LINE - 3  # of the questions, each of number, letter, end, number
-    asks, part = (place >= start) & (place < stop), (place - start) % 4
-    filler = (place >= stop) & (place < LINE - 1)
-    if x.size(1) % LINE or (lookups[:, asks & (part == 1)] == 0).any():
+    place, kind = torch.arange(x.size(1)) % LINE, kinds_of(x.size(1), tokenizer)
+    first, filler = place == longest + 8, (kind == KINDS.index("filler")) & (place < LINE - 1)
+    if x.size(1) % LINE or (lookups[:, kind == KINDS.index("question")] == 0).any():
         raise UserError(
             f"windows of {x.size(1)} tokens are not lines of the lookup task: prepare it with "
             f"python -m lab corpus lookup, train with --data {CACHE / 'lookup'} --block-size {LINE}"
         )
-    question = place == start + 1
-    return torch.where(question, lookups, torch.where(filler, 0, -1))
+    first, filler = first.to(x.device), filler.to(x.device)
+    return torch.where(first, lookups, torch.where(filler, 0, -1))

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pydantic
 
-from data import UserError, divide, id_type, new_folder, pydocs, read_json, write_json
-from lab.corpora.lookup import LINE, Lines, chosen, line, tokenizer
+from data import UserError, divide, id_type, new_folder, pydocs, write_json
+from lab.corpora.lookup import CACHE, LINE, Lines, chosen, is_made, line, tokenizer
 from model import Seed
 
 
@@ -29,9 +29,16 @@ def windows_of_prose(texts, tokens, n):
 
 
 @pydantic.validate_call
-def prepare_mixed(folder: Path, lines: Lines = 50_000, seed: Seed = 0, lookups: tuple[int, ...] = ()):
-    """Write the prepared corpus, unless it is there: as many windows of prose as lines, one in 20 of each
-    for validation. `lookups`: as lookup.prepare_lookup.
+def prepare_mixed(
+    folder: Path = CACHE / "mixed", lines: Lines = 50_000, seed: Seed = 0, lookups: tuple[int, ...] = ()
+):
+    """Two kinds of text: lines of the lookup task, and as many windows of docstrings.
+
+    Args:
+        folder: where to
+        lines: of the task, of 64 tokens each; one in 20 is for validation
+        seed: of the random lines and of their order
+        lookups: as for the lookup task
 
     Raises:
         UserError: a folder that holds something else; more lines than there is prose; lookups that no chain
@@ -41,11 +48,13 @@ def prepare_mixed(folder: Path, lines: Lines = 50_000, seed: Seed = 0, lookups: 
     lookups = chosen(lookups, longest=6)
     asked = f", lookups {' '.join(map(str, lookups))}" if lookups else ""
     source = f"{lines} lines of the lookup task and as many windows of docstrings, seed {seed}{asked}"
-    if folder.exists():
-        meta = folder / "meta.json"
-        if not meta.exists() or read_json(meta).get("source") != source:
-            raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
-        return
+    if not is_made(folder, source):
+        write_mixed(folder, source, lines, seed, lookups)
+    print(f"next: python -m lab train --data {folder}")
+
+
+def write_mixed(folder, source, lines, seed, lookups):
+    """A prepared folder, as data.write_corpus."""
     tokens, rng, kind = tokenizer(), random.Random(seed), id_type(tokenizer().vocab_size)
     with new_folder(folder) as half:
         sizes = lines * 19 // 20, lines // 20

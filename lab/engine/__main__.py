@@ -44,35 +44,23 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
 
 def by_engine(request, o):
     """-> how, and (which text, token, steps) as they come."""
-    precision, choice = pick_precision(o.precision, request.device), dict(request.choice)
-    how = dict(tau=choice.pop("tau"), alpha=choice.pop("alpha"), prefill=o.prefill, compile=o.compile)
+    precision, how = pick_precision(o.precision, request.device), dict(request.how)
     engine = Engine(
-        request.model, min(o.batch_size or 8, len(request.ids)), dtype=getattr(torch, precision), **how
-    )
+        request.model, min(o.batch_size or 8, len(request.ids)), dtype=getattr(torch, precision),
+        tau=how.pop("tau"), alpha=how.pop("alpha"), prefill=o.prefill, compile=o.compile,
+    )  # fmt: skip
     engine.prepare(o.temperature, o.top_k, o.top_p)
-    choice |= {"begin": request.begin, "ends": request.ends, "read": request.read}
-    events = engine.stream(request.ids, o.max_new_tokens, **choice)
+    events = engine.stream(request.ids, o.max_new_tokens, **how)
     return f"engine, precision {precision}{', compiled' * o.compile}", events
 
 
 def one_by_one(request, o):
     """As by_engine, by the simple decoder. UserError: what it would not follow."""
-    default = Options()
-    names = [
-        f for f in ("batch_size", "precision", "prefill", "compile") if getattr(o, f) != getattr(default, f)
-    ]
-    if names:
+    default, flags = Options(), ("batch_size", "precision", "prefill", "compile")
+    if names := [name for name in flags if getattr(o, name) != getattr(default, name)]:
         what = f"{request.model.config.method} on {request.device.type} is decoded one by one, in float32"
         raise UserError(f"{what}: leave out --{', --'.join(names).replace('_', '-')}")
-
-    def stream():
-        for i, (ids, read) in enumerate(zip(request.ids, request.read, strict=True)):
-            choice = request.choice | {"seed": None if o.seed is None else o.seed + i}
-            choice |= {"begin": request.begin, "ends": request.ends, "read": read}
-            for pair in simple.stream(request.model, ids, o.max_new_tokens, **choice):
-                yield i, *pair
-
-    return "simple", stream()
+    return "simple", simple.stream(request.model, request.ids, o.max_new_tokens, **request.how)
 
 
 def show_many(events, n, max_new_tokens, ends, show):

@@ -18,7 +18,6 @@ What sample.stream does for one sequence, with the same results. Five things mak
   graph (cuda_graphs.py), and the host reads what came out of it two passes later.
 """
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
@@ -30,7 +29,7 @@ from lab.common import autocast
 from lab.engine.cache import GridPrompt, PromptLayer
 from lab.engine.compiled import Compiled
 from lab.engine.cuda_graphs import Fetched, Graphs, rounded
-from lab.engine.request import Sample, check_request, choose_finite, not_finite, uniform
+from lab.engine.request import check_request, choose_finite, gather, not_finite, uniform
 from lab.engine.rows import Rows
 from lab.engine.slot_step import overridden
 from lab.engine.states import read_on_grid, settle
@@ -43,20 +42,9 @@ MANY = 4  # from so many rows on, a CPU iterates over prompts for longer than sl
 
 # What a method may do otherwise: what the engine asks the model for, and what is not about decoding.
 FOLLOWED = {"embed", "route", "mask_keys", "feed_back", "integrate"}
-BESIDE = {
-    "method",
-    "title",
-    "Config",
-    "defaults",
-    "unused",
-    "priced",
-    "mixes",
-    "has_router",
-    "iterates",
-    "grid",
-}
-BESIDE |= {"interleaves", "feedback_rate", "objective", "training_forwards", "param_groups", "init_weights"}
-BESIDE |= {"__init__", "cross_entropy", "partial_losses", "tie"}
+BESIDE = {"method", "title", "Config", "defaults", "unused", "priced", "has_router", "iterates", "grid"}
+BESIDE |= {"feedback_rate", "objective", "training_forwards", "param_groups", "init_weights", "__init__"}
+BESIDE |= {"cross_entropy", "partial_losses", "tie"}
 
 
 def serves(model):
@@ -84,10 +72,8 @@ class Sequence:
 class Stats:
     """What was done, summed over the calls of an engine."""
 
-    prompt_passes: int = 0  # in parallel
-    passes: int = 0  # slot by slot
+    passes: int = 0  # slot by slot, without those that read prompts in parallel
     slots: int = 0  # that these passes ran
-    seconds: float = 0.0  # that they took, with the choice of tokens
 
 
 class Engine:
@@ -149,11 +135,7 @@ class Engine:
         """Continue each prompt; arguments and results as simple.generate, but for tau and alpha, which are
         the engine's. -> a Sample a prompt."""
         prompts = list(prompts)
-        samples = [Sample([], []) for _ in prompts]
-        for i, token, steps in self.stream(prompts, max_new_tokens, **kwargs):
-            samples[i].tokens.append(token)
-            samples[i].steps.append(steps)
-        return samples
+        return gather(self.stream(prompts, max_new_tokens, **kwargs), len(prompts))
 
     @torch.inference_mode()  # also saves a fifth of the time of small operations
     def stream(self, prompts, max_new_tokens, *, begin=(), ends=(), read=None, **choice):
@@ -173,11 +155,10 @@ class Engine:
         while self.running or waiting:
             while waiting and len(self.running) < self.batch_size:
                 i = waiting.popleft()
-                numbers = uniform(None if choice.seed is None else choice.seed + i, max_new_tokens)
+                numbers = uniform(choice.seed, i, max_new_tokens)
                 self.running.append(Sequence(i, prompts[i], numbers, [] if read is None else read[i]))
             new = [row for row, q in enumerate(self.running) if q.state == "new"]
             found = self.begin(new, how, begin) if new else []
-            start = time.perf_counter()  # reading prompts in parallel does not count
             if not found:
                 under_way.append(self.launch(how))
                 found = self.collect(*under_way.popleft()) if len(under_way) > self.ahead else []
@@ -192,7 +173,6 @@ class Engine:
             for row in reversed(range(len(self.running)) if found else ()):
                 if self.running[row].state == "ended":
                     self.drop(row)
-            self.stats.seconds += time.perf_counter() - start
             yield from events
 
     @torch.inference_mode()
@@ -241,17 +221,11 @@ class Engine:
             tokens = contexts[:, 0]
         for row, q in zip(new, sequences, strict=True):
             self.cache.clear(row, q.length)  # what was written behind its slots
-        counters = [  # in the order of rows.py
-            [
-                0,
-                K,
-                q.position,
-                q.length,
-                len(q.context),
-                min(T, len(q.context) + len(q.uniform) - q.chosen - 1),
-            ]
-            for q in sequences
-        ]
+        counters = []  # in the order of rows.py
+        for q in sequences:
+            given = len(q.context)
+            limit = min(T, given + len(q.uniform) - q.chosen - 1)
+            counters.append([0, K, q.position, q.length, given, limit])
         self.rows.begin(new, tokens, torch.tensor(counters), u, contexts)
         return found
 
@@ -290,7 +264,6 @@ class Engine:
             else:
                 prompts = [PromptLayer(self.cache, i, at) for i in layers]
                 found = settle(self.model, idx, **how, tolerance=self.tolerance, cache=prompts)
-        self.stats.prompt_passes += found.passes
         last = torch.arange(len(rows), device=self.device), lengths - 1
         h_hat = self.model.integrate(found.h[last], found.s[last], found.steps[last])
         return found.steps.tolist(), self.rows.head(h_hat.to(self.dtype))

@@ -39,14 +39,23 @@ class Sample:
     steps: list[int]  # pondering steps executed before each of them was chosen
 
 
-def uniform(seed, n):
-    """n random numbers in [0, 1) for one sequence, in float64; seed None: others at every call.
+def gather(events, n):
+    """(i, token, steps) of each token of n sequences, as they come -> a Sample each."""
+    samples = [Sample([], []) for _ in range(n)]
+    for i, token, steps in events:
+        samples[i].tokens.append(token)
+        samples[i].steps.append(steps)
+    return samples
+
+
+def uniform(seed, i, n):
+    """n random numbers in [0, 1) for sequence i, in float64; seed None: others at every call.
 
     They are drawn in advance. So what is chosen depends on the logits alone, not on which decoder computes
     them, nor on who else is decoded beside it.
     """
     generator = torch.Generator()
-    generator.seed() if seed is None else generator.manual_seed(seed)
+    generator.seed() if seed is None else generator.manual_seed(seed + i)
     return torch.rand(n, generator=generator, dtype=torch.float64)
 
 
@@ -128,7 +137,8 @@ class Options(sample.Options, Sampling):
 class Request:
     """What the command line asks for, opened and checked.
 
-    texts, ids: of each sample's prompt. read: lists for the steps of the tokens that are read.
+    texts, ids: of each sample's prompt. read: lists for the steps of the tokens that are read. how: what a
+    decoder is asked for beside the ids.
     """
 
     def __init__(self, options):
@@ -142,8 +152,9 @@ class Request:
         self.begin, self.ends = begin_of(self.tokenizer), {self.tokenizer.end_of_text} - {None}
         self.ids = [self.encode(text) for text in self.texts]
         self.read = [[] for _ in self.texts]
-        self.choice = {field.name: getattr(o, field.name) for field in fields(Sampling)}
-        check_request(self.model, self.ids, **self.choice)
+        choice = {field.name: getattr(o, field.name) for field in fields(Sampling)}
+        check_request(self.model, self.ids, **choice)
+        self.how = choice | {"begin": self.begin, "ends": self.ends, "read": self.read}
 
     def encode(self, text):
         """A prompt's ids. An empty one is where a document begins."""
@@ -168,7 +179,7 @@ class Request:
     def show(self, i, pairs, file):
         """Print a sample as its pairs (token, steps) come, or write it. -> the tokens generated"""
         if file:
-            return self.write(i, list(pairs), file)
+            return self.write(i, [*pairs], file)
         print(f"\n--- sample {i + 1} of {len(self.ids)}" if len(self.ids) > 1 else "")
         print(self.texts[i], end="", flush=True)
         hidden, K = {*self.begin, *self.ends}, self.model.config.ponder_steps

@@ -4,23 +4,25 @@ The root's loop, with the choice of a token by numbers that are drawn in advance
 """
 
 import sample
-from lab.engine.request import Sample, check_request, choose_finite, uniform
+from lab.engine.request import check_request, choose_finite, gather, uniform
 
 
-def stream(model, prompt, max_new_tokens, *, begin=(), ends=(), read=None, **choice):
-    """Yield (token, steps) for each generated token. Arguments as `generate`, for one prompt; `read`, a list,
-    receives the steps of every token that is read, the prompt's too."""
-    (prompt,), o = check_request(model, [prompt], **choice)
-    numbers = iter(uniform(o.seed, max_new_tokens))
+def stream(model, prompts, max_new_tokens, *, begin=(), ends=(), read=None, **choice):
+    """Yield (i, token, steps) for each token of prompt i, one text after the other. Arguments as `generate`;
+    `read`, a list for each prompt, receives the steps of every token that is read, the prompt's too."""
+    prompts, o = check_request(model, prompts, **choice)
+    for i, prompt in enumerate(prompts):
+        numbers = iter(uniform(o.seed, i, max_new_tokens))
 
-    def choose(logits):
-        return int(choose_finite(logits.cpu(), next(numbers), o.temperature, o.top_k, o.top_p))
+        def choose(logits, numbers=numbers):
+            return int(choose_finite(logits.cpu(), next(numbers), o.temperature, o.top_k, o.top_p))
 
-    texts = dict(choose=choose, begin=begin, ends=ends, read=read)
-    return sample.stream(model, prompt, max_new_tokens, **texts, tau=o.tau, alpha=o.alpha)
+        texts = dict(choose=choose, begin=begin, ends=ends, read=None if read is None else read[i])
+        for token, steps in sample.stream(model, prompt, max_new_tokens, **texts, tau=o.tau, alpha=o.alpha):
+            yield i, token, steps
 
 
-def generate(model, prompts, max_new_tokens, *, seed=None, **kwargs):
+def generate(model, prompts, max_new_tokens, **kwargs):
     """Continue each prompt by early-exit decoding with a cache of executed slots (section 3.3).
 
     Args:
@@ -37,9 +39,5 @@ def generate(model, prompts, max_new_tokens, *, seed=None, **kwargs):
     Raises:
         UserError, pydantic.ValidationError: as request.check_request.
     """
-    samples = []
-    for i, prompt in enumerate(prompts):
-        one = None if seed is None else seed + i
-        pairs = list(stream(model, prompt, max_new_tokens, seed=one, **kwargs))
-        samples.append(Sample([token for token, _ in pairs], [steps for _, steps in pairs]))
-    return samples
+    prompts = list(prompts)
+    return gather(stream(model, prompts, max_new_tokens, **kwargs), len(prompts))

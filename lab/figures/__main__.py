@@ -13,8 +13,7 @@ Of several runs, written to out/analyze/:
     python -m lab analyze mixed --runs out/mixed/by-token-?   prose and puzzles by one model
     python -m lab analyze where --runs out/mine               which kinds of tokens are thought about
 
-A figure of several comes with its numbers (<figure>.csv) and their table (.md), and --redraw draws it again
-from the saved numbers.
+A figure comes with its numbers (<figure>.csv) and their table (.md).
 """
 
 import sys

@@ -12,7 +12,7 @@ choose       loss at tau on other windows, by which one chooses; choose_steps: s
 entropy      of the executed steps over tokens, in nats: 0 where all take as many
 swapped      loss at tau where each token has s and w of one of another window (--swap)
 read         text: tokens that training read, in millions, again and again where the corpus is shorter
-slots        that ran forward in training, in millions: training forwards (methods/cost.py) times `read`
+slots        that ran forward in training, in millions: training_forwards of the method times `read`
 minutes      that training took, at the speed of its end
 
 difference   a run's loss minus that of the reference with the same seed, as many steps (between two K of
@@ -22,7 +22,6 @@ interval     half the width of the 95 % interval of its mean (Student's t over t
 
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,11 +34,11 @@ from pydantic import Field
 from data import UserError, pick_device, read_json, reading
 from lab.common import Given, progress
 from lab.evaluation.texts import validation_windows
-from lab.figures.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, show
+from lab.figures.subject import open_subject
+from lab.figures.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, tabulate
 from lab.interop.weights import load, read_config
 from lab.intervals import interval
 from lab.methods import PonderConfig, all_methods, configure, find
-from lab.methods.cost import cost
 from lab.train import read_run
 from model import settings
 from train import Share, TrainConfig, evaluate
@@ -169,6 +168,12 @@ def by_run(runs, measure, one_text=True):
     return pd.concat(found, ignore_index=True)
 
 
+def needs_router(run):
+    """UserError: a run of a method without one."""
+    if not run.method.has_router:
+        raise UserError(f"{run.path} is of method {run.shape.method}: it has no router")
+
+
 def over_seeds(frame, by=()):
     """by_run's rows -> one for each method, K and `by`: how many seeds, mean and deviation of each number.
     One seed has no deviation: NaN."""
@@ -179,20 +184,47 @@ def over_seeds(frame, by=()):
     return means.reset_index()
 
 
+ABOUT = {"method": "method", "K": "K", "seeds": "seeds"}  # columns of most tables
+
+
 @settings
 class Comparison:
-    """The flags that all figures of several runs have."""
+    """The flags that all figures of several runs have, and how such a figure comes about.
+
+    One of them says what it `measure`s of a run, rows of numbers, and what it draws.
+    """
 
     runs: tuple[str, ...] = ()  # directories of trained runs
     data: Given | None = None  # the text that they were scored on, if that is no named corpus
     out: Path = Path("out/analyze")  # where the results go
-    redraw: bool = False  # from the numbers saved there, without runs
     device: str = "auto"  # auto, cpu, cuda or mps
 
-    def frame(self, name, table, rows):
-        """The numbers of a figure: what `rows` makes of runs and device, or as saved."""
-        found = None if self.redraw else rows(read_runs(self.runs), pick_device(self.device))
-        return save(self.out, name, found, table)
+    tau = None  # or a flag
+    other = False  # may `data` be another text in the same tokens?
+    by, columns = [], {}  # what tells the rows of a run apart; of the table
+    keeps_means = False  # does the file have means over the seeds, or each run?
+
+    def subject(self, run, windows):
+        """A run's model on its device, with windows of the text."""
+        device = pick_device(self.device)
+        return open_subject(run.path, windows, self.tau, device, self.data, self.other)
+
+    def frame(self, runs):
+        """The numbers of a figure, which its file keeps."""
+        found = by_run(runs, self.measure, one_text=not (self.other and self.data))
+        return over_seeds(found, self.by) if self.keeps_means else found
+
+    def table(self, frame):
+        """The cells of its table."""
+        return tabulate(frame if self.keeps_means else over_seeds(frame, self.by), self.columns)
+
+    def draw(self):
+        frame = self.frame(read_runs(self.runs))
+        save(self.out, type(self).__name__.lower(), frame, self.table(frame))
+        self.picture(frame)
+
+    def picture(self, frame):
+        """Draw the numbers; a table alone has nothing to draw."""
 
 
 # -- Losses, steps and costs -----------------------------------------------------------------------
@@ -217,7 +249,7 @@ def losses(run, taus, windows, device, data=None, swap=False):
         stopped = torch.tensor(hard["stopped"])
         row = {"tau": tau, "steps": hard["steps"], "loss": hard["loss"]}
         row["entropy"] = torch.special.entr(stopped).sum().item()
-        row["slots"] = cost(run.shape, hard["steps"]).training_forwards * text
+        row["slots"] = run.method.training_forwards(run.shape, hard["steps"]) * text
         if windows:
             other = evaluate(model, val, windows, tau=tau, first=first)
             row |= {"choose": other["loss"], "choose_steps": other["steps"]}
@@ -263,22 +295,17 @@ def differences(frame, reference):
 def comparison_table(frame, against=None):
     """The cells of a table: a row for each method, K and tau."""
     frame = differences(frame, against) if against else frame
-    means, cells = over_seeds(frame, ["tau"]), []
-    for row in means.to_dict("records"):
-        cell = {"method": row["method"], "K": row["K"], "tau": f"{row['tau']:g}", "seeds": row["seeds"]}
-        for title, key, form in (
-            ("extra steps", "steps", ".2f"), ("loss", "loss", ".4f"), ("swapped", "swapped", ".4f"),
-            ("to choose by", "choose", ".4f"),
-            ("slots, M", "slots", ".1f"), ("minutes", "minutes", ".1f"),
-        ):  # fmt: skip
-            if key in row:
-                cell[title] = show(row[key], form, row[f"{key}_std"] if key in ("steps", "loss") else None)
-        if against:
-            within = interval(row["difference_std"], row["seeds"])
-            shown = show(row["difference"], "+.4f")
-            cell[f"to {against}, 95 %"] = shown if pd.isna(within) else f"{shown} ± {within:.4f}"
-        cells.append(cell)
-    return pd.DataFrame(cells)
+    means = over_seeds(frame, ["tau"])
+    means = means.drop(columns=["choose_std", "swapped_std", "slots_std", "minutes_std"], errors="ignore")
+    columns = {"method": "method", "K": "K", "tau": "tau:g", "seeds": "seeds", "extra steps": "steps:.2f"}
+    columns |= {"loss": "loss:.4f"} | ({"swapped": "swapped:.4f"} if "swapped" in means else {})
+    columns |= {"to choose by": "choose:.4f"} if "choose" in means else {}
+    columns |= {"slots, M": "slots:.1f", "minutes": "minutes:.1f"}
+    if against:
+        pairs = zip(means.difference_std, means.seeds, strict=True)
+        means["difference_std"] = [interval(*pair) for pair in pairs]
+        columns[f"to {against}, 95 %"] = "difference:+.4f"
+    return tabulate(means, columns)
 
 
 @settings
@@ -291,15 +318,15 @@ class Compare(Comparison):
     against: Given | None = None  # the method, as the table names it, that others are compared with
     over: Literal["steps", "slots", "read", "minutes", "tau"] = "steps"  # x axis; over tau, y has the steps
 
-    def draw(self):
-        def rows(runs, device):
-            taus = tuple(dict.fromkeys((*{run.config.tau for run in runs}, *self.taus)))
-            measure = partial(
-                losses, taus=taus, windows=self.choose, device=device, data=self.data, swap=self.swap
-            )
-            return by_run(runs, measure)
+    def frame(self, runs):
+        taus, device = {run.config.tau for run in runs} | {*self.taus}, pick_device(self.device)
+        how = dict(windows=self.choose, device=device, data=self.data, swap=self.swap)
+        return by_run(runs, lambda run: losses(run, sorted(taus), **how))
 
-        frame = self.frame("compare", partial(comparison_table, against=self.against), rows)
+    def table(self, frame):
+        return comparison_table(frame, self.against)
+
+    def picture(self, frame):
         labels = {"steps": "executed extra steps per token (points: K)", "minutes": "minutes of training"}
         labels |= {"slots": "slots that ran in training, millions", "read": "text read, millions of tokens"}
         y, label = ("steps", labels["steps"]) if self.over == "tau" else ("loss", "loss, nats per token")

@@ -11,14 +11,11 @@ random       as many at random
 largest      those whose gain is the largest: a bound, since nobody knows it before
 """
 
-from functools import partial
-
 import torch
 
 from data import UserError
-from lab.figures.comparing import Comparison, by_run, over_seeds
-from lab.figures.subject import open_subject
-from lab.figures.tables import COLORS, LINES, new_figure, save_figure, tabulate
+from lab.figures.comparing import Comparison, over_seeds
+from lab.figures.tables import COLORS, LINES, new_figure, save_figure
 from lab.methods.drawn import Drawn
 from model import Count, settings
 
@@ -72,23 +69,19 @@ class Depth(Comparison):
     """What would steps gain that go to the right tokens? Of runs of --method drawn."""
 
     windows: Count = 512  # of validation text; by the first half gains are predicted
+    by = ["step", "share"]
+    columns = {"K": "K", "seeds": "seeds", "step": "step", "share": "share:g"}
+    columns |= {name: f"{name}:.4f" for name in RULES}
 
-    def draw(self):
-        def rows(runs, device):
-            def numbers(run):
-                if not issubclass(run.method, Drawn):
-                    raise UserError(f"{run.path} is a {run.method.title}: give runs of --method drawn")
-                one = open_subject(run.path, self.windows, device=device, data=self.data)
-                return list(depth_rows(one.model, one.windows))
+    def measure(self, run):
+        if not issubclass(run.method, Drawn):
+            raise UserError(f"{run.path} is a {run.method.title}: give runs of --method drawn")
+        one = self.subject(run, self.windows)
+        return list(depth_rows(one.model, one.windows))
 
-            return by_run(runs, numbers)
-
-        columns = {name: f"{name}:.0f" for name in ("K", "seeds", "step")} | {"share": "share:g"}
-        columns |= {name: f"{name}:.4f" for name in RULES}
-        means = partial(over_seeds, by=["step", "share"])
-        frame = self.frame("depth", lambda frame: tabulate(means(frame), columns), rows)
+    def picture(self, frame):
         figure, (axes,) = new_figure("steps a token", "loss, nats a token")
-        for (K, step), curve in means(frame).groupby(["K", "step"], sort=False):
+        for (K, step), curve in over_seeds(frame, self.by).groupby(["K", "step"], sort=False):
             for name, look in zip(RULES, LINES, strict=False):
                 label = f"K = {K}: {name}" if step == 1 else None
                 axes.plot(curve.step - 1 + curve.share, curve[name], look, color=COLORS[K], label=label)

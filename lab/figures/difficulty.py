@@ -63,8 +63,8 @@ class Difficulty:
         difficulty, out = reference_losses(subject, find_model(self.reference)), self.out or path / "report"
         for name, rows in (("buckets", gains(subject, difficulty)), ("shift", shifts(subject, difficulty))):
             title, _, draw = analyze.DRAWINGS[name]
-            frame = save(out, f"{name}-by-reference", pd.DataFrame(rows), pd.DataFrame)
+            save(out, f"{name}-by-reference", table := pd.DataFrame(rows), table)
             figure, (axes,) = analyze.sheet(title)
-            draw(frame.to_dict("records"), axes)
+            draw(rows, axes)
             axes.get_legend().set_title("thirds by the loss of another model")
             figure.savefig(out / f"{name}-by-reference.png", format="png")

@@ -98,24 +98,11 @@ class Explainer:
         of_puzzle, puzzle_weights = packed(puzzler, BYTES)
         end = tokenizer.vocab_size - 1
         words = [tokenizer.decode([i]).decode().strip() for i in range(BYTES, end)]
+        of_text["tau"] = config["tau"] if self.tau is None else self.tau
+        of_puzzle |= {"tau": PUZZLE_TAU, "words": [*words, "end of text"]}
         root = os.path.relpath(ROOT, file.resolve().parent).replace(os.sep, "/")
-        payload = {
-            "text": of_text | {"tau": config["tau"] if self.tau is None else self.tau},
-            "puzzle": of_puzzle | {"tau": PUZZLE_TAU, "words": [*words, "end of text"]},
-            "root": root,
-        }
-        write_page(
-            file,
-            "explainer.html",
-            payload=payload,
-            weights=weights,
-            puzzle_weights=puzzle_weights,
-            puzzle=puzzler.config,
-            config=model.config,
-            K=model.config.ponder_steps,
-            parameters=[sum(p.numel() for p in each.parameters()) for each in (puzzler, model)],
-            data=Path(config["data"]).name,
-            steps=config["steps"],
-            text=TEXT,
-            root=root,
-        )
+        values = {"payload": {"text": of_text, "puzzle": of_puzzle, "root": root}, "weights": weights}
+        values |= {"puzzle_weights": puzzle_weights, "puzzle": puzzler.config, "config": model.config}
+        values |= {"K": model.config.ponder_steps, "steps": config["steps"], "text": TEXT, "root": root}
+        values["parameters"] = [sum(p.numel() for p in each.parameters()) for each in (puzzler, model)]
+        write_page(file, "explainer.html", **values, data=Path(config["data"]).name)

@@ -77,8 +77,13 @@ def summary(frame):
 class Layers(Comparison):
     """What a step is worth, in layers: table and figure."""
 
-    def draw(self):
-        frame = self.frame("layers", summary, lambda runs, device: layer_rows(runs, self.data))
+    def frame(self, runs):
+        return layer_rows(runs, self.data)
+
+    def table(self, frame):
+        return summary(frame)
+
+    def picture(self, frame):
         means = frame.groupby(["model", "layers", "K"], sort=False)[["loss", "steps"]].mean().reset_index()
         figure, (axes,) = new_figure("layers of a model without thinking", "nats per token")
         plain = means[means.model == "plain"].sort_values("layers")

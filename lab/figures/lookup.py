@@ -24,13 +24,11 @@ import tyro
 from pydantic import PositiveInt
 from torch import nn
 
-from analyze import by_token
 from attention import MASKED
 from data import UserError, command_line, write_whole
 from lab.common import Given
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
-from lab.engine.states import stopped_states
-from lab.figures.comparing import Comparison, by_run, draw_curves, over_seeds, read_runs
+from lab.figures.comparing import ABOUT, Comparison, draw_curves, needs_router, read_runs
 from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure
 from lab.interop.warm_start import longer, start_from
@@ -39,44 +37,10 @@ from model import Share, settings
 
 def answers(subject):
     """Of each token that takes a known number of lookups: that number, whether the next token is
-    predicted (the most probable one), and the executed steps -> (n,) each, decoded at tau."""
-    model = subject.model
-
-    def find(x, y):
-        h, s, steps = stopped_states(model, x, subject.tau)
-        right = model.lm_head(model.integrate(h, s, steps)).argmax(-1) == y
-        return lookups_asked(x, subject.tokenizer), right, steps
-
-    asked, *found = by_token(subject.windows, find)
-    return [values[asked >= 0] for values in (asked, *found)]
-
-
-def lookup_rows(runs, tau, device, data=None, most=()):
-    """One row for each method, K, `most` and number of lookups, 0 for filler, over the seeds.
-
-    Asked of at most 1024 lines, of the corpus `data` if that is given. `most`: the most steps that
-    a model may take, instead of K: what the router says of its last step holds for the new ones.
-    """
-
-    def numbers(run):
-        subject, shape, found = open_subject(run.path, 1024, tau, device, data, other=True), run.shape, []
-        for n in most or [shape.ponder_steps]:
-            if n < shape.ponder_steps:
-                raise UserError(f"--most {n}: {run.path} takes {shape.ponder_steps} steps already")
-            if n != shape.ponder_steps:
-                grown = replace(shape, ponder_steps=n, router_offset=longer(shape, n))
-                subject.model = start_from(run.path, grown).to(device).eval()
-            asked, right, steps = answers(subject)
-            tokens = pd.DataFrame({"accuracy": right.double(), "steps": steps.double()})
-            rows = tokens.groupby(asked.numpy()).mean()
-            rows = rows.reindex(range(longest_of(subject.tokenizer) + 1)).rename_axis("lookups")
-            found.append(rows.reset_index().assign(most=n))
-        return pd.concat(found)
-
-    frame = over_seeds(by_run(runs, numbers, one_text=not data), ["most", "lookups"])
-    # grown models differ in what K says already
-    frame["method"] = frame.method.str.replace(r", router_offset( -?[\d.]+)+", "", regex=True)
-    return frame.sort_values("K", kind="stable")
+    predicted, and the executed steps -> (n,) each, decoded at tau; and the steps of all tokens, (n,)."""
+    asked = lookups_asked(subject.windows[:, :-1], subject.tokenizer).flatten().cpu()
+    _, steps, right = decoded(subject)
+    return *(values[asked >= 0] for values in (asked, right, steps)), steps
 
 
 @settings
@@ -84,16 +48,35 @@ class Lookup(Comparison):
     """Does depth follow difficulty? Models that were trained on the lookup task."""
 
     tau: Share | None = None  # where pondering stops; by default where each run scored it
-    most: tuple[PositiveInt, ...] = ()  # steps that each may take, instead of its K
+    # steps that each may take, instead of its K: what the router says of its last one holds for the new ones
+    most: tuple[PositiveInt, ...] = ()
+    other, by, keeps_means = True, ["most", "lookups"], True
+    columns = {name: name for name in ("method", "K", "most", "seeds", "lookups")}
+    columns |= {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"}
 
-    def draw(self):
-        def rows(runs, device):
-            return lookup_rows(runs, self.tau, device, self.data, self.most)
+    def measure(self, run):
+        """A row for each number of steps and of lookups, 0 for filler; asked of at most 1024 lines."""
+        subject, shape, found = self.subject(run, 1024), run.shape, []
+        for n in self.most or [shape.ponder_steps]:
+            if n < shape.ponder_steps:
+                raise UserError(f"--most {n}: {run.path} takes {shape.ponder_steps} steps already")
+            if n != shape.ponder_steps:
+                grown = replace(shape, ponder_steps=n, router_offset=longer(shape, n))
+                subject.model = start_from(run.path, grown).to(subject.windows.device).eval()
+            asked, right, steps, _ = answers(subject)
+            tokens = pd.DataFrame({"accuracy": right.double(), "steps": steps.double()})
+            rows = tokens.groupby(asked.numpy()).mean()
+            rows = rows.reindex(range(longest_of(subject.tokenizer) + 1)).rename_axis("lookups")
+            found.append(rows.reset_index().assign(most=n))
+        return pd.concat(found)
 
-        columns = {"method": "method", "K": "K:.0f", "most": "most:.0f", "seeds": "seeds:.0f"}
-        columns |= {"lookups": "lookups:.0f"}
-        columns |= {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"}
-        frame = self.frame("lookup", columns, rows)
+    def frame(self, runs):
+        frame = super().frame(runs)
+        # grown models differ in what K says already
+        frame["method"] = frame.method.str.replace(r", router_offset( -?[\d.]+)+", "", regex=True)
+        return frame.sort_values("K", kind="stable")
+
+    def picture(self, frame):
         x = "lookups that the next token takes (0: filler)"
         figure, (left, right) = new_figure(x, "", panels=2)
         names = frame.method + ", K = " + frame.K.map("{:.0f}".format)
@@ -128,7 +111,7 @@ def kind_rows(subject):
     one with the fewest. The first row is of all tokens as they are, the last without the steps that
     neither read the table nor answer."""
     model, T = subject.model, subject.windows.size(1) - 1
-    _, steps = decoded(subject)
+    *_, steps = answers(subject)
     kinds = kinds_of(T, subject.tokenizer).to(subject.windows.device)
     idle = [KINDS.index(kind) for kind in KINDS if kind not in ("pair", "question")]
     rows, router = [], model.router
@@ -136,15 +119,11 @@ def kind_rows(subject):
         places = torch.isin(kinds, torch.tensor(stilled, device=kinds.device))
         mine = (places if stilled else ~places).repeat(len(subject.windows)).cpu()
         model.router = Stilled(router, places)
-        asked, right, _ = answers(subject)
+        asked, right, _, left = answers(subject)
         found = pd.Series(right.double()).groupby(asked.numpy()).mean().drop(0, errors="ignore")
-        left = decoded(subject)[1].double().mean().item()
-        row = {
-            "kind": name,
-            "tokens": mine.double().mean().item(),
-            "steps": steps[mine].double().mean().item(),
-        }
-        rows.append(row | {"steps_left": left, "right_left": found.mean(), "worst_left": found.min()})
+        row = {"kind": name, "tokens": mine.double().mean().item()}
+        row |= {"steps": steps[mine].double().mean().item(), "steps_left": left.double().mean().item()}
+        rows.append(row | {"right_left": found.mean(), "worst_left": found.min()})
     model.router = router
     return pd.DataFrame(rows)
 
@@ -155,20 +134,14 @@ class Kinds(Comparison):
 
     tau: Share | None = None  # where pondering stops; by default where each run scored it
 
-    def draw(self):
-        def numbers(run, device):
-            if not run.method.has_router:
-                raise UserError(f"{run.path} is of method {run.shape.method}: it has no router")
-            return kind_rows(open_subject(run.path, 400, self.tau, device, self.data, other=True))
+    other, by, keeps_means = True, ["kind"], True
+    columns = ABOUT | {"kind": "kind", "share of tokens": "tokens:.3f", "steps": "steps:.2f"}
+    columns |= {"steps without": "steps_left:.2f", "right without": "right_left:.3f"}
+    columns |= {"fewest right": "worst_left:.3f"}
 
-        def rows(runs, device):
-            found = by_run(runs, lambda run: numbers(run, device), one_text=not self.data)
-            return over_seeds(found, ["kind"])
-
-        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "kind": "kind"}
-        columns |= {"share of tokens": "tokens:.3f", "steps": "steps:.2f", "steps without": "steps_left:.2f"}
-        columns |= {"right without": "right_left:.3f", "fewest right": "worst_left:.3f"}
-        self.frame("kinds", columns, rows)
+    def measure(self, run):
+        needs_router(run)
+        return kind_rows(self.subject(run, 400))
 
 
 # -- What thinking is worth ------------------------------------------------------------------------
@@ -205,8 +178,8 @@ def worth_rows(runs, tau, data, device):
     subjects = [open_subject(run.path, 1024, tau, device, data, other=True) for run in runs]
     rows = []
     for run, subject, time_ in zip(runs, subjects, seconds(subjects), strict=True):
-        asked, right, _ = answers(subject)
-        steps, layers = decoded(subject)[1].double().mean().item(), run.shape.num_hidden_layers
+        asked, right, _, steps = answers(subject)
+        layers, steps = run.shape.num_hidden_layers, steps.double().mean().item()
         one = {"model": NAMES[run.shape.method], "layers": layers, "seed": run.config.seed}
         one |= {"learning_rate": run.config.learning_rate, "steps": trained_steps(run)}
         one |= {"last_stage": run.config.steps}

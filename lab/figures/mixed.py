@@ -8,15 +8,14 @@ right        the share of the questions whose answer is the most probable token
 steps        executed at tau, mean over these tokens
 """
 
+from dataclasses import replace
+
 import pandas as pd
 import torch
 
-from analyze import by_token
 from lab.corpora.lookup import longest_of, lookups_asked
-from lab.engine.states import stopped_states
-from lab.figures.comparing import Comparison, by_run, over_seeds
-from lab.figures.subject import open_subject
-from lab.figures.tables import tabulate
+from lab.figures.comparing import ABOUT, Comparison
+from lab.figures.subject import decoded
 from model import Share, settings
 
 
@@ -27,21 +26,13 @@ def is_line(rows, tokenizer):
 
 def kind_rows(subject):
     """A row for each kind, of one run."""
-    model, tokenizer, rows = subject.model, subject.tokenizer, subject.windows
-
-    def find(x, y):
-        found = []
-        for tau in (subject.tau, 0.0):
-            h, s, steps = stopped_states(model, x, tau)
-            h_hat = model.integrate(h, s, steps)
-            found += [model.cross_entropy(h_hat, y), steps, model.lm_head(h_hat).argmax(-1) == y]
-        return found
-
+    tokenizer, rows = subject.tokenizer, subject.windows.cpu()
     puzzle = is_line(rows, tokenizer)
     asked = torch.full((len(rows), rows.size(1) - 1), -1)
-    asked[puzzle.cpu()] = lookups_asked(rows[puzzle, :-1], tokenizer).cpu()
-    asked, of_puzzle = asked.flatten(), puzzle.cpu().repeat_interleave(rows.size(1) - 1)
-    loss, steps, right, all_steps, *_ = by_token(rows, find)
+    asked[puzzle] = lookups_asked(rows[puzzle, :-1], tokenizer)
+    asked, of_puzzle = asked.flatten(), puzzle.repeat_interleave(rows.size(1) - 1)
+    loss, steps, right = decoded(subject)
+    all_steps, *_ = decoded(replace(subject, tau=0.0))
     kinds = {"prose": ~of_puzzle, "puzzles": of_puzzle}
     kinds |= {str(n): asked == n for n in range(1, longest_of(tokenizer) + 1)}
     columns = {"loss": loss, "all_steps": all_steps, "steps": steps, "right": right}
@@ -58,14 +49,9 @@ class Mixed(Comparison):
 
     tau: Share | None = None  # where pondering stops; by default where each run scored it
 
-    def draw(self):
-        def rows(runs, device):
-            def numbers(run):
-                return kind_rows(open_subject(run.path, 2000, self.tau, device, self.data, other=True))
+    other, by = True, ["kind"]
+    columns = ABOUT | {"kind": "kind", "loss": "loss:.4f", "with all steps": "all_steps:.4f"}
+    columns |= {"steps": "steps:.2f", "right": "right:.3f"}
 
-            return by_run(runs, numbers, one_text=not self.data)
-
-        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "kind": "kind"}
-        columns |= {"loss": "loss:.4f", "with all steps": "all_steps:.4f", "steps": "steps:.2f"}
-        columns |= {"right": "right:.3f"}
-        self.frame("mixed", lambda frame: tabulate(over_seeds(frame, ["kind"]), columns), rows)
+    def measure(self, run):
+        return kind_rows(self.subject(run, 2000))

@@ -3,8 +3,6 @@
 code         paper         shape         meaning
 windows                    (W, T+1)      token ids; n = W T tokens are read and as many predicted
 steps        K-hat         (n,)          executed steps of each token, at tau
-s, w         s, w          (n, K+1)      step distribution and mask score
-ce           CE_i          (n, K+1)      loss in nats, integration truncated after step i, renormalised
 """
 
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from analyze import by_token, truncate
+from analyze import by_token
 from data import Tokenizer, Windows
 from lab.engine.states import stopped_states
 from lab.evaluation.texts import validation_windows
@@ -41,25 +39,14 @@ def open_subject(path, windows=256, tau=None, device="cpu", data=None, other=Fal
     return Subject(Path(path), load(path).to(device), tokenizer, val, rows.to(device), tau)
 
 
-def measure(subject):
-    """s, w and ce of each token, with soft masks and all K steps. On the CPU."""
-    model = subject.model
-
-    def find(x, y):
-        # The mean over tokens keeps nothing of the default tolerance, a single token 0.01 nats.
-        h, s, log_w = model.jacobi(x, tolerance=1e-6) if model.iterates else model.states(x)
-        ce = [model.cross_entropy(truncate(h, s, i), y) for i in range(s.size(-1))]
-        return s, log_w.exp(), torch.stack(ce, dim=-1)
-
-    return by_token(subject.windows, find)
-
-
 def decoded(subject):
-    """Loss and steps of each token, hard-stopped at tau, as decoding has them. -> (n,), (n,)"""
+    """Of each token as decoding has it, hard-stopped at tau: the loss, the steps, and whether the token that
+    follows is the most probable one. -> (n,) each"""
     model = subject.model
 
     def find(x, y):
         h, s, steps = stopped_states(model, x, subject.tau)
-        return model.cross_entropy(model.integrate(h, s, steps), y), steps
+        h_hat = model.integrate(h, s, steps)
+        return model.cross_entropy(h_hat, y), steps, model.lm_head(h_hat).argmax(-1) == y
 
     return by_token(subject.windows, find)

@@ -2,12 +2,12 @@
 
 frame       a pandas.DataFrame, a row for each line of the table; NaN: nothing to measure
 columns     {title: "key:format"}, what a table shows of a frame
-table       columns, or a function that makes cells of a frame
+cells       a frame of text, what the table has
 """
 
 import pandas as pd
 
-from data import UserError, write_whole
+from data import write_whole
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 COLORS = ["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777"]
@@ -18,7 +18,7 @@ def show(value, form, std=None):
     """A number, with its standard deviation if there is one; '-' where there is no number."""
     if pd.isna(value):
         return "-"
-    return f"{value:{form}}" + ("" if pd.isna(std) else f" ± {std:{form}}")
+    return f"{value:{form}}" + ("" if pd.isna(std) else f" ± {std:{form.removeprefix('+')}}")
 
 
 def tabulate(frame, columns):
@@ -35,33 +35,13 @@ def markdown(cells):
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
 
-def save(out, name, rows, table):
-    """Keep the numbers of a figure, or without any take the kept ones; print their table.
-
-    Args:
-        rows: a frame; None: they are in out/<name>.csv
-
-    Returns:
-        the frame, as the file has it, so that a redrawn figure is the same to the byte.
-
-    Raises:
-        UserError: there are no numbers, or others.
-    """
-    file = out / f"{name}.csv"
-    if rows is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_whole(file, lambda part: rows.to_csv(part, index=False))
-    if not file.is_file():
-        raise UserError(f"{file} does not exist: draw it once without --redraw")
-    try:
-        frame = pd.read_csv(file)
-        text = markdown(table(frame) if callable(table) else tabulate(frame, table))
-    except (ValueError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{file} is damaged ({reason}): draw it once without --redraw") from None
+def save(out, name, frame, cells):
+    """Keep the numbers of a figure as out/<name>.csv, the cells of their table as .md, and print it."""
+    text = markdown(cells)
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / f"{name}.csv", lambda part: frame.to_csv(part, index=False))
     write_whole(out / f"{name}.md", lambda part: part.write_text(text, encoding="utf-8"))
     print(text)
-    return frame
 
 
 def new_figure(x, y, panels=1):

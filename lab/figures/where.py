@@ -18,9 +18,8 @@ import pandas as pd
 import torch
 from torch import nn
 
-from data import UserError
-from lab.figures.comparing import Comparison, by_run, over_seeds
-from lab.figures.subject import decoded, open_subject
+from lab.figures.comparing import ABOUT, Comparison, needs_router
+from lab.figures.subject import decoded
 from lab.figures.tables import COLORS, new_figure, save_figure
 from model import Count, Share, settings
 
@@ -80,7 +79,7 @@ class Permuted(nn.Module):
 
 def where_rows(subject):
     """{group, kind, tokens (the share of all), steps, loss}, a row for each kind."""
-    loss, steps = (x.double().numpy() for x in decoded(subject))
+    loss, steps, _ = (x.double().numpy() for x in decoded(subject))
     K = subject.model.config.ponder_steps
     kinds = [*kinds_of(subject.windows.cpu(), subject.tokenizer), [f"{k:.0f}" for k in steps]]
     rows = []
@@ -92,7 +91,7 @@ def where_rows(subject):
             found.tokens = found.tokens.fillna(0)
         rows.append(found.assign(group=group))
     router, subject.model.router = subject.model.router, Permuted(subject.model.router)
-    other_loss, other_steps = (x.double().numpy() for x in decoded(subject))
+    other_loss, other_steps, _ = (x.double().numpy() for x in decoded(subject))
     subject.model.router = router
     control = {"kind": ["its own", "another token's"], "steps": [steps.mean(), other_steps.mean()]}
     control |= {"loss": [loss.mean(), other_loss.mean()], "tokens": 1.0, "group": GROUPS[-1]}
@@ -105,19 +104,15 @@ class Where(Comparison):
 
     windows: Count = 512  # of the validation text
     tau: Share | None = None  # where pondering stops; by default where each run scored it
+    by, keeps_means = ["group", "kind"], True
+    columns = ABOUT | {"group": "group", "kind": "kind", "share of tokens": "tokens:.3f"}
+    columns |= {"steps": "steps:.2f", "loss": "loss:.3f"}
 
-    def draw(self):
-        def numbers(run, device):
-            if not run.method.has_router:
-                raise UserError(f"{run.path} is of method {run.shape.method}: it has no router")
-            return where_rows(open_subject(run.path, self.windows, self.tau, device, self.data))
+    def measure(self, run):
+        needs_router(run)
+        return where_rows(self.subject(run, self.windows))
 
-        def rows(runs, device):
-            return over_seeds(by_run(runs, lambda run: numbers(run, device)), ["group", "kind"])
-
-        columns = {"method": "method", "K": "K:.0f", "seeds": "seeds:.0f", "group": "group", "kind": "kind"}
-        columns |= {"share of tokens": "tokens:.3f", "steps": "steps:.2f", "loss": "loss:.3f"}
-        frame = self.frame("where", columns, rows)
+    def picture(self, frame):
         first = next(iter(frame.groupby(["method", "K"], sort=False)))[1]
         figure, panels = new_figure("executed steps after the token, mean", "", panels=3)
         for axes, group in zip(panels, GROUPS, strict=False):

@@ -48,13 +48,10 @@ def find_model(run=None, otherwise=None):
         if not is_model(place := locate(run)):
             raise UserError(f"{run} holds no {SINGLE}: give the directory of a model")
         return place
-    try:
-        return newest_run()
-    except UserError:
-        if otherwise is None:
-            raise
+    found = newest_run(otherwise=otherwise)
+    if found == otherwise:
         print(f"there is no run in out/ yet: this is the model that comes with the code, {otherwise.name}")
-        return otherwise
+    return found
 
 
 # -- Models ----------------------------------------------------------------------------------------
@@ -125,13 +122,10 @@ def load(directory):
     return model.eval()
 
 
-def save(model, directory, exact=False, begin=None, end=None):
-    """As model.save; a model with K = 0 as a Llama or a GPT-NeoX of transformers.
-
-    That has the embedding scale in its table, and the tokenizer's ids of the `begin` and `end` of a text.
-    `exact` keeps scale and table apart, for training to go on.
-    """
-    if model.config.method != "vanilla" or exact:
+def save(model, directory, begin=None, end=None):
+    """As model.save; a model with K = 0 as a Llama or a GPT-NeoX of transformers, which has the embedding
+    scale in its table, and the tokenizer's ids of the `begin` and `end` of a text."""
+    if model.config.method != "vanilla":
         root.save(as_root(model), directory)
     else:
         to_others(model, {"bos_token_id": begin, "eos_token_id": end}).save_pretrained(directory)

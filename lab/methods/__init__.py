@@ -1,22 +1,22 @@
-"""Other methods on PonderLM-3's own backbone, one file each, found by the name of their file.
+"""Other methods on PonderLM-3's own backbone. To add a method, add a file here.
 
 A method is a subclass of PonderLM3 or FixedDepth, in a file of its name; `mor-token` is in mor.py:
-what follows a hyphen tells the methods of one file apart. To add a method, add a file.
+what follows a hyphen tells the methods of one file apart.
 
 It declares the first row always, the others where it differs, as any method of model.PonderLM:
 
 method, title                             --method, and its name in tables and figures
 Config, defaults, unused                  settings of its own, implied ones, ignored ones
-has_router, mixes                         is s learned? do all states predict, weighted by it?
+has_router                                is s learned?
 iterates, grid                            are its states a Jacobi fixed point? or K+1 exact passes?
 feed_back, mask_keys, integrate           inputs of the next slots; log w of keys; what predicts
 states, route, ponder_token, new_cache    all tokens at once; their s; one token behind a cache
 param_groups                              learning rates; a learned number belongs in a module of its own
 objective                                 its loss in training
-training_forwards                         what it costs
+training_forwards                         slots that run for a token in training
 
 Whoever overrides states, ponder_token or a part of them is decoded by engine/simple.py, one text at a time.
-cost.py adds up what a token costs. `python -m pytest tests -k NAME` runs the tests of one method.
+`python -m pytest tests -k NAME` runs the tests of one method.
 """
 
 import pkgutil
@@ -71,11 +71,9 @@ class PonderLM3(PonderLM):
     defaults = {}  # settings that the name of the method implies
     unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks
     has_router = True  # a learned s and early exit
-    mixes = True  # where there is a router: all states predict together, weighted by s
     iterates = True  # its states are a fixed point of the Jacobi iteration
     grid = False  # slot k sees slots up to k only, see grid.py
     priced = True  # does its loss have a price on steps?
-    interleaves = True  # in its longest pass there are keys of S slots for every token, not one
     feedback_rate = 1.0  # learning rate of g, times the peak
 
     def __init__(self, config):
@@ -135,20 +133,14 @@ def last_alone(h, steps):
     return h.gather(-2, at)[..., 0, :]
 
 
-def methods_in(file):
-    """The classes of a file of this folder that declare a method."""
-    module = import_module(f"{__name__}.{file}")
-    kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
-    return [kind for kind in kinds if kind.__module__ == module.__name__ and "method" in vars(kind)]
-
-
-def files():
-    return [file.name for file in pkgutil.iter_modules(__path__) if not file.name.startswith("_")]
-
-
 def all_methods():
-    """The classes of all methods, PonderLM-3 first."""
-    return [PonderLM3, *(kind for file in files() for kind in methods_in(file))]
+    """The classes of all methods, PonderLM-3 first: those that declare one, in the files of this folder."""
+    found = [PonderLM3]
+    for file in pkgutil.iter_modules(__path__):
+        module = import_module(f"{__name__}.{file.name}")
+        kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
+        found += [kind for kind in kinds if kind.__module__ == module.__name__ and "method" in vars(kind)]
+    return found
 
 
 def find(name):
@@ -157,14 +149,10 @@ def find(name):
     Raises:
         UserError: there is none of this name.
     """
-    if name == PonderLM3.method:
-        return PonderLM3
-    file = str(name).partition("-")[0]
-    found = [kind for kind in methods_in(file) if kind.method == name] if file in files() else []
-    if not found:
-        known = ", ".join(kind.method for kind in all_methods())
-        raise UserError(f"method {name!r} is not one of {known}")
-    return found[0]
+    known = {kind.method: kind for kind in all_methods()}
+    if name not in known:
+        raise UserError(f"method {name!r} is not one of {', '.join(known)}")
+    return known[name]
 
 
 def find_backbone(name):
@@ -215,16 +203,12 @@ def check_settings(config):
             raise UserError(f"backbone_options of {config.backbone}: {one_line(error)}") from None
     if not isinstance(config, kind.Config):
         raise ValueError(f"{config.method} has a {kind.Config.__name__}; make it by configure()")
+    who = dict.fromkeys(getattr(backbone, "unused", ()), config.backbone)
+    who |= dict.fromkeys(unused_settings(kind), config.method)
     for one in fields(config):
-        if (value := getattr(config, one.name)) == one.default:
-            continue
-        for who, unused in (
-            (config.method, unused_settings(kind)),
-            (config.backbone, getattr(backbone, "unused", ())),
-        ):
-            if one.name in unused:
-                way_out = f"leave it at {one.default}"
-                raise UserError(f"{one.name} = {value}: {who} does not follow it; {way_out}")
+        if one.name in who and (value := getattr(config, one.name)) != one.default:
+            wrong = f"{one.name} = {value}: {who[one.name]} does not follow it"
+            raise UserError(f"{wrong}; leave it at {one.default}")
 
 
 def build(config):

@@ -20,7 +20,7 @@ class LoopedLM(FixedDepth):
     """Also what other methods of K+1 passes, each with keys of its own, override."""
 
     method, title = "looped", "LoopedLM"
-    iterates = interleaves = False
+    iterates = False
 
     def next_input(self, x, e, y, h):
         """The input of the next loop; e are the embeddings. (B, T, D) each."""

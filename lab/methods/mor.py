@@ -11,9 +11,8 @@ logit      l_t       (B, T)       the router's verdict: another recursion?
 gate       g_t       (B, T)       how much of a recursion's output is added
 
 Expert-choice: each recursion chooses its tokens, a fixed number of a sequence. Which token is
-chosen then depends on those after it, so that top-k cannot decode, and its perplexity would be
-read from the future. Only training uses top-k here; all else goes on while the router says so.
-Token-choice: each token chooses its depth at the start. Causal as it is.
+chosen then depends on those after it: only training uses top-k, all else goes on while the router
+says so. Token-choice: each token chooses its depth at the start. Causal as it is.
 """
 
 import torch
@@ -108,10 +107,7 @@ class ExpertChoice(MoR):
         return torch.zeros_like(active).scatter(1, top, True)
 
     def recursions(self, idx, top_k=None):
-        """h (B, T, S, D), s, log_w (B, T, S) and the routers' loss. top_k None: in training only.
-
-        Scores that are published never come from top_k=True.
-        """
+        """h (B, T, S, D), s, log_w (B, T, S) and the routers' loss. top_k None: in training only."""
         top_k = self.training if top_k is None else top_k
         x, h, depth, loss = self.embed(idx), [], 0, 0.0
         active = torch.ones_like(idx, dtype=torch.bool)
@@ -196,8 +192,5 @@ class TokenChoice(MoR):
 
     @staticmethod
     def training_forwards(config, steps):
-        """Training decides how many: 1 + steps of the tokens themselves.
-
-        (A batch of sequences is padded to the one with the most tokens at each depth.)
-        """
+        """Those of the tokens themselves: a batch is padded to the row with the most tokens at each depth."""
         return 1 + steps

@@ -65,7 +65,7 @@ class KeptKeys:
 class Ouro(LoopedLM):
     method, title = "ouro", "Ouro"
     Config = OuroConfig
-    has_router, mixes = True, False
+    has_router = True
     unused = ("router_offset", "penalty", "penalty_weight")
 
     def __init__(self, config):

@@ -8,11 +8,25 @@ import torch
 from lab_helpers import ROOT
 
 from lab import bench
-from lab.memory import bytes_of_step, forms, peak_bytes, recomputing, saved_bytes
+from lab.memory import bytes_of_step, forms, peak_bytes, recomputing, step_on_cpu
 from model import Config, PonderLM
 from train import PRESETS
 
 SHAPE = Config(3000, 64, 160, 2, 4, num_key_value_heads=2, head_dim=24, block_size=64, ponder_steps=2)
+
+
+def saved_bytes(c, B, R):
+    """Bytes that autograd saves of a step, without the weights: each storage once."""
+    run, model = step_on_cpu(c, B, R)
+    weights, saved = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(x):
+        saved[x.untyped_storage().data_ptr()] = x  # which keeps it, so that no other takes its place
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run()
+    return sum(x.untyped_storage().nbytes() for place, x in saved.items() if place not in weights)
 
 
 @pytest.mark.parametrize("windows, R", [(1, 2), (3, 2), (2, 0)])

@@ -343,11 +343,12 @@ def test_shared_contexts(model, monkeypatch):
 
     monkeypatch.setattr("lab.engine.batching.settle", counted)
     a, b, c = prompts(3, 9)
-    texts, steps, expected = [b, a, b, c, b, a], [[] for _ in range(6)], []
+    texts = [b, a, b, c, b, a]
+    steps, expected = ([[] for _ in texts] for _ in range(2))
     engine = Engine(model, 6, tau=0.3, prefill="jacobi")
     found = engine.generate(texts, 8, read=steps, **SAMPLING)
     assert found == generate(model, texts, 8, tau=0.3, read=expected, **SAMPLING)
-    assert [k for one in steps for k in one] == expected and read[0] == 3
+    assert steps == expected and read[0] == 3
 
 
 # -- How it runs -----------------------------------------------------------------------------------
@@ -543,8 +544,6 @@ def test_refusals(decoder, model, call):
     if texts := call.get("prompts"):
         name = "prompt 2 of 2" if len(texts) > 1 else "the prompt"
         asked["prompts"] = texts
-    if decoder is generate and len(asked["prompts"]) > 1:
-        name = "the prompt"  # it sees one after the other
     with pytest.raises(SystemExit, match=f"^error: {name} "):
         command_line(lambda: decoder(model, asked.pop("prompts"), 2, **asked))
 

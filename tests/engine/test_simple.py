@@ -19,7 +19,7 @@ def test_seeds_and_independence():
 
 def test_choices():
     """Catches top-k or top-p that keeps one too many or few, and an unused temperature."""
-    logits, u = torch.tensor([0.1, 0.4, 0.2, 0.3]).log(), uniform(0, 1000)
+    logits, u = torch.tensor([0.1, 0.4, 0.2, 0.3]).log(), uniform(0, 0, 1000)
     draw = lambda *args: set(choose_finite(logits.expand(1000, 4), u, *args).tolist())  # noqa: E731
     assert draw(0, None, None) == {1}
     assert draw(1, None, None) == {0, 1, 2, 3}
@@ -34,7 +34,7 @@ def test_choices():
 @pytest.mark.parametrize("args", [(1.0,), (0.5,), (1.0, 3), (1.0, None, 0.65)])
 def test_frequencies(args):
     """Catches tokens chosen more or less often than their probability, and rows mixed up."""
-    rows, u = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.7, 0.0, 0.2, 0.1]]), uniform(1, 20_000)
+    rows, u = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.7, 0.0, 0.2, 0.1]]), uniform(1, 0, 20_000)
     for row in rows:
         p = row ** (1 / args[0])
         if len(args) == 2:

@@ -13,9 +13,8 @@ from foreign import KINDS, make_tokenizer
 from lab_helpers import same_weights, save_for_bytes, small_model
 
 from data import Tokenizer, UserError, read_json
-from lab.evaluation import perplexity
-from lab.evaluation.__main__ import Options, main
-from lab.evaluation.perplexity import score_texts
+from lab.evaluation import __main__ as perplexity
+from lab.evaluation.__main__ import Options, main, score_texts
 from lab.evaluation.scoring import cut, score
 from lab.evaluation.texts import own_texts, validation_text
 from lab.interop.weights import load, save

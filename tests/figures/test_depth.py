@@ -69,14 +69,10 @@ def test_drawn_share():
 
 
 def test_command(make_run, tmp_path):
-    """Catches a run of another method, and a figure that cannot be drawn again from its numbers."""
+    """Catches a run of another method, and a figure that cannot be drawn."""
     with pytest.raises(UserError, match="--method drawn"):
         Depth((make_run("plain", 1.0, 0),), out=tmp_path / "out").draw()
-    rows = pd.DataFrame(
-        {"method": "drawn", "K": 2, "seed": 0} | row for row in depth_rows(drawn_model(), WINDOWS)
-    )
-    (tmp_path / "out").mkdir()
-    rows.to_csv(tmp_path / "out/depth.csv", index=False)
-    Depth(out=tmp_path / "out", redraw=True).draw()
-    assert (tmp_path / "out/depth.png").read_bytes()[:4] == b"\x89PNG"
-    assert len((tmp_path / "out/depth.md").read_text().splitlines()) == 2 + 10
+    who, figure = {"method": "drawn", "K": 2, "seed": 0}, Depth(out=tmp_path)
+    rows = pd.DataFrame(who | row for row in depth_rows(drawn_model(), WINDOWS))
+    figure.picture(rows)
+    assert (tmp_path / "depth.png").read_bytes()[:4] == b"\x89PNG" and len(figure.table(rows)) == 10

@@ -23,9 +23,9 @@ from py_mini_racer import MiniRacer
 
 from data import Tokenizer, UserError
 from lab.corpora import lookup
-from lab.engine.puzzle import chain_from
 from lab.figures import explainer
 from lab.figures.__main__ import main
+from lab.figures.puzzle import chain_from
 from lab.interop.weights import INCLUDED, PUZZLES, load, save
 from train import PRESETS
 

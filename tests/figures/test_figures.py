@@ -12,7 +12,7 @@ import analyze
 from data import UserError, command_line
 from lab.figures.__main__ import FIGURES, main
 from lab.figures.difficulty import Difficulty, gains, reference_losses, shifts
-from lab.figures.subject import decoded, measure, open_subject
+from lab.figures.subject import decoded, open_subject
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -21,24 +21,18 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize("method", ["ponderlm3", "grid"])
 @torch.no_grad()
 def test_measured_is_what_decoding_does(tau, method, subject):
-    """Catches soft masks where hard ones are said, and the other way round; losses of another depth; and a
-    Jacobi iteration on the grid."""
+    """Catches soft masks where hard ones are said; and a Jacobi iteration on the grid."""
     model = small_model(seed=2, method=method)
     one = subject(model, windows=2, tau=tau)
-    (loss, steps), (s, w, ce), at = decoded(one), measure(one), 0
+    (loss, steps, _), at = decoded(one), 0
     for row in one.windows:
-        cache, states = model.new_cache(), model.states(row[None, :-1])
+        cache = model.new_cache()
         for t in range(8):
             logits, k = model.ponder_token(int(row[t]), t, cache, tau)
             assert loss[at].item() == pytest.approx(F.cross_entropy(logits, row[t + 1]).item(), abs=3e-5)
             assert steps[at] == k
-            mixed = model.integrate(states[0][:, t : t + 1], states[1][:, t : t + 1], torch.tensor([[3]]))
-            last = model.cross_entropy(mixed, row[None, t + 1 : t + 2])
-            assert ce[at, 3].item() == pytest.approx(last.item(), abs=1e-3)
-            torch.testing.assert_close(w[at], states[2][0, t].exp(), rtol=0, atol=1e-3)
-            assert w[at, 1:].tolist() == pytest.approx(s[at].flip(0).cumsum(0).flip(0)[1:].tolist())
             at += 1
-    assert ce[:, 0].std() > 0.1 and at == len(ce) == len(loss)
+    assert at == len(loss)
 
 
 def test_difficulty(trained, tmp_path, subject):

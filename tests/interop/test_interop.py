@@ -15,7 +15,7 @@ from data import UserError
 from lab.engine.batching import Engine
 from lab.engine.simple import generate
 from lab.interop.__main__ import main as convert
-from lab.interop.weights import load, read_config, save
+from lab.interop.weights import as_root, load, read_config, save
 from lab.methods import PonderLM3
 
 
@@ -87,7 +87,7 @@ def test_scale_is_folded_in(tmp_path, tied, backbone):
     model = small_model(ponder_steps=0, tie_word_embeddings=tied, **backbone).float()
     assert model.config.scale != 1
     save(model, tmp_path / "theirs")
-    save(model, tmp_path / "exact", exact=True)
+    root.save(as_root(model), tmp_path / "exact")
     idx = ids(2, 20) % 31
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     for other in (theirs, load(tmp_path / "theirs")):
@@ -126,7 +126,7 @@ def test_what_the_root_cannot_read(tmp_path, kwargs):
     nothing is lost in other ways: see test_files of the methods."""
     model = small_model(**kwargs).float()
     model.model.layers[0] = torch.compile(model.model.layers[0])
-    save(model, tmp_path, exact=True)
+    root.save(as_root(model), tmp_path)
     again = load(tmp_path)
     assert again.config == model.config and ("backbone" in read_json(tmp_path)) == (kwargs != {})
     assert all(torch.equal(x, again.state_dict()[name]) for name, x in interop.tensors_of(model).items())

@@ -19,10 +19,11 @@ from data import UserError, Windows
 from lab.engine.batching import Engine
 from lab.engine.simple import generate
 from lab.interop.warm_start import follows, start_from
-from lab.interop.weights import is_model, load, read_config, save
+from lab.interop.weights import as_root, is_model, load, read_config, save
 from lab.methods import all_methods, build, configure
 from lab.train import LabConfig, open_text, parse, read_run, train
 from model import load as root_load
+from model import save as root_save
 from train import evaluate, pick_tokenizer
 
 
@@ -316,7 +317,7 @@ def test_more_steps_of_other_methods(config, llama, method):
     K, first = model.config.ponder_steps, llama.parent / "first"
     for x in model.parameters():
         torch.nn.init.normal_(x.data, std=0.02)
-    save(model, first, exact=True)
+    root_save(as_root(model), first)
     shutil.copy(llama / "tokenizer.json", first)
     config, shape = going_on(config, first, "--ponder-steps", str(K + 1), "--name", "grown")
     config = replace(config, steps=2)

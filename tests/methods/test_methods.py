@@ -11,10 +11,10 @@ import lab.methods as methods
 from attention import eager
 from data import UserError
 from lab.engine import simple
-from lab.interop.weights import load, save
+from lab.interop.weights import as_root, load
 from lab.methods import PonderConfig, PonderLM3, all_methods, build, configure, find
-from lab.methods.cost import cost
 from lab.train import parse
+from model import save as root_save
 from sample import stream
 from train import train
 
@@ -91,7 +91,7 @@ def test_files(method, kwargs, tmp_path):
     """Catches a parameter or setting that is lost on the way to a file and back, and a class that
     reads another one's weights."""
     model, idx = method_model(method, **kwargs).float(), texts()
-    save(model, tmp_path, exact=True)
+    root_save(as_root(model), tmp_path)
     loaded = load(tmp_path)
     assert type(loaded) is type(model) and loaded.config == model.config
     with torch.no_grad():
@@ -422,5 +422,5 @@ def test_a_new_method_is_one_file(config, shape, monkeypatch, tmp_path):
     run, _ = train(replace(config, steps=3), shape, build, find("mine").objective)
     model = load(run)
     assert (model.config.gain, model.title, len([*stream(model, [1], 3)])) == (-0.5, "My method", 3)
-    assert cost(model.config, 1).training_forwards == 42
+    assert model.training_forwards(model.config, 1) == 42
     assert model.title in [kind.title for kind in all_methods()]

@@ -8,7 +8,7 @@ from lab_helpers import small_model
 
 from data import UserError
 from lab.corpora import lookup
-from lab.engine import puzzle
+from lab.figures import puzzle
 from lab.figures.puzzle import Puzzle, main
 from lab.interop.weights import INCLUDED
 from model import rotate
