@@ -3,7 +3,8 @@
     python -m lab bench attention     the forms of soft-mask attention against plain attention
     python -m lab bench step          a training step against plain passes over as many slots
     python -m lab bench memory        what a training step takes, by lab/memory.py; what fits; hours
-    python -m lab bench decoding      early exit against all steps and sample.py
+    python -m lab bench decoding      early exit against all steps; against transformers
+    python -m lab bench goals         which of a GPU's goals the results of the others meet
 
 Things that are compared take turns, so that a machine that slows down slows all of them. Tables are printed,
 and written to <out>/attention-<device>.json, train-<preset>-<device>.json, decode-<run>-<device>.json or
@@ -12,6 +13,7 @@ memory-<preset>[-<block size>]-cpu.json.
 
 import platform
 import statistics
+import tempfile
 import time
 from dataclasses import asdict, replace
 from itertools import product
@@ -27,14 +29,16 @@ from torch.utils.benchmark import Timer, timer
 
 import sample
 from attention import BACKENDS, auto, sdpa
-from data import UserError, command_line, one_line, pick_device, write_json
+from data import UserError, command_line, one_line, pick_device, read_json, reading, write_json
 from lab import kernels  # noqa: F401 - which adds `exact` to BACKENDS
 from lab.common import autocast, progress
 from lab.engine.batching import Engine, serves
 from lab.engine.request import check_request
 from lab.evaluation.texts import validation_windows
-from lab.interop.weights import find_model, load
+from lab.interop.warm_start import BACKBONE
+from lab.interop.weights import find_model, load, save
 from lab.memory import bytes_of_step, forms, peak_bytes, slots_of_passes, step_on_cpu
+from lab.methods import PonderConfig, build
 from model import Count, PonderLM, settings
 from train import PRESETS, compile_blocks, objective, pick_precision
 
@@ -42,6 +46,8 @@ Some = Annotated[tuple[TypeVar("T"), ...], Field(min_length=1)]  # for a flag: S
 Preset = Literal["tiny", "small", "70m", "410m"]
 SHORT = {"eager": 4096}  # slots up to which a form is measured: its N x N matrices take gigabytes
 WINDOWS = {"tiny": 256, "small": 64, "70m": 4, "410m": 1}  # of a step in 80 GB
+PEAK = 989e12  # FLOP/s of an H100 in bfloat16
+MFU = {"small": 0.25, "410m": 0.35}  # share of it that a training step should reach
 MIB = 2**20
 
 
@@ -200,9 +206,11 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
     if "plain" not in seconds:
         raise UserError(f"the plain step: {failed['plain']}; try fewer --windows than {B}")
     rows = []
+    flops = B * shape.block_size * flops_of_token(replace(shape, refinements=(o.R, o.R)))
     for name, time_ in seconds.items():
         row = {"case": name, "seconds": time_, "tokens_per_second": B * shape.block_size / time_}
-        rows.append(row | {"MiB": memory[name], "time_ratio": time_ / seconds["plain"]})
+        row |= {"MiB": memory[name], "time_ratio": time_ / seconds["plain"]}
+        rows.append(row | {"MFU": flops / time_ / PEAK if device.type == "cuda" else None})
     about = {"dtype": str(dtype), "preset": o.preset, "windows": B, "R": o.R, "shape": asdict(shape)}
     refused = [{"case": name, "why": why} for name, why in failed.items()]
     write(o.out, f"train-{o.preset}", device, **about, rows=rows, refused=refused)
@@ -269,7 +277,7 @@ def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
         rows.append(row)
     flops = flops_of_token(c)
     hours = [
-        {"GPUs": n, "MFU": mfu, "hours": flops * tokens / (n * mfu * 989e12) / 3600}
+        {"GPUs": n, "MFU": mfu, "hours": flops * tokens / (n * mfu * PEAK) / 3600}
         for n, mfu in product((1, 8), (0.25, 0.35))
     ]
     found = list(check_rows(c, B, R, o.repeats)) if o.check else []
@@ -321,6 +329,35 @@ def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, *
     return rows
 
 
+def llama(config):
+    """A model without thinking of the same shape, untrained, and the same in transformers."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    shape = {name: getattr(config, name) for name in (*BACKBONE, "block_size")}
+    vanilla = build(PonderConfig(**shape, method="vanilla", ponder_steps=0)).eval()
+    with tempfile.TemporaryDirectory() as directory:
+        save(vanilla, directory)
+        return AutoModelForCausalLM.from_pretrained(directory).eval(), vanilla
+
+
+def other_rows(models, prompts, new_tokens, repeats, compile=False, **how):
+    """Tokens a second of the engine and of transformers' generate, prompt included; models: of `llama`."""
+    theirs, ours = models
+    idx = torch.tensor(prompts, device=ours.lm_head.weight.device)
+    options = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(idx))
+    options |= dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
+    engine = Engine(ours, len(prompts), compile=compile, **how)
+    runs = {"ours": lambda: engine.generate(prompts, new_tokens, temperature=0.0)}
+    runs["theirs"] = lambda: theirs.generate(idx, **options)
+    seconds, _, _ = measure(runs, repeats, idx.device)
+    row = {"against": "transformers", "batch": len(prompts), "prompt": idx.size(1)}
+    row |= {f"{name}_tokens_per_second": len(prompts) * new_tokens / x for name, x in seconds.items()}
+    return [row | {"ratio": seconds["theirs"] / seconds["ours"]}]
+
+
 @settings
 class Decoding(Options):
     run: str | None = None  # directory of a trained PonderLM-3; None: the newest in out/
@@ -330,12 +367,12 @@ class Decoding(Options):
     new_tokens: Count = 64  # to generate for each
     tau: float = 1e-4  # where early exit stops
     alphas: Some[float] = (0.0, -2.0, -4.0)  # shifts of the router, which sweep the executed steps
-    precision: Literal["float32", "bfloat16"] = "float32"  # of the engine's products
+    precision: Literal["float32", "bfloat16"] = "float32"  # of the engine's products, and of transformers
     compile: bool = False  # on a CPU also compiled passes
 
 
 def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
-    """Early exit against all steps and sample.py."""
+    """Early exit against all steps and sample.py; a Llama of the shape against transformers."""
     device, directory = pick_device(o.device), find_model(o.run)
     model, dtype = load(directory).to(device), getattr(torch, o.precision)
     if not (serves(model) and model.has_router):
@@ -346,17 +383,52 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
     val = torch.from_numpy(windows.tokens[:2_000_000].astype("int64"))
     # Times do not depend on what is said beyond the window, and RoPE knows no end.
     window = max(model.config.block_size, max(o.prompts) + o.new_tokens)
-    model.config, rows = replace(model.config, block_size=window), []
+    model.config, rows, others = replace(model.config, block_size=window), [], []
+    both = [m.to(device) for m in llama(model.config)]
+    both[0].to(dtype)
     sizes = list(product(o.batch_sizes, o.prompts))
     for B, length in progress(sizes, "decoding", unit=" sizes", leave=False):
-        how = dict(compile=o.compile, dtype=dtype)
-        rows += exit_rows(model, prompts_of(val, B, length), o.new_tokens, o.tau, o.alphas, o.repeats, **how)
+        texts, how = prompts_of(val, B, length), dict(compile=o.compile, dtype=dtype)
+        rows += exit_rows(model, texts, o.new_tokens, o.tau, o.alphas, o.repeats, **how)
+        others += other_rows(both, texts, o.new_tokens, o.repeats, **how)
     about = {"run": directory.name, "parameters": sum(p.numel() for p in model.parameters()), "tau": o.tau}
     about |= {"precision": o.precision, "compile": o.compile}
-    write(o.out, f"decode-{directory.name}", device, **about, exit=rows)
+    write(o.out, f"decode-{directory.name}", device, **about, exit=rows, others=others)
+
+
+# -- The goals of a GPU ----------------------------------------------------------------------------
+
+
+def goals(o: Annotated[Options, tyro.conf.arg(name="")]):
+    """Which goals the results in --out meet: a row for each, of those that have been measured."""
+    rows = []
+
+    def goal(what, value, least=None, most=None):
+        passed = value >= least if most is None else value <= most
+        bound = f"at least {least}" if most is None else f"at most {most}"
+        rows.append({"goal": what, "found": value, "bound": bound, "": "passed" if passed else "FELL SHORT"})
+
+    for file in sorted(o.out.glob("*.json")):
+        found = read_json(file)
+        with reading(file):
+            for row in found.get("rows", []):
+                if row.get("backend") == "sdpa" and row["d"] in (56, 120):
+                    what = f"soft mask, time / plain attention, d = {row['d']}, {row['N']} slots"
+                    goal(what, row["time_ratio"], most=1.1)
+                if row.get("case") == "--compile" and found["preset"] in MFU:
+                    goal(f"{found['preset']}, compiled step, MFU", row["MFU"], least=MFU[found["preset"]])
+            for row in found.get("exit", []):
+                what = f"{found['run']}, batch {row['batch']}, {row['way']}: "
+                if row.get("saved"):
+                    goal(what + "saved time / saved slots", row["saved"], least=0.9)
+                if row["way"] == "all steps, no graphs" and row["batch"] == 1:
+                    goal(what + "time / that with graphs", row["time_ratio"], least=2)
+    if not rows:
+        raise UserError(f"{o.out} has no results of attention, step or decoding: run those first")
+    print(pd.DataFrame(rows).to_string(index=False, float_format="{:.3g}".format))
 
 
 if __name__ == "__main__":
-    commands = {command.__name__: command for command in (attention, step, memory, decoding)}
+    commands = {command.__name__: command for command in (attention, step, memory, decoding, goals)}
     how = dict(prog="python -m lab bench", description=__doc__)
     command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, **how))
