@@ -1,12 +1,10 @@
-"""Another transformer in the place of the Llama: every method, every decoder."""
+"""Another transformer in the place of the Llama. By the engine: engine/test_batching.py."""
 
 import pytest
 import torch
 from lab_helpers import LLAMA3, decode, small_model, tokens
 
 from data import UserError
-from lab.engine.batching import Engine
-from lab.engine.simple import generate
 from lab.methods import PonderConfig, all_methods, build, configure
 
 NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, router_scale=12.0)
@@ -38,28 +36,6 @@ def test_cached_decoding_equals_scoring(method, parallel):
     assert steps == out.steps[0].tolist()
     if method == "ponderlm3":
         assert len(set(steps)) > 1
-
-
-@pytest.mark.parametrize("graphs", [False, True], ids=["host", "static"])
-@pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
-@pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "sequential"])
-def test_engine_equals_simple_decoder(parallel, prefill, graphs):
-    """Catches a key in another row's place or without its bias, and rows that get mixed up when one
-    ends: ids and steps of sample.generate, beyond the window."""
-    model = neox(parallel=parallel)
-    prompts = [row[:n].tolist() for row, n in zip(tokens(B=5), (3, 10, 1, 7, 5), strict=True)]
-    kwargs = dict(temperature=1.0, seed=3)
-    expected = generate(model, prompts, 30, tau=0.1, **kwargs)
-    engine = Engine(model, 3, tau=0.1, prefill=prefill, graphs=graphs)
-    assert engine.generate(prompts, 30, **kwargs) == expected
-    assert len({step for sample in expected for step in sample.steps}) > 2
-
-
-def test_bfloat16():
-    """Catches a step that needs one type throughout: the cache in half the size."""
-    engine = Engine(neox().float(), 2, dtype=torch.bfloat16, tau=0)
-    found = engine.generate(tokens(B=3).tolist(), 5, seed=0)
-    assert [len(sample.tokens) for sample in found] == [5] * 3
 
 
 @pytest.mark.parametrize(

@@ -56,20 +56,6 @@ def test_equals_decoding(method, K, tau):
     assert not found.h[beyond].any()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [dict(method="ablation-index"), dict(method="ponderlm2"), dict(num_key_value_heads=4)],
-)
-def test_other_settings(settings):
-    """Catches a log w that is PonderLM-3's alone, or asked of a model without a router."""
-    model, idx = small_model(seed=2, **settings), batch()[:1]
-    alpha = 1.0 if model.has_router else 0.0
-    found = settle(model, idx, 0.3, alpha=alpha, tolerance=0)
-    expected, steps, _ = decode(model, idx[0], 0.3, alpha)
-    assert (logits_of(model, found)[0] - expected).abs().max() < 1e-9
-    assert found.steps[0].tolist() == steps
-
-
 def test_steps_that_fall_and_rise(monkeypatch):
     """Catches a slot that is lost when w falls below tau for a few passes, or has a stale output;
     in the models above, whose tokens hardly look at each other, that does not happen."""

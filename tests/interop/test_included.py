@@ -5,10 +5,12 @@ import re
 import pytest
 import torch
 
+import model as root
 from data import read_json
 from lab.figures import explainer
 from lab.interop.weights import INCLUDED, load, read_config
 from lab.train import read_run
+from sample import stream
 
 
 def test_its_loss_is_as_stated():
@@ -24,6 +26,25 @@ def test_its_loss_is_as_stated():
         assert out.loss.item() == pytest.approx(float(loss), abs=1e-3)
         assert out.steps.float().mean().item() == pytest.approx(float(steps), abs=0.02)
     assert (INCLUDED / "model.safetensors").stat().st_size < 1.5e6
+
+
+@pytest.mark.parametrize("tau", [0.0, 1e-4, 0.1])
+@torch.no_grad()
+def test_what_it_decodes(tau):
+    """Catches a model that says something else all at once than token by token: other steps, logits to 1e-4,
+    and to 1e-3 where the iteration stops by itself."""
+    model, prompt, seen, read = root.load(INCLUDED), [*b"Return "], [], []
+
+    def greedy(logits):
+        seen.append(logits)
+        return int(logits.argmax())
+
+    tokens = [token for token, _ in stream(model, prompt, 24, choose=greedy, read=read, tau=tau)]
+    for same, R, atol in ((model, 1000, 1e-4), (model, None, 1e-3), (load(INCLUDED), None, 1e-3)):
+        out = same(torch.tensor([prompt + tokens[:-1]]), R=R, tau=tau)
+        assert out.steps[0].tolist() == read
+        found = out.logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(found, torch.stack(seen), atol=atol, rtol=0)
 
 
 def test_its_files_are_those_of_a_run():
