@@ -26,7 +26,7 @@ MISSING = missing_packages()
 if MISSING:
     collect_ignore = [file.name for file in TESTS.iterdir() if file.name != "root"]
 else:
-    from lab_helpers import byte_model, config, golden, shape, tokens_alone  # noqa: F401
+    from lab_helpers import byte_model, config, shape, tokens_alone  # noqa: F401
 
 
 def pytest_collection_modifyitems(items):

@@ -6,6 +6,7 @@ Nothing here needs more than requirements.txt. What needs the lab is in lab_help
 import json
 import resource
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -78,6 +79,70 @@ def decode(model, idx, tau=1e-4, alpha=0.0):
     pairs = [model.ponder_token(int(token), t, cache, tau, alpha) for t, token in enumerate(idx)]
     logits, steps = zip(*pairs, strict=True)
     return torch.stack(logits), [*steps], cache
+
+
+@torch.no_grad()
+def sequential(model, idx, tau=None, printed=False):
+    """Section 3.3 without a cache: for every slot the whole prefix anew. (T,) -> logits, steps.
+
+    tau None runs all K steps with soft masks; printed: by the paper's index, w_k on the key of slot k+1.
+    """
+    inputs, positions, bias, logits, steps, log_w = [], [], [], [], [], None
+    feedback = getattr(model, "feedback", None)
+    for t, token in enumerate(idx):
+        e = model.embed(token[None, None])[0, 0]
+        x, h_hat, k, stop = e, 0, 0, 0
+        while k <= stop:
+            inputs.append(x)
+            positions.append(t)
+            bias.append(0.0 if k == 0 else float(log_w[k - 1 if printed else k]))
+            rows = torch.stack(inputs)[None], torch.tensor(positions)
+            h = model.model(*rows, torch.tensor([bias], dtype=x.dtype), eager)[0, -1]
+            if k == 0:
+                s, log_w = model.route(h[None])
+                w = log_w.exp()
+                stop = max(j for j in range(len(w)) if not tau or w[j] >= tau)
+            h_hat = h_hat + s[k] * h
+            x, k = (e + feedback.weight * h if feedback else h), k + 1
+        logits.append(model.lm_head(h_hat))
+        steps.append(stop)
+    return torch.stack(logits), steps
+
+
+@torch.no_grad()
+def assert_jacobi_is_sequential(model, printed=False):
+    """After R = K(T-1) refinements the parallel form is the sequential one, to 1e-9 in float64; and more
+    passes come closer."""
+    K, idx = model.config.ponder_steps, tokens()
+    expected, _ = sequential(model, idx[0], printed=printed)
+    errors = [(model(idx, R=R).logits[0] - expected).abs().max() for R in (0, 2, 4, 8, K * 9)]
+    assert errors[-1] < 1e-9
+    assert not K or errors[0] > 1e-6  # otherwise the test could not tell
+    assert not K or all(a > 2 * b for a, b in pairwise(errors) if a > 1e-10)
+
+
+@torch.no_grad()
+def assert_three_forms_agree(model, tau):
+    """Parallel, sequential and cached: logits to 1e-9, the same steps; a cache of executed slots. -> steps"""
+    idx = tokens(T=12)
+    expected, steps = sequential(model, idx[0], tau)
+    out = model(idx, tau=tau, R=model.config.ponder_steps * 11)
+    logits, cached_steps, cache = decode(model, idx[0], tau)
+    assert (out.logits[0] - expected).abs().max() < 1e-9
+    assert (logits - expected).abs().max() < 1e-9
+    assert out.steps[0].tolist() == cached_steps == steps
+    assert cache[0].keys.size(2) == len(steps) + sum(steps)
+    return steps
+
+
+@torch.no_grad()
+def distance_of_masks(model):
+    """By how much logits of soft masks differ from those of hard ones, with a router that is always sure."""
+    idx = tokens(T=12)
+    soft, hard = model(idx, R=33), model(idx, R=33, tau=1e-4)
+    w = soft.log_w.exp()
+    assert (w < 1e-9).any() and ((w < 1e-9) | (w > 0.9)).all()
+    return (soft.logits - hard.logits).abs().max()
 
 
 # -- Attention -------------------------------------------------------------------------------------

@@ -1,9 +1,7 @@
-"""What the tests of the lab share: models of each method, golden files, a small training.
+"""What the tests of the lab share: models of each method, a small training.
 
 What they share with those of the root is in helpers.py, and can be imported from here as well.
 """
-
-import json
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from helpers import (  # noqa: F401
     tokens,
 )
 from placement import DEVICE, TEST_DEVICE
-from safetensors import safe_open
 
 from data import Tokenizer
 from lab.interop.weights import save
@@ -69,26 +66,6 @@ def small_model(seed=0, **kwargs):
         for weight in (p for p in model.router.parameters() if p.dim() == 2):
             torch.nn.init.normal_(weight, std=scale / config.hidden_size**0.5)
     return model.double().eval().to(TEST_DEVICE)
-
-
-@pytest.fixture
-def golden():
-    """Read one golden file: its tensors, and a model with its weights."""
-
-    def read(name, method="ponderlm2"):
-        with safe_open(GOLDEN / name, "pt") as file:
-            official = json.loads(file.metadata()["config"])
-            tensors = {key: file.get_tensor(key).to(TEST_DEVICE) for key in file.keys()}  # noqa: SIM118
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-        names += ("num_attention_heads", "rms_norm_eps", "rope_theta")
-        shape = {field: official[field] for field in names}
-        K = official["num_latent_thoughts"]
-        model = build(configure(PonderConfig(), method, ponder_steps=K, **shape))
-        model.eval().to(TEST_DEVICE)
-        model.load_state_dict({k: tensors.pop(k) for k in list(tensors) if k.endswith(".weight")})
-        return model, tensors, official
-
-    return read
 
 
 @pytest.fixture
