@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from placement import TEST_DEVICE
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from attention import eager
+from attention import MASKED, eager
 from model import Config, PonderLM
 from router import upcast
 
@@ -173,7 +174,36 @@ def assert_is_attention(form, leaves, tolerance):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m)
 
 
+def assert_masked_key_is_not_there(form, augment, d, dtype):
+    """In half precision, too: a key of MASKED does not overflow, and no weight of it is seen."""
+    q, k, v, _ = (x.to(dtype) for x in attention_inputs(N=12, d=d, dtype=torch.float32))
+    log_w = torch.zeros(2, 12)
+    log_w[:, 5] = MASKED
+    assert augment(q, k, v, log_w)[1].isfinite().all()
+    seen, rest = form(q, k, v, log_w), [i for i in range(12) if i != 5]
+    without = form(q[:, :, rest], k[:, :, rest], v[:, :, rest], log_w[:, rest])
+    torch.testing.assert_close(seen[:, :, rest], without, atol=2e-2, rtol=0)
+    v[:, :, 5] = 1e4  # a weight of 1e-6 would be seen
+    assert (form(q, k, v, log_w)[:, :, rest] - seen[:, :, rest]).abs().max() == 0
+
+
 # -- Files -----------------------------------------------------------------------------------------
+
+
+def in_bytes(change, name="model.safetensors"):
+    """A damage of a folder: a change of the bytes of a file."""
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def in_tensors(change, name="model.safetensors"):
+    """A damage of a folder: a change of a dict of the tensors of a file."""
+
+    def damage(folder):
+        tensors = load_file(folder / name)
+        change(tensors)
+        save_file(tensors, folder / name)
+
+    return damage
 
 
 @contextmanager

@@ -7,14 +7,13 @@ import pytest
 import torch
 from lab_helpers import full_disk, save_for_bytes, small_model
 
-from data import Tokenizer, UserError, command_line
+from data import UserError, command_line
 from lab.engine import __main__ as command
 from lab.engine.__main__ import main, show_many
 from lab.engine.batching import Engine
 from lab.engine.request import Options
 from lab.engine.simple import generate
 from lab.interop.weights import load
-from sample import show
 from train import pick_precision
 
 both = pytest.mark.parametrize("decoder", ["simple", "engine"], indirect=True)
@@ -122,16 +121,6 @@ def test_tau(byte_model, capsys):
         assert f"tau = {tau:g}," in said
         steps.append(float(re.search(r"(\S+) of 3 pondering steps", said)[1]))
     assert steps == [3, 0]
-
-
-def test_shown_tokens(capsys):
-    """Catches a token with another one's steps, a character of two tokens that is torn, and an end or a
-    beginning that is shown."""
-    tokenizer = Tokenizer.bytes()
-    pairs = [(255, 0), (102, 1), (0xC3, 0), (0xA9, 3), (120, 2), (256, 2)]
-    assert show(iter(pairs), tokenizer, 3, {255, 256}, True) == 6
-    assert show(iter(pairs), tokenizer, 3, {255, 256}) == 6
-    assert capsys.readouterr().out == "f₁é₃x₂\nféx\n"
 
 
 @pytest.mark.parametrize(

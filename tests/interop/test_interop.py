@@ -6,8 +6,9 @@ import pytest
 import torch
 import transformers
 from foreign import LLAMA3, make_llama, make_neox, make_tokenizer, official, read_json, write_json
+from helpers import in_bytes, in_tensors
 from lab_helpers import NEOX, same_weights, small_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import lab.interop.weights as interop
 import model as root
@@ -180,23 +181,7 @@ def make_ours(directory):
     save(small_model(), directory)
 
 
-def in_bytes(change):
-    """A change of model.safetensors, given as a change of its bytes."""
-    return lambda d: (d / interop.SINGLE).write_bytes(change((d / interop.SINGLE).read_bytes()))
-
-
-def in_tensors(change):
-    """The same, as a change of a dict of its tensors."""
-
-    def damage(directory):
-        tensors = load_file(directory / interop.SINGLE)
-        change(tensors)
-        save_file(tensors, directory / interop.SINGLE)
-
-    return damage
-
-
-NORM, TABLE = "model.norm.weight", "model.embed_tokens.weight"
+NORM = "model.norm.weight"
 REFUSED = {  # what is made: what becomes of it, and the words of the refusal
     make_neox: [
         (dict(hidden_act="gelu_new"), "hidden_act"),

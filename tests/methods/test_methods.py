@@ -67,18 +67,6 @@ def test_cached_decoding_equals_scoring(method, K):
         assert per_layer == len(idx) + sum(steps)  # the cost table: 1 + steps a token
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_generate_is_greedy_argmax_of_scoring(method):
-    """Catches a sampler that works for PonderLM only."""
-    model, read = method_model(method), []
-    new = [token for token, _ in stream(model, [3, 1, 4], 8, temperature=0, tau=0.1, read=read)]
-    idx = torch.tensor([[3, 1, 4, *new]])
-    with torch.no_grad():
-        out = model(idx, R=33, tau=0.1)
-    assert new == out.logits[0, 2:-1].argmax(-1).tolist()
-    assert read == out.steps[0, :-1].tolist()
-
-
 TIED = dict(tie_word_embeddings=True, router_offset=(0.0, 1.0, 2.0, 3.0))
 TURNED = NEOX | dict(backbone_options={"rotary_pct": 0.5})
 

@@ -14,11 +14,12 @@ from helpers import (
     assert_three_forms_agree,
     decode,
     distance_of_masks,
+    in_tensors,
     small_model,
     tokens,
 )
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from attention import MASKED, auto, eager, sdpa
 from data import Tokenizer, UserError
@@ -338,17 +339,6 @@ def in_config(*without, **changes):
     return damage
 
 
-def in_weights(change):
-    """Change the tensors of model.safetensors."""
-
-    def damage(folder):
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-
-    return damage
-
-
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -364,9 +354,9 @@ def in_weights(change):
         (in_config(hidden_size="32"), "hidden_size"),
         (in_config(router_offset=[0, 1]), "router_offset"),
         (in_config(hidden_size=2**20, vocab_size=2**20), "size"),  # terabytes that are not asked for
-        (in_weights(lambda tensors: tensors.pop("router.proj.weight")), "router.proj.weight"),
-        (in_weights(lambda tensors: tensors.update(other=torch.ones(1))), "other"),
-        (in_weights(lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})), "norm"),
+        (in_tensors(lambda tensors: tensors.pop("router.proj.weight")), "router.proj.weight"),
+        (in_tensors(lambda tensors: tensors.update(other=torch.ones(1))), "other"),
+        (in_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})), "norm"),
     ],
 )
 def test_damaged_files(damage, message, tmp_path):

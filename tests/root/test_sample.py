@@ -14,7 +14,7 @@ from helpers import small_model
 import sample
 from data import Tokenizer, UserError, command_line
 from model import save
-from sample import Options, Sampling, chooser, main, mark, stream
+from sample import Options, Sampling, chooser, main, mark, show, stream
 
 
 def generate(model, prompt, n, **how):
@@ -141,23 +141,16 @@ def test_marks():
 
 
 def test_show_steps(run, monkeypatch, capsys):
-    """Catches a token that is marked with another one's steps, a character of two tokens that is torn,
-    and an end that is shown; and a saving that is not of these steps."""
+    """Catches a token that is marked with another one's steps, a character of two tokens that is torn, an end
+    or a beginning that is shown; and a saving that is not of these steps."""
     pairs = [(102, 1), (0xC3, 0), (0xA9, 3), (120, 2), (256, 2)]
     monkeypatch.setattr(sample, "stream", lambda *_, read, **__: read.append(1) or iter(pairs))
     sample_main(run=run, prompt="a", show_steps=True)
     out = capsys.readouterr().out
     assert "\naf₁é₃x₂\n" in out
     assert "\n1.00 of 3 pondering steps per token, prompt included, 50% of the slots saved; " in out
-
-
-def test_ascii(run, monkeypatch):
-    """Catches a terminal or a log that knows ASCII alone, and ends in a stack trace at the first digit."""
-    out = io.TextIOWrapper(io.BytesIO(), "ascii")
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # these of the tests stay
-    command_line(lambda: sample_main(run=run, prompt="é", show_steps=True, max_new_tokens=3, seed=0))
-    assert b"\n\\xe9" in out.buffer.getvalue() and b"\\u208" in out.buffer.getvalue()
+    assert show(iter([(255, 0), *pairs]), Tokenizer.bytes(), 3, {255, 256}) == 6
+    assert capsys.readouterr().out == "féx\n"
 
 
 def test_samples_and_prompts(run, monkeypatch, capsys):

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
@@ -24,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, full_disk, small_model, tokens
+from helpers import ROOT, full_disk, in_bytes, small_model, tokens
 
 import attention
 import train
@@ -591,18 +590,13 @@ class Malice:
         return os.mkdir, ("malice",)
 
 
-def in_bytes(change):
-    """A change of the bytes of trainer.pt."""
-    return lambda file: file.write_bytes(change(file.read_bytes()))
-
-
 def in_content(change):
     """A change of what trainer.pt holds."""
 
-    def damage(file):
-        content = torch.load(file, weights_only=True)
+    def damage(run):
+        content = torch.load(run / "trainer.pt", weights_only=True)
         change(content)
-        torch.save(content, file)
+        torch.save(content, run / "trainer.pt")
 
     return damage
 
@@ -610,10 +604,10 @@ def in_content(change):
 @pytest.mark.parametrize(
     "damage",
     [
-        in_bytes(lambda _: pickle.dumps(Malice(), protocol=2)),
-        in_bytes(lambda b: b[: len(b) // 2]),
-        in_bytes(lambda _: b""),
-        in_bytes(lambda _: b"hello"),
+        in_bytes(lambda _: pickle.dumps(Malice(), protocol=2), "trainer.pt"),
+        in_bytes(lambda b: b[: len(b) // 2], "trainer.pt"),
+        in_bytes(lambda _: b"", "trainer.pt"),
+        in_bytes(lambda _: b"hello", "trainer.pt"),
         in_content(lambda content: content.clear()),
         in_content(lambda content: content.pop("log")),
         in_content(lambda content: content["model"].popitem()),
@@ -623,7 +617,7 @@ def in_content(change):
 def test_damaged_checkpoint(damage):
     """Catches code that a checkpoint runs, a stack trace for a damaged one, and files that are touched."""
     run, _ = go("--steps 2 --eval-every 2")
-    damage(run / "trainer.pt")
+    damage(run)
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
     with pytest.raises(UserError, match=r"trainer\.pt .*model\.safetensors; .*--name"):
         go("--resume --steps 4")
@@ -827,23 +821,6 @@ def test_kill_while_it_saves(function, call):
         run, _ = go("--resume --name x")
     assert_same(whole, run)
     assert (run / "results.json").exists()
-
-
-@pytest.mark.slow
-def test_kill_at_any_moment():
-    """Catches a moment at which a kill leaves a run that cannot go on, or goes on otherwise."""
-    flags = shlex.split(f"{TINY} --eval-every 3")
-    begun = time.monotonic()
-    output_of(start(str(ROOT / "train.py"), *flags, "--name", "whole"))
-    duration = time.monotonic() - begun
-    for share in (0.6, 0.8):
-        process = start(str(ROOT / "train.py"), *flags)
-        time.sleep(share * duration)
-        process.kill()
-        process.communicate()
-        flags = ["--resume", "--name", "x"] if Path("out/x/train.json").exists() else flags
-    output_of(start(str(ROOT / "train.py"), *flags))
-    assert_same(Path("out/whole"), Path("out/x"))
 
 
 # -- Several processes -----------------------------------------------------------------------------
