@@ -135,8 +135,7 @@ def ends_well(process):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", COMMAND_LINES)
 def test_surroundings(what, folder, tmp_path):
-    """Catches a command that needs a home, the checkout as its folder, a folder that it can write into, or a
-    Python that is patient with warnings."""
+    """Catches a need of a home, the checkout or a writable folder, and warnings that are errors."""
     ends_well(start(what, folder, HOME="/nowhere"))
     ends_well(start(what, folder, ["-W", "error::DeprecationWarning:__main__"]))
     with full_disk(2000):

@@ -22,8 +22,7 @@ def neox(method="ponderlm3", parallel=True):
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "sequential"])
 @pytest.mark.parametrize("method", [*(kind.method for kind in all_methods()), "llama3"])
 def test_cached_decoding_equals_scoring(method, parallel):
-    """Catches a method that knows its backbone, and a cache without positions or biases: logits
-    token by token, and the steps, of what all tokens at once give."""
+    """Catches a method that knows its backbone, and a cache without positions or biases."""
     if method == "llama3":
         model = small_model(backbone="llama3", backbone_options=LLAMA3, router_scale=12.0)
     else:
@@ -63,8 +62,7 @@ def test_rotary_width():
 
 
 def test_initialisation():
-    """Catches layers that write to the residual stream as loudly as the others, biases that are
-    not zero, and a Llama with the name of a GPT-NeoX in its config."""
+    """Catches loud layers into the residual stream, biases that are not zero, and a Llama by another name."""
     torch.manual_seed(0)
     config = configure(PonderConfig(), "ponderlm3", backbone="gpt_neox", hidden_size=256)
     model, std = build(config), (2 / (5 * 256)) ** 0.5

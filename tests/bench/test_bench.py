@@ -48,8 +48,7 @@ def test_measure(monkeypatch):
 
 
 def test_attention(tmp_path, capsys, monkeypatch):
-    """Catches a command that crashes, ratios to something else than plain attention, and forms that have no
-    mask, or a size that is too large for them."""
+    """Catches ratios to something else than plain attention, a form without a mask, or one too large."""
     seen, form = [], bench.BACKENDS["sdpa"]
 
     def watch(q, k, v, log_w):
@@ -72,8 +71,7 @@ def test_attention(tmp_path, capsys, monkeypatch):
 
 
 def test_step(tmp_path, monkeypatch):
-    """Catches a command that crashes, ratios to something else than the plain step, and a compiled step that
-    is not compiled."""
+    """Catches ratios to something else than the plain step, and a compiled step that is not compiled."""
     compiled = []
     monkeypatch.setattr("torch.compile", lambda form, **how: compiled.append(how) or form)
     bench.step(bench.Step(preset="tiny", windows=1, R=0, repeats=1, compile=True, device="cpu", out=tmp_path))
@@ -87,8 +85,7 @@ def test_step(tmp_path, monkeypatch):
 @pytest.mark.parametrize("K, R", [(1, 2), (2, 1), (3, 0)])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_what_a_step_runs(K, R, recompute, monkeypatch):
-    """Catches a step that is not that of train.py, or runs without its flag; and a plain one with other slots
-    or without a backward pass."""
+    """Catches a step that is not train.py's, or a plain one of other slots or without a backward pass."""
     shape, seen = replace(PRESETS["tiny"][1], block_size=8, ponder_steps=K), {True: [], False: []}
     made, forward, backward, gradients = [], Llama.forward, torch.Tensor.backward, []
 

@@ -192,8 +192,7 @@ def test_every_page_is_listed():
 
 
 def test_reading_order():
-    """Catches a script or folder that the README leaves out, and a script that is listed before one
-    that it imports."""
+    """Catches a script or folder that the README leaves out, or a script before one that it imports."""
     text = README.split("## The files")[1].split("\n## ")[0]
     scripts = re.findall(r"(?m)^\| \[`(\w+)\.py`\]", text)
     assert sorted(scripts) == sorted(file.stem for file in ROOT.glob("*.py"))

@@ -88,8 +88,7 @@ def stand_in_model(folder, method="vanilla", K=0, **shape):
     ],
 )
 def test_flags(script, arguments, variables, trainings, figures, run_script, tmp_path):
-    """Catches a flag that train.py does not know, two names of one training, a seed that changes
-    nothing, and a figure that is left out."""
+    """Catches an unknown flag, two names of one training, a seed that changes nothing, a figure left out."""
     folder = script.removesuffix(".sh")
     (tmp_path / "out" / folder / variables.get("SCALE", "tiny")).mkdir(parents=True)
     calls = run_script(script, *arguments, **variables)
@@ -144,8 +143,7 @@ def test_llama(run_script, tmp_path):
 
 
 def test_paper_in_full(run_script, tmp_path):
-    """Catches a corpus, training or benchmark that is left out, and a finished run that is trained
-    again."""
+    """Catches a corpus, training or benchmark left out, and a finished run that is trained again."""
     (done := tmp_path / "out/paper/70m/looped").mkdir(parents=True)
     (done / "results.json").touch()
     calls = run_script("paper.sh", GPUS="8")
@@ -162,8 +160,7 @@ def test_paper_in_full(run_script, tmp_path):
 
 
 def test_lookup(run_script, tmp_path):
-    """Catches flags that train.py does not know, stages that do not begin from the one before, or
-    have another text, rivals with more or less text, and a task that is prepared again."""
+    """Catches unknown flags, stages of another beginning or text, rivals with more or less text."""
     calls = run_script("lookup.sh")
     asked = {args[2]: args for args in calls["lab corpus"]}
     texts = [f"data/{task}-{K}" for K in ("K1", "K2", "K3", "K4", "K5") for task in ("lookup", "long")]

@@ -145,8 +145,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_settings(settings, logits, uncompiled):
-    """Catches a setting of the model that the engine's form of a block, or the one that is compiled, does not
-    follow."""
+    """Catches a setting of the model that the engine's form of a block, compiled or not, does not follow."""
     model = small_model(seed=2, **settings) if settings else load(INCLUDED).double().to(TEST_DEVICE)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -226,8 +225,7 @@ def test_overrides_that_are_refused(method, overriding):
 
 
 def test_which_methods():
-    """Catches a method of the comparison that is decoded slowly since this day, or by rules that are not its
-    own; and one without fixed point that is taken for one with."""
+    """Catches a method that is decoded slowly since this day, or by rules that are not its own."""
     served = {kind.method for kind in all_methods() if serves(small_model(method=kind.method))}
     assert served == {"ponderlm3", "vanilla", "grid", *OTHERS}
     model = small_model()
@@ -524,8 +522,7 @@ def test_ends(decoder, model):
     ids=str,
 )
 def test_refusals(decoder, model, call):
-    """Catches settings out of range that would generate something anyway, and one among many prompts that is
-    refused without a word on which."""
+    """Catches settings out of range that would generate something, and a prompt that is refused unnamed."""
     (name,), asked = call, {"prompts": [[1]], **call}
     if texts := call.get("prompts"):
         name = "prompt 2 of 2" if len(texts) > 1 else "the prompt"
@@ -547,8 +544,7 @@ def test_logits_that_are_not_finite(decoder):
 
 
 def test_what_cannot_be(model, monkeypatch):
-    """Catches a pass of other numbers than float32, or a missing compiler, that fails later; and a shift of a
-    router that is not there."""
+    """Catches what would fail later: other numbers than float32, no compiler, no router to shift."""
     for dtype in (torch.bfloat16, torch.float32):  # of a model in float64
         with pytest.raises(UserError, match="compile is for float32"):
             Engine(model, compile=True, dtype=dtype)

@@ -40,8 +40,7 @@ def samples(run, prompts, n, seed):
 
 @both
 def test_many_prompts(decoder, byte_model, tmp_path, capsys):
-    """Catches lines in another order than the prompts', a lost sample, a text that is not what the
-    model said, and a token that the simple decoder would not choose."""
+    """Catches lines in another order, a lost sample, and a text or token that is not the simple decoder's."""
     file, out = tmp_path / "prompts.txt", tmp_path / "samples.jsonl"
     file.write_text("one\n\ntwo, which is longer than the window\r\nthree\n", encoding="utf-8")
     options = dict(prompts=str(file), num_samples=2, max_new_tokens=6, seed=4)
@@ -90,8 +89,7 @@ def test_samples_come_as_soon_as_they_can():
 
 
 def test_another_method(tmp_path, capsys):
-    """Catches a method that the engine does not know and that cannot be decoded at all, and a wish that is
-    left out for it without a word."""
+    """Catches a method that cannot be decoded at all, and a wish that is left out for it without a word."""
     run = str(save_for_bytes(small_model(method="looped", vocab_size=257), tmp_path))
     decode(run, max_new_tokens=3)
     assert "decoder simple" in capsys.readouterr().out

@@ -37,8 +37,7 @@ def logits_of(model, found):
 )
 @pytest.mark.parametrize("method", ["ponderlm3", "grid"])
 def test_equals_decoding(method, K, tau):
-    """Catches a slot with an old input, one that never comes back, and padding that is seen: of
-    rows that end, and of rows with fewer slots than another in a pass."""
+    """Catches a slot with an old input, one that never comes back, and padding that is seen."""
     shape = dict(method=method, ponder_steps=K) if K else dict(method="vanilla")
     model, idx = small_model(seed=2, **shape), batch()
     if model.grid:

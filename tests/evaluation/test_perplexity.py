@@ -36,8 +36,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_report(folder, capsys):
-    """Catches bytes that are counted on something else than the file, and numbers that are saved
-    otherwise than printed."""
+    """Catches bytes of something else than the file, and numbers saved otherwise than printed."""
     out = folder / "scores.json"
     main(Options("model", "text", device="cpu", out=out))
     result = json.loads(out.read_text())
@@ -62,8 +61,7 @@ def test_a_loss_that_is_huge(method_model):
 
 @pytest.mark.parametrize("method", ["ponderlm3", "looped", "mor-token"])
 def test_costs(method, method_model):
-    """Catches the steps of the soft form reported for decoding; and the cost of K steps for a model that has
-    no soft form and took fewer."""
+    """Catches steps of the soft form said of decoding, and the cost of K steps where fewer were taken."""
     text, model = (
         torch.randint(31, (30,), generator=torch.Generator().manual_seed(0)).numpy(),
         method_model(method),

@@ -39,8 +39,7 @@ def decoded_losses(model, text, tau):
 @pytest.mark.parametrize("tau", [0, 0.3])
 @pytest.mark.parametrize("method", METHODS)
 def test_against_the_simple_decoder(method, tau, method_model):
-    """Catches scores that decoding does not give: each token's loss to 1e-4 (the latents are
-    settled to 1e-5), its steps exactly."""
+    """Catches scores that decoding does not give: losses to 1e-4, steps exactly."""
     model, text = method_model(method), ids(20)
     scores = score(model, cut([text], 32), tau)
     losses, steps = decoded_losses(model, text, tau)

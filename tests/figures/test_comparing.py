@@ -39,8 +39,7 @@ def rows_of(paths, taus=(1e-4,)):
 
 
 def test_means_over_seeds(make_run):
-    """Catches seeds that are mixed with other K, a spread over the whole population, another cost than
-    cost.py's, and numbers that are not those of the root's pareto."""
+    """Catches seeds mixed with other K, another spread or cost, and numbers unlike the root's pareto."""
     paths = [make_run("a", 1.0, 2.0), make_run("b", 2.0, 3.0, seed=1)]
     paths += [make_run("c", 0.5, 4.0, method="looped", ponder_steps=4)]
     frame = over_seeds(rows_of(paths), ["tau"])
@@ -65,8 +64,7 @@ def test_entropy(make_run):
 
 @torch.no_grad()
 def test_other_tau_and_windows_to_choose_by(trained):
-    """Catches windows that are reported as well, another text, an evaluation at the old tau, and one that is
-    taken for a seed."""
+    """Catches windows that are reported as well, another text, and a tau that is taken for a seed."""
     text = str(trained.parent / "text.txt")
     runs, val = read_runs([trained / "ponder", trained / "tau"]), open_corpus(text, "bytes").val
     frame = by_run(runs, lambda run: losses(run, (1e-4, 0.97), 4, CPU, text))
@@ -88,8 +86,7 @@ def test_other_tau_and_windows_to_choose_by(trained):
 
 
 def test_differences_by_pair(make_run):
-    """Catches another seed's reference, one at other steps, spreads of seeds instead of pairs, and a number
-    where the reference has none."""
+    """Catches a reference of another seed or other steps, and spreads of seeds instead of pairs."""
     paths = []
     for seed, gain in enumerate((0.1, 0.2, 0.6)):
         for K in (1, 2):
@@ -110,8 +107,7 @@ def test_differences_by_pair(make_run):
 
 
 def test_other_settings_are_other_curves(make_run):
-    """Catches a mean over runs that are not the same training, and runs from scratch and from another model
-    in one."""
+    """Catches a mean over runs that are not the same training, or begin from another model."""
     paths = [make_run("a", 1, 2), make_run("b", 1, 2, penalty_weight=0.0)]
     paths += [make_run("c", 1, 2, ponder_steps=4), make_run("d", 1, 0, method="vanilla")]
     paths += [make_run("e", 1, 2, method="ponderlm1", accumulate=False), make_run("h", 1, 2, seed=1)]
@@ -178,8 +174,7 @@ def test_a_loss_that_is_huge(make_run):
 
 
 def test_command(make_run, tmp_path):
-    """Catches a table or figure that is not of the rows, one that is not redrawn the same, and an axis that
-    nobody knows."""
+    """Catches a table or figure that is not of the rows, one not redrawn the same, and an unknown axis."""
     paths = [make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, method="ponderlm2", ponder_steps=2)]
     paths += [make_run("c", 1.3, 2.2, seed=1), make_run("v", 1.7, 0, method="vanilla")]
     out = tmp_path / "out"

@@ -283,8 +283,7 @@ def test_passes_are_those_of_model_py(worker):
 
 
 def test_edits(worker):
-    """Catches a cache that keeps what an edit took away, or loses what it left: at the end, in the
-    middle, before and behind the place where the text outgrows the window (16)."""
+    """Catches a cache that keeps what an edit took away or loses what it left, also beyond the window."""
     page = worker()
     for text in ("To be", "To be, or not to be, that", "To be, or not to bee, that", "To be, or",
                  "To be or not to be", "x" * 60, "x" * 59 + "y", ""):  # fmt: skip
@@ -349,8 +348,7 @@ def test_keys_of_a_later_segment(worker):
 
 @torch.no_grad()
 def test_continuation(worker):
-    """Catches a continuation that its seed does not repeat, one that is not the model's (at
-    temperature 0), or that stays in the text."""
+    """Catches one that its seed does not repeat, that is not the model's, or that stays in the text."""
     page, model, ids = worker(), model_of("plain"), list(b"What is")
 
     def written(seed, temperature):
@@ -431,8 +429,7 @@ def test_wrong_tables(change, message, worker):
 
 
 def test_the_first_puzzle():
-    """Catches a first puzzle that refutes the page: right where the model thinks, and without thinking wrong
-    at every question that takes more than one lookup."""
+    """Catches one that refutes the page: right by thinking, and wrong without from two lookups on."""
     model = model_of("puzzles")
     for letter in "abcdefghijklm":
         (end, n) = next(
@@ -563,8 +560,7 @@ def test_asking(puzzle):
 
 
 def test_tau_of_the_puzzle(puzzle):
-    """Catches a threshold or a switch that stops nothing or everything, a switch that does not say where it
-    stands, and a count of other thresholds."""
+    """Catches a threshold or switch that stops nothing or everything, and a count of other thresholds."""
     page = puzzle()
     pressed = lambda: page.all("#think, #think-not", "x.ariaPressed")  # noqa: E731
     page.expect(TABLE, SIX)
@@ -585,8 +581,7 @@ def test_tau_of_the_puzzle(puzzle):
 
 @pytest.mark.slow
 def test_other_tables(puzzle):
-    """Catches a new table that is the old one; one that is taken although it is wrong, or not when it is
-    mended; and one of another form without its note."""
+    """Catches a new table that is the old one, a wrong one that is taken, and one of another form unnoted."""
     page = puzzle()
     page.expect(TABLE, SIX)
     page.click("#new")
@@ -648,8 +643,7 @@ def test_sliders(show):
 
 
 def test_walking_through_the_bytes(show):
-    """Catches a click or key that opens another byte, and attention of another slot, or of heads whose mean
-    it is not."""
+    """Catches a click or key that opens another byte, and attention of another slot."""
     page = show()
     page.put("tau", 0)
     page.put("input", "What is it")
@@ -684,8 +678,7 @@ def test_both_iterations(show):
 
 
 def test_link(show):
-    """Catches a text, tau or byte that the address leaves out, or that is not shown when it is opened; an
-    address that is written at every letter."""
+    """Catches a text, tau or byte that the address leaves out or does not bring back."""
     page = show()
     page.driver.execute_script(
         "window.written = 0; const to = history.replaceState.bind(history);"
@@ -822,8 +815,7 @@ def test_a_browser_that_cannot(chromium, pages, lacks):
 
 
 def test_page_is_self_contained(pages):
-    """Catches a page that names another place, shows a path of its maker, or links to a function
-    that is not there."""
+    """Catches a page that names another place or a path of its maker, or links to nothing."""
     text = pages["plain"].read_text(encoding="utf-8")
     assert "http" not in text and "/home/" not in text and text.count("</script>") == 5
     links = re.findall(r'class="code" href="([^"]*)">([^:]*): (\w*)</a>', text)

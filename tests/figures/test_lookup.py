@@ -90,8 +90,7 @@ def test_one_text_for_all(trained, tmp_path):
 
 @torch.no_grad()
 def test_more_steps_than_learned(trained):
-    """Catches new steps that have another share of s than the last one's, and rows of one number of
-    steps that are said to be of another."""
+    """Catches new steps of another share of s than the last one's, and rows of another number of them."""
     runs = read_runs([trained / "lookup-0"])
     how = dict(device="cpu", data=str(trained.parent / "data/lookup"))
     rows = lookup_rows(runs, 0.0, **how, most=(2, 4))

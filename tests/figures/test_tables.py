@@ -16,8 +16,7 @@ def test_show():
 
 
 def test_numbers_survive_their_file(tmp_path):
-    """Catches digits that are lost, nothing as 0, a damaged file that stops in a traceback, and a redraw of
-    nothing."""
+    """Catches digits that are lost, nothing as 0, a damaged file, and a redraw of nothing."""
     frame = pd.DataFrame([{"x": 1 / 3, "y": 1.0}, {"x": 2 / 3, "y": None}])
     pd.testing.assert_frame_equal(save(tmp_path, "a", frame, {"x": "x:.2f", "y": "y:g"}), frame)
     shown = "| x | y |\n| --- | --- |\n| 0.33 | 1 |\n| 0.67 | - |\n"

@@ -14,8 +14,7 @@ from sample import stream
 
 
 def test_its_loss_is_as_stated():
-    """Catches weights that are other ones than those described, or are read as others: the loss of
-    a text, with all steps and with early exit, to 1e-3, and its steps, to 0.02."""
+    """Catches weights that are other ones than described, or read as others: loss to 1e-3, steps to 0.02."""
     model, idx = load(INCLUDED), torch.tensor([list(explainer.TEXT.encode())[:65]])
     of_text = (INCLUDED / "README.md").read_text("utf-8").split("explainer begins")[1]
     stated = re.findall(r"\| `--tau (\S+)` \| (\S+) \| (\S+) \|", of_text)
@@ -31,8 +30,7 @@ def test_its_loss_is_as_stated():
 @pytest.mark.parametrize("tau", [0.0, 1e-4, 0.1])
 @torch.no_grad()
 def test_what_it_decodes(tau):
-    """Catches a model that says something else all at once than token by token: other steps, logits to 1e-4,
-    and to 1e-3 where the iteration stops by itself."""
+    """Catches other steps or logits (to 1e-4; 1e-3 where it stops by itself) than token by token."""
     model, prompt, seen, read = root.load(INCLUDED), [*b"Return "], [], []
 
     def greedy(logits):
@@ -48,8 +46,7 @@ def test_what_it_decodes(tau):
 
 
 def test_its_files_are_those_of_a_run():
-    """Catches a setting or a score of today's runs that its files lack, and a page whose losses and
-    steps are others than those of results.json."""
+    """Catches a setting or score that its files lack, and a page unlike results.json."""
     config, shape, _ = read_run(INCLUDED)
     assert shape == read_config(INCLUDED)
     results = read_json(INCLUDED / "results.json")

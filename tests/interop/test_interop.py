@@ -30,8 +30,7 @@ def logits(model, idx):
 
 
 def check_equal(model, other, idx=None):
-    """Logits of transformers, to 1e-5 for a GPT-NeoX and 1e-4 for a Llama; its greedy text, of
-    both decoders."""
+    """Logits of transformers, to 1e-5 (GPT-NeoX) or 1e-4 (Llama); its greedy text, of both decoders."""
     idx = ids(2, 100) if idx is None else idx
     atol = 1e-5 if model.config.backbone == "gpt_neox" else 1e-4
     torch.testing.assert_close(logits(model, idx), logits(other, idx), atol=atol, rtol=0)
@@ -83,8 +82,7 @@ def test_others(tmp_path, make, kwargs):
 @pytest.mark.parametrize("backbone", [{}, NEOX], ids=["llama", "gpt_neox"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_scale_is_folded_in(tmp_path, tied, backbone):
-    """Catches an exported model with unscaled embeddings, or with a head that shares the scaled
-    ones; and a checkpoint that training could not go on with."""
+    """Catches unscaled or shared scaled embeddings, and a checkpoint that training could not go on with."""
     model = small_model(ponder_steps=0, tie_word_embeddings=tied, **backbone).float()
     assert model.config.scale != 1
     save(model, tmp_path / "theirs")
@@ -123,8 +121,7 @@ def test_the_roots_form(tmp_path, tied):
     "kwargs", [{}, dict(reread=True), NEOX, dict(method="grid"), dict(ponder_steps=0)], ids=str
 )
 def test_what_the_root_cannot_read(tmp_path, kwargs):
-    """Catches settings of the lab that are dropped, and names of a model whose blocks are compiled. That
-    nothing is lost in other ways: see test_files of the methods."""
+    """Catches settings of the lab that are dropped, and names of compiled blocks."""
     model = small_model(**kwargs).float()
     model.model.layers[0] = torch.compile(model.model.layers[0])
     save(model, tmp_path, exact=True)
@@ -138,8 +135,7 @@ def test_what_the_root_cannot_read(tmp_path, kwargs):
 
 @pytest.mark.parametrize("name,K,J", [("fwd_K2_J1", 2, 1), ("neox_K1_J3", 1, 3)])
 def test_official_ponderlm2(tmp_path, name, K, J):
-    """Catches another K, embedding scale, eps or number of passes than the official code's: logits
-    to 1e-5, the loss."""
+    """Catches another K, scale, eps or number of passes than the official code's: logits and loss to 1e-5."""
     expected, metadata = official(tmp_path / "official", f"{name}.safetensors")
     model, idx = load(tmp_path / "official"), expected["input_ids"]
     assert (model.config.method, model.config.ponder_steps) == ("ponderlm2", K)
@@ -159,8 +155,7 @@ def test_official_ponderlm2(tmp_path, name, K, J):
 
 
 def test_official_settings(tmp_path):
-    """Catches a setting of the official code that is passed over, a PonderLM-2 of no refinement
-    taken for another model, the LLaMA's range of them for the GPT-NeoX (2, 3 and 4)."""
+    """Catches a setting that is passed over, no refinement as another model, or another range of them."""
     for name, drawn in (("fwd_K2_J1", (2, 3)), ("neox_K1_J3", (2, 4))):
         official(tmp_path, f"{name}.safetensors", random_jacobi_iterations=True)
         assert read_config(tmp_path).refinements == drawn

@@ -32,8 +32,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.mark.parametrize("G", [4, 2, 1])
 @pytest.mark.parametrize("N,d", [(1, 8), (17, 7), (33, 8), (40, 56), (19, 64)])
 def test_exact_equals_eager(dtype, tolerance, G, N, d):
-    """Catches errors of the channels (scale, unit, padding) or a head group, in outputs and all
-    gradients."""
+    """Catches errors of the channels or a head group, in outputs and all gradients."""
     assert_is_attention(exact, attention_inputs(4, G, N, d, dtype), tolerance)
 
 
@@ -66,8 +65,7 @@ def assert_same(forms, leaves, tolerance):
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("short", [True, False])
 def test_attend_to_slots(short, n, G, monkeypatch):
-    """Catches a slot that is seen too early or without its log w, and mixed-up head groups, in the
-    form for short texts and in the one for long ones."""
+    """Catches a slot seen too early or without its log w, and mixed-up heads, in short and long texts."""
     assert n * 11 <= SHORT
     monkeypatch.setattr("lab.kernels.SHORT", SHORT if short else 0)
     assert_same((attend_to_slots, to_slots_by_hand), inputs_of_slots(11, n, G), 1e-11)
@@ -110,8 +108,7 @@ def test_decoding_kernels():
     [("bfloat16", False, True), ("bfloat16", True, False), ("float32", 0, 0)],
 )
 def test_keys_that_heads_share(dtype, masked, shares, monkeypatch):
-    """Catches N x N scores on CUDA: the only form there that shares keys in float32, or with a
-    mask, has them."""
+    """Catches N x N scores on CUDA, which the form has that shares keys in float32, or with a mask."""
     own, asked = F.scaled_dot_product_attention, []
 
     def watch(*args, enable_gqa, **kwargs):

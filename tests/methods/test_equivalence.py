@@ -29,8 +29,7 @@ def test_jacobi_equals_sequential(method, K):
     [("ponderlm3", 3, False), ("ponderlm3", 3, True), ("ponderlm2", 2, False), ("vanilla", 0, False)],
 )
 def test_hard_stopping_parallel_sequential_and_cached_agree(tau, method, K, reread):
-    """Catches a key that hard stopping should hide, an integration that runs on, a cache that keeps or drops
-    a slot."""
+    """Catches a key that stopping should hide, an integration that runs on, a wrong cache."""
     model = small_model(method=method, ponder_steps=K, router_scale=12.0, reread=reread)
     steps = assert_three_forms_agree(model, tau)
     if method == "ponderlm3" and tau == 0.3:

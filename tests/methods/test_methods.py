@@ -76,8 +76,7 @@ TURNED = NEOX | dict(backbone_options={"rotary_pct": 0.5})
     [*((method, {}) for method in METHODS), ("ponderlm3", TIED), ("ponderlm3", TURNED)],
 )
 def test_files(method, kwargs, tmp_path):
-    """Catches a parameter or setting that is lost on the way to a file and back, and a class that
-    reads another one's weights."""
+    """Catches a parameter or setting that a file loses, and a class that reads another one's weights."""
     model, idx = method_model(method, **kwargs).float(), texts()
     save(model, tmp_path, exact=True)
     loaded = load(tmp_path)
@@ -118,8 +117,7 @@ def test_training_gradients(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_train_and_evaluate(method, config, shape):
-    """Catches a method that the root's loop cannot train, evaluate, save or resume, and one that the
-    root's sampler cannot decode."""
+    """Catches a method that the root cannot train, evaluate, save, resume or sample from."""
     shape, config = configure(shape, method), replace(config, name=method, steps=3, eval_every=2)
     run, results = train(config, shape, build, find(method).objective)
     K = shape.ponder_steps
@@ -201,8 +199,7 @@ def compare_gradients(model, found, loss):
 
 
 def test_ouro():
-    """Catches a loop without the norm between, another loss than the expected one over the exits, a wrong
-    sign of the entropy."""
+    """Catches a loop without the norm between, another loss over the exits, a wrong sign of the entropy."""
     model, idx, loss = method_model("ouro", router_scale=1.0).train(), texts(T=6), 0
     targets = idx.flip(1)
     for sequence, ids in zip(idx, targets, strict=True):
@@ -400,8 +397,7 @@ class Mine(FixedDepth):
 
 
 def test_a_new_method_is_one_file(config, shape, monkeypatch, tmp_path):
-    """Catches a list of methods somewhere else: a file in a folder has flags, whose range is its own, trains,
-    samples, has a cost and a title."""
+    """Catches a list of methods somewhere else: a file in a folder has flags, cost and title."""
     (tmp_path / "methods").mkdir()
     (tmp_path / "methods" / "mine.py").write_text(MINE)
     monkeypatch.setattr(methods, "__path__", [*methods.__path__, str(tmp_path / "methods")])

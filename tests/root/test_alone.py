@@ -66,8 +66,7 @@ def alone(tmp_path_factory):
 
 
 def test_commands(alone):
-    """Catches a command that cannot run where only the seven are, and an output that ASCII, in which all
-    of this is printed, stops."""
+    """Catches a command that cannot run where only the seven are, and an output that ASCII stops."""
     folder, run = alone
     prepared, trained, resumed, sampled, *_ = run(
         "data.py text.txt",
@@ -97,8 +96,7 @@ def test_help(alone, script):
 
 
 def test_what_a_training_step_runs():
-    """Catches a training in which functions of the root are replaced: a step enters those that a reader
-    reads, by their names and files."""
+    """Catches a training in which functions of the root, which a reader reads, are replaced."""
     model = PonderLM(Config(257, 32, 48, 1, 2, head_dim=16, block_size=16)).train()
     x, entered = torch.randint(256, (2, 16)), set()
 

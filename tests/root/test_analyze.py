@@ -61,8 +61,7 @@ def average(values):
 
 @torch.no_grad()
 def test_losses_by_depth(model, monkeypatch):
-    """Catches tokens in another order, a shifted target, a truncation one step off, and weights that are
-    not made to sum to 1; and steps that are not those of tau."""
+    """Catches another order, target, truncation or steps, and weights that are not made to sum to 1."""
     monkeypatch.setattr(analyze, "windows_at_a_time", lambda T, device: 2)
     windows = rows_of(5)
     ce, steps = losses_by_depth(model, windows, 0.3)
@@ -97,8 +96,7 @@ def test_decoded_is_what_decoding_does(model, tau, alpha):
 
 @torch.no_grad()
 def test_converge(model):
-    """Catches a count of refinements that is one off, errors of other slots, a fixed point that is none,
-    and a model that is left in float64."""
+    """Catches refinements one off, errors of other slots, no fixed point, and a model left in float64."""
     single, windows = small_model().float(), rows_of(2)
     rows = converge(single, windows, most=K * T)
     assert single.lm_head.weight.dtype == torch.float32
@@ -115,8 +113,7 @@ def test_converge(model):
 
 
 def test_exponential_fit():
-    """Catches a fit that does not find the planted decay, R^2 of something else, and rounding or zeros
-    that enter it."""
+    """Catches a fit that misses the planted decay, another R^2, and rounding or zeros that enter it."""
     rounding = [max(0.3 * 0.02**n, 1e-16) for n in range(12)]
     assert exponential_fit(range(12), rounding) == pytest.approx((0.02, 0.3, 1))
     L, _, r2 = exponential_fit([0, 1, 2, 3], errors := [1.0, 0.5, 0.1, 0])
@@ -141,8 +138,7 @@ def test_thirds():
 
 
 def test_buckets_and_shift(model):
-    """Catches gains with the wrong sign or of the wrong step or bucket; a change to another alpha than 0,
-    and an alpha that is not passed on."""
+    """Catches gains of the wrong sign, step or bucket; a change to another alpha, and one not passed on."""
     windows = rows_of(4)
     ce, steps = losses_by_depth(model, windows, 0.3)
     order = sorted(range(len(ce)), key=lambda i: ce[i, 0].item())
@@ -188,8 +184,7 @@ def test_words():
 
 
 def test_tokens(model, monkeypatch):
-    """Catches counts, means and shares of the wrong tokens, ends taken for insides, words across windows,
-    and a word that does not occur with a mean."""
+    """Catches counts or shares of the wrong tokens, ends for insides, words across windows, means of none."""
     text = b" the a the ofx "
     steps = torch.tensor([3, 0, 1, 2, 3, 1, 3, 0, 0, 3, 3, 1, 2, 0, 3])
     monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps))
@@ -231,8 +226,7 @@ def finish(folder, method="ponderlm3", K=3, seed=0, steps=1.0, loss=1.0, text="a
 
 
 def test_pareto(tmp_path, capsys):
-    """Catches numbers of another run or another way of stopping, and a frontier with a point that another
-    one beats, or without one that none does."""
+    """Catches numbers of another run or way of stopping, and a frontier with or without a wrong point."""
     runs = [
         finish(tmp_path / "a", steps=1.0, loss=1.0),
         finish(tmp_path / "b", steps=2.0, loss=1.2, seed=1),
@@ -356,8 +350,7 @@ def test_alpha_0_is_marked():
 
 
 def test_texts_stay_texts(tmp_path):
-    """Catches a text with a comma or a quote that comes back as another one, and dollars that are
-    taken for mathematics."""
+    """Catches a text with a comma or quote that comes back as another, and dollars as mathematics."""
     rows = [{"kind": "token", "text": text, "steps": "0.1"} for text in ("nan", "1", ',"', "\\n")]
     write_csv(tmp_path / "x.csv", rows)
     assert read_csv(tmp_path / "x.csv") == rows

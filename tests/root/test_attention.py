@@ -40,8 +40,7 @@ def test_eager_is_the_definition():
 @pytest.mark.parametrize("G", [4, 2, 1])
 @pytest.mark.parametrize("N,d", [(1, 8), (17, 7), (33, 8), (40, 56), (19, 64)])
 def test_forms_equal_eager(form, dtype, tolerance, G, N, d):
-    """Catches errors of the augmentation (scale, channel, padding), or a head group, in outputs and all
-    gradients."""
+    """Catches errors of the augmentation, or a head group, in outputs and all gradients."""
     assert_is_attention(form, attention_inputs(4, G, N, d, dtype), tolerance)
 
 

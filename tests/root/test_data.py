@@ -96,8 +96,7 @@ def test_command_line(error, message, monkeypatch):
 
 
 def test_command_line_of_a_process():
-    """Catches a kill, a closed terminal or a reader that leaves which ends in a stack trace, or leaves half a
-    file behind."""
+    """Catches a kill, closed terminal or gone reader that ends in a stack trace or leaves half a file."""
     script = (
         f"import os, signal, sys; sys.path.insert(0, {str(ROOT)!r}); from data import *\n"
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup lets be ignored
@@ -332,8 +331,7 @@ def test_package_files(monkeypatch):
 
 
 def test_texts_that_are_left_out(tmp_path, capsys):
-    """Catches files that are left out without a word, tables that are learned with their commas, and a text
-    in another code than UTF-8 that nobody hears of."""
+    """Catches files left out without a word, tables that are learned, a text in another code than UTF-8."""
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "a.txt").write_text("text")
@@ -357,8 +355,7 @@ def test_texts_that_are_left_out(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.parquet"])
 def test_many_texts_in_a_file(name, tmp_path):
-    """Catches files of many texts that are learned with their brackets, or left out of a folder where
-    plain text stands beside them."""
+    """Catches files of many texts that are learned with their brackets, or left out beside plain text."""
     (tmp_path / "b.txt").write_text("text")
     (tmp_path / name).write_text('{"text": "a"}')
     for given in (tmp_path, tmp_path / name):
@@ -392,6 +389,7 @@ def test_links(tmp_path):
         assert str(error.value.filename).endswith("/d.txt")
         (folder / "d.txt").unlink()
     os.mkfifo(folder / "pipe")  # which nobody writes to: it would be read for ever
+    assert folder / "pipe" not in data.files_below(folder)
     open_corpus(str(folder))
 
 
@@ -444,8 +442,7 @@ def test_unreadable(tmp_path, monkeypatch, function, name):
     ids=lambda text: f"{text[:5]} {len(text)}",
 )
 def test_pieces(text, bpe):
-    """Catches a text that is cut inside a line where it need not be, or loses something, also where a
-    character is cut."""
+    """Catches a text cut inside a line where it need not be, or that loses something, also at a character."""
     pieces = list(data.pieces_of(text))
     assert b"".join(pieces) == text and max(map(len, pieces), default=0) <= 10**6
     assert all(b"\n" not in a or a.endswith(b"\n") for a, _ in pairwise(pieces))
@@ -454,8 +451,7 @@ def test_pieces(text, bpe):
 
 
 def test_divide():
-    """Catches documents cut in two where there are enough to keep them whole, and a corpus of many files
-    without any validation, or without any training."""
+    """Catches documents cut in two without need, and a corpus without any validation or training."""
     documents = [(f"f{i}", f"text {i}".encode()) for i in range(400)]
     train, val = data.divide(documents)
     assert sorted(train + val) == sorted(text for _, text in documents)
@@ -505,8 +501,7 @@ def test_fingerprint():
 
 
 def test_names_in_the_cache(tmp_path):
-    """Catches corpora that were prepared before and are not found any more, other tokens than before, or
-    a prepared text that needs the network again."""
+    """Catches prepared corpora that are not found any more, are others, or need the network again."""
     file = tmp_path / "text.txt"
     file.write_text("the quick brown fox. " * 100)
     corpus = open_corpus(str(file), cache="cache")
@@ -621,8 +616,7 @@ def test_nanogpt_folders(tmp_path, monkeypatch):
 
 
 def test_wide_ids(tmp_path):
-    """Catches a file of 32-bit ids that is read as ids half as wide, every other one a zero; and a type
-    that is stated and not believed."""
+    """Catches 32-bit ids that are read as half as wide, and a type that is stated and not believed."""
     ids = np.random.default_rng(0).integers(1, 257, 3_000)
     write_bins(tmp_path, ids, np.uint32)
     Tokenizer.bytes().save(tmp_path / "tokenizer.json")

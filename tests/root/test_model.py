@@ -99,8 +99,7 @@ def test_tolerance_by_type():
 @pytest.mark.parametrize("tau", [0, 1e-4, 0.3])
 @pytest.mark.parametrize("kind,K", [(PonderLM, 3), (PonderLM, 1), (PonderLM, 0), (PonderLM2, 2)])
 def test_hard_stopping_parallel_sequential_and_cached_agree(tau, kind, K):
-    """Catches a key that hard stopping should hide, an integration that runs on, a cache that keeps or drops
-    a slot."""
+    """Catches a key that stopping should hide, an integration that runs on, a wrong cache."""
     steps = assert_three_forms_agree(small_model(kind=kind, ponder_steps=K, router_scale=12.0), tau)
     if kind is PonderLM and K == 3 and tau == 0.3:
         assert 0 in steps and 3 in steps and len(set(steps)) > 2
@@ -187,8 +186,7 @@ def test_training_loss_and_its_gradient():
 
 
 def test_parts_of_the_loss():
-    """Catches partial states that are renormalised, a wrong depth, lambda applied twice, and
-    targets that should be ignored."""
+    """Catches partial states that are renormalised, a wrong depth, lambda twice, and ignored targets."""
     model, idx = small_model(penalty="token", penalty_weight=0.7).train(), tokens(T=9, B=2)
     y = tokens(9, 2, seed=1)
     model.lm_head.weight.data *= 20  # some tokens below 0.5 nats, so that the penalty acts
@@ -360,8 +358,7 @@ def in_config(*without, **changes):
     ],
 )
 def test_damaged_files(damage, message, tmp_path):
-    """Catches a damaged model that is read, one that asks for all memory, and a message that says neither
-    where nor what."""
+    """Catches a damaged model that is read or asks for all memory, and a message without where and what."""
     folder = tmp_path / "run"
     save(small_model(), folder)
     Tokenizer.bytes().save(folder / "tokenizer.json")

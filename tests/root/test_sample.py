@@ -69,8 +69,7 @@ def test_seeds():
 
 
 def test_longer_than_the_window():
-    """Catches a crash at the window's end, a context other than the documented last half, and tokens
-    before each text that do not stay."""
+    """Catches a context other than the documented last half, and beginnings that do not stay."""
     model, greedy = small_model(block_size=8), dict(temperature=0)
     tokens, _ = generate(model, [1, 2, 3], 30, **greedy)
     assert len(tokens) == 30
@@ -94,8 +93,7 @@ def test_end():
 
 
 def test_choices():
-    """Catches tokens chosen more or less often than their probability, an unused temperature, a top-k
-    that keeps one too many or few, and another choice than the given one."""
+    """Catches other frequencies than probabilities, an unused temperature, a wrong top-k, another choice."""
     p = torch.tensor([0.1, 0.4, 0.2, 0.3])
 
     def shares(**how):
@@ -132,8 +130,7 @@ def test_refused(wrong):
 
 
 def test_marks():
-    """Catches steps that cannot be told apart, and a line's end that comes before its mark or is coloured
-    to the edge of the terminal."""
+    """Catches steps that cannot be told apart, and a line's end before its mark or coloured to the edge."""
     assert mark("a", 3, 3, color=False) == "a₃" and mark("a", 12, 12, color=False) == "a₁₂"
     assert mark("\n", 2, 3, color=False) == "₂\n" and mark(";\n  ", 1, 3, color=False) == ";₁\n  "
     assert len({mark("a", k, 3, color=True) for k in range(4)}) == 4
@@ -154,8 +151,7 @@ def test_show_steps(run, monkeypatch, capsys):
 
 
 def test_samples_and_prompts(run, monkeypatch, capsys):
-    """Catches samples that are the same or not repeatable, an empty prompt that is refused, a long one
-    that is cut in silence, and standard input that is not read."""
+    """Catches samples not repeatable, an empty prompt refused, one cut in silence, stdin not read."""
 
     def printed(**options):
         sample_main(run=run, max_new_tokens=9, **options)

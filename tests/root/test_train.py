@@ -100,8 +100,7 @@ def assert_same(a, b):
 
 
 def test_training_learns_and_leaves_a_run(capsys):
-    """Catches a loop that does not learn, is not deterministic, or leaves out a promised file; and a
-    docstring that shows other output than there is."""
+    """Catches a loop that does not learn, is not deterministic or leaves out a file; an old docstring."""
     run, results = go("--log-every 20")
     printed = capsys.readouterr().out
     assert results["fixed"]["loss"] < results["unigram_entropy"]
@@ -216,8 +215,7 @@ def test_objective(penalty):
 
 
 def test_evaluation_against_the_definitions():
-    """Catches a wrong mean, steps counted at another tau, windows left out, and a model that is left in
-    evaluation mode."""
+    """Catches a wrong mean, another tau, windows left out, a model left in evaluation mode."""
     torch.manual_seed(0)
     model = PonderLM(Config(31, 32, 48, 2, 4, block_size=8, router_offset=(0.0,) * 4)).double().train()
     torch.nn.init.normal_(model.router.proj.weight, std=2)
@@ -242,8 +240,7 @@ def test_evaluation_against_the_definitions():
 
 
 def test_evaluation_in_batches():
-    """Catches batches that overlap, or a mean of means: 1,100 windows are more than one batch of them; and a
-    window of more tokens than a batch."""
+    """Catches batches that overlap, or a mean of means: 1,100 windows are more than one batch."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert [train.windows_at_a_time(T, cpu) for T in (64, 2048)] == [16, 1]
     assert [train.windows_at_a_time(T, gpu) for T in (256, 32_768)] == [64, 1]
@@ -298,8 +295,7 @@ def test_learning_rate():
 
 @pytest.mark.parametrize("choice", ["auto", "eager", "sdpa", "fa2"])
 def test_attention(choice, monkeypatch):
-    """Catches a form of attention that is asked for and not taken, in training or in evaluation, and one
-    that is not here and ends in a stack trace."""
+    """Catches a form of attention that is asked for and not taken, or not here and ends in a stack trace."""
 
     def flash(q, k, v, causal, softmax_scale):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -397,8 +393,7 @@ def test_compile(dynamo, monkeypatch, capsys):
 
 
 def test_command_line(capsys):
-    """Catches a preset whose values a flag does not change or --help does not show, and unknown flags that
-    pass."""
+    """Catches preset values that a flag does not change or --help not show, and unknown flags that pass."""
     config, shape = parse(shlex.split("--preset 70m --steps 7 --ponder-steps 5"))
     assert config.steps == 7 and config.preset == "70m"
     assert shape.ponder_steps == 5 and shape.hidden_size == 512 and len(shape.offset) == 6
@@ -522,8 +517,7 @@ def test_more_steps(capsys):
 
 
 def test_changed_settings_are_refused():
-    """Catches a resumed training that is another one, without a word; one that is touched; and a batch or a
-    text that is named where a flag is wrong."""
+    """Catches a resumed training that is another one, without a word, or touched; a flag not named."""
     run, _ = go("--steps 2")
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
     with pytest.raises(UserError, match="without --resume") as error:
@@ -543,8 +537,7 @@ def test_changed_settings_are_refused():
 
 
 def test_nothing_to_resume():
-    """Catches a stack trace where there is no run, or a train.json that is none, and a run that is older
-    than a setting and cannot be read."""
+    """Catches a stack trace where no run is, or a damaged one, and an older run that cannot be read."""
     with pytest.raises(UserError, match=r"python train\.py"):
         parse(["--resume"])
     with pytest.raises(UserError, match=r"x is no run, .*: train one, without --resume"):
@@ -658,8 +651,7 @@ def test_divergence_stops():
 
 @pytest.mark.parametrize("log_every, noticed", [(1, 6), (4, 8), (100, 10)])
 def test_gradients_that_are_not_finite(monkeypatch, log_every, noticed):
-    """Catches a checkpoint of what a gradient of nan has made of the weights, and a training that goes on
-    behind the next line of its log, or the next checkpoint."""
+    """Catches a checkpoint of what a gradient of nan has made, and a training that goes on."""
     real, done = torch.nn.utils.clip_grad_norm_, []
 
     def clip(parameters, *args):
@@ -800,8 +792,7 @@ def test_a_signal_in_the_final_evaluation(number, code):
     ],
 )
 def test_kill_while_it_saves(function, call):
-    """Catches a kill before, between or in the midst of the files of a save that leaves a run which cannot
-    go on, or goes on otherwise, or whose model is half a file."""
+    """Catches a kill around the files of a save after which a run cannot go on, or goes on otherwise."""
     flags = "--steps 12 --eval-every 4"
     whole, _ = go(f"{flags} --name whole")
     kill = (
