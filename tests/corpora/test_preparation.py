@@ -132,7 +132,7 @@ def test_texts_beside_rows(many):
 
 @pytest.mark.parametrize("rows", [TEXTS[:1], TEXTS[:99], [b"x"], [b"ab", b"c" * 30]])
 def test_few_documents(rows, capsys):
-    """Catches an empty validation, a text's end that is learned and asked, another choice than data.divide."""
+    """Catches an empty validation, an end that is learned and asked, another choice than data.divide's."""
     prepare(Options(str(write_texts(Path("texts"), rows)), Path("out")))
     assert f"{len(rows)} documents" in capsys.readouterr().out
     assert same_ids(data.open_corpus("texts"), data.open_corpus("out"))
