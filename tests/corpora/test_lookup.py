@@ -1,6 +1,5 @@
 import random
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 import torch
@@ -83,18 +82,6 @@ def test_chosen_lookups(tmp_path, monkeypatch):
     for wrong in (dict(lookups=(8, 1)), dict(lines=99), dict(seed=-1)):  # fewer lines would be cut
         with pytest.raises((UserError, ValueError), match=next(iter(wrong))):
             lookup.prepare_lookup(tmp_path / "new", **wrong)
-
-
-def test_command(tmp_path, monkeypatch, capsys, run):
-    """Catches flags that change nothing, and a next step that is not named."""
-    monkeypatch.chdir(tmp_path)
-    run("lookup", "--folder", "there", "--lines", "150", "--seed", "2")
-    assert capsys.readouterr().out.endswith("next: python -m lab train --data there\n")
-    assert read_json("there/meta.json")["source"] == "lookup task, 150 lines, seed 2"
-    for command in ("lookup", "mixed"):
-        with pytest.raises(SystemExit, match=r"^error: lines = 5: "):
-            run(command, "--folder", "other", "--lines", "5")
-    assert [path.name for path in Path().iterdir()] == ["there"]
 
 
 def test_lookups_asked(corpus):

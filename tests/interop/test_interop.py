@@ -117,19 +117,6 @@ def test_the_roots_form(tmp_path, tied):
         transformers.AutoConfig.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "kwargs", [{}, dict(reread=True), NEOX, dict(method="grid"), dict(ponder_steps=0)], ids=str
-)
-def test_what_the_root_cannot_read(tmp_path, kwargs):
-    """Catches settings of the lab that are dropped, and names of compiled blocks."""
-    model = small_model(**kwargs).float()
-    model.model.layers[0] = torch.compile(model.model.layers[0])
-    save(model, tmp_path, exact=True)
-    again = load(tmp_path)
-    assert again.config == model.config and ("backbone" in read_json(tmp_path)) == (kwargs != {})
-    assert all(torch.equal(x, again.state_dict()[name]) for name, x in interop.tensors_of(model).items())
-
-
 # -- Official PonderLM-2 -----------------------------------------------------------------------
 
 

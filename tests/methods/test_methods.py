@@ -10,7 +10,6 @@ from lab_helpers import NEOX, decode, small_model, tokens
 import lab.methods as methods
 from attention import eager
 from data import UserError
-from lab.engine import simple
 from lab.interop.weights import load, save
 from lab.methods import PonderConfig, PonderLM3, all_methods, build, configure, find
 from lab.methods.cost import cost
@@ -69,20 +68,26 @@ def test_cached_decoding_equals_scoring(method, K):
 
 TIED = dict(tie_word_embeddings=True, router_offset=(0.0, 1.0, 2.0, 3.0))
 TURNED = NEOX | dict(backbone_options={"rotary_pct": 0.5})
+REREAD = dict(reread=True)
 
 
 @pytest.mark.parametrize(
     "method,kwargs",
-    [*((method, {}) for method in METHODS), ("ponderlm3", TIED), ("ponderlm3", TURNED)],
+    [*((method, {}) for method in METHODS), *(("ponderlm3", kwargs) for kwargs in (TIED, TURNED, REREAD))],
 )
 def test_files(method, kwargs, tmp_path):
-    """Catches a parameter or setting that a file loses, and a class that reads another one's weights."""
+    """Catches a parameter or setting that a file loses, names of compiled blocks, and a class that reads
+    another one's weights."""
     model, idx = method_model(method, **kwargs).float(), texts()
+    with torch.no_grad():
+        expected = model(idx, R=3).logits
+    blocks = model.model.layers
+    blocks[0] = torch.compile(blocks[0])
     save(model, tmp_path, exact=True)
     loaded = load(tmp_path)
     assert type(loaded) is type(model) and loaded.config == model.config
     with torch.no_grad():
-        assert torch.equal(loaded(idx, R=3).logits, model(idx, R=3).logits)
+        assert torch.equal(loaded(idx, R=3).logits, expected)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
@@ -354,12 +359,6 @@ def test_refused_settings(method, settings, message):
     """Catches settings that the method would silently not follow."""
     with pytest.raises((UserError, TypeError), match=message):
         build(configure(PonderConfig(), method, **settings))
-
-
-def test_alpha_without_a_router():
-    """Catches a shift of a router that is not there, which would silently do nothing."""
-    with pytest.raises(UserError, match="only the router of a PonderLM-3"):
-        simple.generate(method_model("looped"), [[1]], 1, alpha=1.0)
 
 
 def test_registry():
