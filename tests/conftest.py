@@ -57,3 +57,9 @@ def nothing_is_left():
     before = found()
     yield
     assert found() == before
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Each test begins in an empty folder of its own: commands write data/ and out/ into the current one."""
+    monkeypatch.chdir(tmp_path)

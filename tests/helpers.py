@@ -4,7 +4,10 @@ Nothing here needs more than requirements.txt. What needs the lab is in lab_help
 """
 
 import json
+import os
 import resource
+import subprocess
+import sys
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -187,7 +190,14 @@ def assert_masked_key_is_not_there(form, augment, d, dtype):
     assert (form(q, k, v, log_w)[:, :, rest] - seen[:, :, rest]).abs().max() == 0
 
 
-# -- Files -----------------------------------------------------------------------------------------
+# -- Files and processes ---------------------------------------------------------------------------
+
+
+def python(*command, cwd=ROOT, **environment):
+    """Run Python in a process of its own, from the root or elsewhere. -> what became of it"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    how = dict(cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, *map(str, command)], **how)
 
 
 def in_bytes(change, name="model.safetensors"):

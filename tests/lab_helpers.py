@@ -3,6 +3,14 @@
 What they share with those of the root is in helpers.py, and can be imported from here as well.
 """
 
+import contextlib
+import io
+import runpy
+import signal
+import sys
+import warnings
+from unittest.mock import patch
+
 import pytest
 import torch
 from helpers import (  # noqa: F401
@@ -13,6 +21,7 @@ from helpers import (  # noqa: F401
     decode,
     full_disk,
     outputs_and_gradients,
+    python,
     tokens,
 )
 from placement import DEVICE, TEST_DEVICE
@@ -69,9 +78,8 @@ def small_model(seed=0, **kwargs):
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
-    """A training of a second, in an empty directory; its model is `shape`."""
-    monkeypatch.chdir(tmp_path)
+def config(tmp_path):
+    """A training of a second; its model is `shape`."""
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
     return TrainConfig(
@@ -93,6 +101,12 @@ def config(tmp_path, monkeypatch):
 def shape():
     """Of the model of `config`."""
     return PonderConfig(257, 32, 64, 1, 2, head_dim=16, block_size=16, ponder_steps=2)
+
+
+def method_model(method, **kwargs):
+    """A small model whose MoR routers are as undecided as its PonderLM-3 router is not."""
+    kwargs = {"router_scale": 12.0, **kwargs} if find(method).has_router else kwargs
+    return small_model(seed=2, method=method, **kwargs)
 
 
 def same_weights(a, b):
@@ -125,3 +139,34 @@ def records(frame):
 
 def flags(runs):
     return tuple(map(str, runs))
+
+
+def run_command(what, arguments, folder, out=None):
+    """Run a script of the root, or a module, as `python` does, in this process; `out` is its standard output.
+    -> its exit, what it printed if there is no `out`, and its errors"""
+    name, *arguments = *what.split(), *arguments
+    name = str(ROOT / name) if name.endswith(".py") else name
+    printed, said = (io.TextIOWrapper(io.BytesIO(), code) for code in ("utf-8", "ascii"))
+    handlers, code = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}, None
+    with (
+        contextlib.chdir(folder),
+        patch.object(sys, "argv", [name, *arguments]),
+        contextlib.redirect_stdout(out or printed),
+        contextlib.redirect_stderr(said),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a module that was imported before
+        try:
+            if name.endswith(".py"):
+                runpy.run_path(name, run_name="__main__")
+            else:
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            sys.stdout.flush()
+        except SystemExit as end:
+            code = end.code
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    printed.flush()
+    said.flush()
+    return code, printed.buffer.getvalue().decode(), said.buffer.getvalue().decode()

@@ -5,15 +5,13 @@ import gc
 import json
 import os
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from lab_helpers import ROOT, small_model
+from lab_helpers import python, small_model
 from pretended_cuda import MEMORY, Misplaced, pretended_cuda
 from torch.utils._pytree import tree_leaves
 
@@ -248,9 +246,8 @@ def test_device_of_the_tests():
     """Catches a suite that takes a GPU because there is one, and equivalence tests that stay on the
     CPU when they are to run on a GPU, which is not there, or others that do not."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
-    environment = os.environ | {"PONDERLM_TEST_DEVICE": "cuda"}
     files = [f"tests/root/test_{name}.py" for name in ("golden", "train")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     command += ["-k", "golden or learning_rate"]  # three tests, and one that stays on the CPU
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = python(*command, PONDERLM_TEST_DEVICE="cuda")
     assert re.search(r"(?m)^3 failed\b(?!.*passed)", done.stdout) and "CUDA" in done.stdout

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
-from lab_helpers import full_disk
+from lab_helpers import full_disk, run_command
 from pyarrow import parquet
 
 import data
@@ -44,9 +44,8 @@ def write_texts(folder, rows=TEXTS):
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """An empty directory, in which texts are divided and written often."""
-    monkeypatch.chdir(tmp_path)
+def small_batches(monkeypatch):
+    """Texts are divided and written often."""
     monkeypatch.setattr(preparation, "BATCH", 150)
 
 
@@ -326,9 +325,10 @@ def test_two_at_once():
     assert one.fingerprint == two.fingerprint
 
 
-def test_command(capsys, run):
+def test_command():
     """Catches flags that do not arrive, and a next step that is not named."""
     write_texts(Path("texts"), TEXTS[:9])
-    run("prepare", "texts", "--to", "there", "--tokenizer", "bpe", "--vocab-size", "260")
-    assert capsys.readouterr().out.endswith("next: python train.py --data there\n")
+    flags = ["texts", "--to", "there", "--tokenizer", "bpe", "--vocab-size", "260"]
+    code, printed, _ = run_command("lab corpus prepare", flags, ".")
+    assert not code and printed.endswith("next: python train.py --data there\n")
     assert data.open_corpus("there").vocab_size == 260

@@ -23,11 +23,6 @@ HARD = "the  fox\n\tnaps: é ☃ 日本 \U0001f98a <s> </s> <|endoftext|> \x00!"
 ONE_WAY = [bytes([i]) for i in range(256)] + [b"he", b"ef", b"hef"]  # h + ef is never met
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def saved(library, **fields):
     """A tokenizer of the library as a directory, model/."""
     Path("model").mkdir(exist_ok=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from lab_helpers import NEOX, decode, small_model, tokens
+from lab_helpers import NEOX, decode, method_model, small_model, tokens
 
 import lab.methods as methods
 from attention import eager
@@ -18,12 +18,6 @@ from sample import stream
 from train import train
 
 METHODS = [kind.method for kind in all_methods()]
-
-
-def method_model(method, **kwargs):
-    """A small float64 model whose MoR routers are as undecided as its PonderLM-3 router is not."""
-    kwargs = {"router_scale": 12.0, **kwargs} if find(method).has_router else kwargs
-    return small_model(seed=2, method=method, **kwargs)
 
 
 def texts(T=12):

@@ -275,9 +275,8 @@ def command(figure, **options):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A run of bytes in an empty directory, and the text that it was scored on."""
-    monkeypatch.chdir(tmp_path)
+def run():
+    """A run of bytes, and the text that it was scored on."""
     Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     make_run("run")
     return Path("run")
@@ -312,9 +311,8 @@ def test_draw(run, capsys):
     assert "0.45" in [row["tau"] for row in read_csv("run/report/tau.csv")]
 
 
-def test_pareto_command(tmp_path, monkeypatch, capsys):
+def test_pareto_command(tmp_path, capsys):
     """Catches a figure of several runs that goes elsewhere, and a point of the frontier without its ring."""
-    monkeypatch.chdir(tmp_path)
     runs = [finish(tmp_path / "a"), finish(tmp_path / "b", K=1, loss=2.0)]
     command("pareto", runs=tuple(map(str, runs)))
     assert "ponderlm3" in capsys.readouterr().out and Path("out/analyze/pareto.png").stat().st_size > 5000

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from helpers import ROOT, full_disk
+from helpers import full_disk, python
 
 import data
 from data import Corpus, Tokenizer, UserError, Windows, command_line, load_tokenizer, open_corpus
@@ -29,14 +28,13 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 30
 
 
 @pytest.fixture(autouse=True)
-def no_gpt2(monkeypatch, tmp_path):
-    """GPT-2's vocabulary cannot be fetched, and the current directory is an empty one."""
+def no_gpt2(monkeypatch):
+    """GPT-2's vocabulary cannot be fetched."""
 
     def fail(name):
         raise OSError("no route")
 
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +96,7 @@ def test_command_line(error, message, monkeypatch):
 def test_command_line_of_a_process():
     """Catches a kill, closed terminal or gone reader that ends in a stack trace or leaves half a file."""
     script = (
-        f"import os, signal, sys; sys.path.insert(0, {str(ROOT)!r}); from data import *\n"
+        "import os, signal, sys; from data import *\n"
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup lets be ignored
         "def main():\n"
         "    for number in (signal.SIGTERM, signal.SIGHUP):\n"
@@ -107,7 +105,7 @@ def test_command_line_of_a_process():
         "    os.close(1); os.dup2(os.pipe()[1], 1); print('x')\n"
         "command_line(main)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = python("-c", script, cwd=".")
     assert (done.stderr, done.returncode) == ("143 []\n129 []\n", 141)
 
 

@@ -185,7 +185,6 @@ def test_refused_commands(options, message, run, capsys):
 
 def test_which_model(run, tmp_path, monkeypatch, capsys):
     """Catches a model that is taken without a word, and none that is a stack trace."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sample, "INCLUDED", tmp_path / "run")
     sample_main(prompt="a", max_new_tokens=1)
     assert "no run in out/ yet: this is the model that comes with the code" in capsys.readouterr().out

@@ -41,11 +41,9 @@ TINY = (
 
 
 @pytest.fixture(autouse=True)
-def directory(tmp_path, monkeypatch):
-    """An empty directory with a text, in which all of this happens."""
-    monkeypatch.chdir(tmp_path)
+def text():
+    """The text of all trainings."""
     Path("text.txt").write_text(TEXT)
-    return tmp_path
 
 
 @pytest.fixture(autouse=True, scope="module")
