@@ -69,14 +69,13 @@ def test_drawn_share():
 
 
 def test_command(make_run, tmp_path):
-    """Catches a run of another method, and a figure that cannot be drawn again from its numbers."""
+    """Catches a run of another method, and a figure of other shares than its numbers."""
     with pytest.raises(UserError, match="--method drawn"):
         Depth((make_run("plain", 1.0, 0),), out=tmp_path / "out").draw()
-    rows = pd.DataFrame(
-        {"method": "drawn", "K": 2, "seed": 0} | row for row in depth_rows(drawn_model(), WINDOWS)
-    )
+    names = {"method": "drawn", "K": 2, "seed": 0}
+    rows = pd.DataFrame(names | row for row in depth_rows(drawn_model(), WINDOWS))
     (tmp_path / "out").mkdir()
     rows.to_csv(tmp_path / "out/depth.csv", index=False)
     Depth(out=tmp_path / "out", redraw=True).draw()
-    assert (tmp_path / "out/depth.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "out/depth.png").stat().st_size > 5000
     assert len((tmp_path / "out/depth.md").read_text().splitlines()) == 2 + 10
