@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,36 +128,24 @@ def test_tau(byte_model, capsys):
         ("", {}, "has no prompt in it"),
         (b"\xff\xfe", {}, "is not UTF-8 text"),
         ("a", dict(prompt="b"), "--prompt and --prompts exclude each other"),
+        ("a", dict(prompts=None, prompt="a\udcff"), "the prompt is not UTF-8 text"),
+        ("a", dict(prompts="none.txt"), r"none\.txt: No such file or directory"),
         ("a", dict(num_samples=0), "num_samples = 0"),
-        ("a", dict(top_p=0.0), "top_p = 0.0"),
         ("a", dict(tau=-1.0), "tau = -1.0"),
+        ("a", dict(out="prompts.txt"), r"prompts\.txt: File exists"),
+        ("a", dict(out="."), "File exists"),
+        ("a", dict(out="none/new"), "No such file or directory"),
     ],
 )
-def test_refused_commands(content, options, message, byte_model, tmp_path):
-    """Catches a file of samples that is made before what is wrong is noticed, or said."""
-    file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+def test_refused_commands(content, options, message, byte_model):
+    """Catches samples that are written over the prompts or to no file, and a file of them that is made before
+    what is wrong is noticed, or said."""
+    content = content if isinstance(content, bytes) else content.encode()
+    Path("prompts.txt").write_bytes(content)
+    asked = dict(prompts="prompts.txt", out="out.jsonl") | options
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-        command_line(lambda: decode(byte_model, prompts=str(file), out=out, **options))
-    assert not out.exists()
-
-
-def test_nothing_is_overwritten(byte_model, tmp_path):
-    """Catches samples that are written over the prompts, or to something that is no file."""
-    file = tmp_path / "prompts.txt"
-    file.write_text("kept")
-    for out, message in (
-        (file, r"prompts\.txt: File exists"),
-        (tmp_path, "File exists"),
-        (tmp_path / "none" / "new", "No such file or directory"),
-    ):
-        with pytest.raises(SystemExit, match=f"^error: .*{message}$"):
-            command_line(lambda: decode(byte_model, prompts=str(file), out=out))  # noqa: B023
-    with pytest.raises(SystemExit, match=r"^error: none\.txt: No such file or directory$"):
-        command_line(lambda: decode(byte_model, prompts="none.txt"))
-    with pytest.raises(UserError, match="the prompt is not UTF-8 text"):
-        decode(byte_model, prompt="a\udcff", out=tmp_path / "new")
-    assert file.read_text() == "kept" and not (tmp_path / "new").exists()
+        command_line(lambda: decode(byte_model, **asked | {"out": Path(asked["out"])}))
+    assert [*Path().iterdir()] == [Path("prompts.txt")] and Path("prompts.txt").read_bytes() == content
 
 
 @both

@@ -75,6 +75,11 @@ def interrupt_at(patch, step, number=signal.SIGTERM, function="learning_rate"):
     patch.setattr(train, function, interrupted)
 
 
+def times(run):
+    """When each file of a run was written."""
+    return {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+
+
 def checkpoint(run):
     return torch.load(run / "trainer.pt", weights_only=True)
 
@@ -517,7 +522,7 @@ def test_more_steps(capsys):
 def test_changed_settings_are_refused():
     """Catches a resumed training that is another one, without a word, or touched; a flag not named."""
     run, _ = go("--steps 2")
-    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    before = times(run)
     with pytest.raises(UserError, match="without --resume") as error:
         go("--resume --batch-size 3 --ponder-steps 1 --log-every 7 --router-offset 0 1 --data nowhere")
     for change in ("batch_size: 8 -> 3", "ponder_steps: 2 -> 1", "router_offset: None -> (0.0, 1.0)"):
@@ -530,7 +535,7 @@ def test_changed_settings_are_refused():
     Path("text.txt").write_text("another text, longer than the one before. " * 300)
     with pytest.raises(UserError, match=r"text\.txt is not the text of out/x, .* --data$"):
         go("--resume")
-    assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    assert before == times(run)
     go("--resume --data moved.txt --steps 3 --attention sdpa")
 
 
@@ -609,11 +614,11 @@ def test_damaged_checkpoint(damage):
     """Catches code that a checkpoint runs, a stack trace for a damaged one, and files that are touched."""
     run, _ = go("--steps 2 --eval-every 2")
     damage(run)
-    before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    before = times(run)
     with pytest.raises(UserError, match=r"trainer\.pt .*model\.safetensors; .*--name"):
         go("--resume --steps 4")
     assert not Path("malice").exists()
-    assert before == {file: file.stat().st_mtime_ns for file in run.rglob("*")}
+    assert before == times(run)
 
 
 def test_one_process_a_run():
@@ -755,16 +760,6 @@ def test_the_second_signal():
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number, code", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
-def test_a_signal_in_the_final_evaluation(number, code):
-    """Catches a stack trace where all is saved, and a signal that is not obeyed."""
-    process = start_patched(f"train.final_report = lambda *_: os.kill(os.getpid(), signal.{number})")
-    _, errors = process.communicate(timeout=60)
-    assert "Traceback" not in errors and process.returncode == code, errors
-    assert checkpoint(Path("out/x"))["step"] == 2 and go("--resume")[1]
 
 
 @pytest.mark.parametrize(
