@@ -1,5 +1,6 @@
 """What pytest asks of this folder. What tests share is in helpers.py and lab_helpers.py."""
 
+import contextlib
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,6 +61,7 @@ def nothing_is_left():
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(tmp_path):
     """Each test begins in an empty folder of its own: commands write data/ and out/ into the current one."""
-    monkeypatch.chdir(tmp_path)
+    with contextlib.chdir(tmp_path):
+        yield

@@ -28,6 +28,10 @@ GOLDEN = Path(__file__).parent / "golden"
 # -- Models ----------------------------------------------------------------------------------------
 
 
+SHAPE = dict(vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2, block_size=32)
+SHAPE |= dict(num_attention_heads=4, num_key_value_heads=2)
+
+
 def small_model(seed=0, router_scale=5.0, kind=PonderLM, **settings):
     """A float64 model in evaluation mode whose router has random weights, so that tokens differ.
 
@@ -35,8 +39,7 @@ def small_model(seed=0, router_scale=5.0, kind=PonderLM, **settings):
     router decided.
     """
     torch.manual_seed(seed)
-    shape = dict(vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2, block_size=32)
-    settings = shape | dict(num_attention_heads=4, num_key_value_heads=2, ponder_steps=3) | settings
+    settings = SHAPE | {"ponder_steps": 3} | settings
     settings = {"router_offset": (0.0,) * (settings["ponder_steps"] + 1)} | settings
     model = kind(Config(**settings))
     if model.router is not None:

@@ -16,6 +16,7 @@ import torch
 from helpers import (  # noqa: F401
     GOLDEN,
     ROOT,
+    SHAPE,
     assert_is_attention,
     attention_inputs,
     decode,
@@ -46,26 +47,11 @@ def tokens_alone(request, monkeypatch):
         monkeypatch.setattr(request.module, "compare", lambda seen: None)
 
 
-def small_model(seed=0, **kwargs):
-    """A float64 model in evaluation mode whose router has random weights, so that tokens differ.
-
-    Random weights alone spread s too evenly for any w to fall below a tau; router_scale makes the
-    router decided. ponder_steps=0 is the method vanilla.
-    """
+def small_model(seed=0, router_scale=5.0, method="ponderlm3", **kwargs):
+    """As helpers.small_model, of any method. ponder_steps=0 is the method vanilla."""
     torch.manual_seed(seed)
-    scale = kwargs.pop("router_scale", 5.0)
-    method = kwargs.pop("method", "ponderlm3")
     method = "vanilla" if kwargs.get("ponder_steps") == 0 else method
-    shape = PonderConfig(
-        vocab_size=31,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        block_size=32,
-    )
-    config = configure(shape, method, **kwargs)
+    config = configure(PonderConfig(**SHAPE), method, **kwargs)
     if config.router_offset is None and "router_offset" not in unused_settings(find(method)):
         config.router_offset = (0.0,) * (config.ponder_steps + 1)
     model = build(config)
@@ -73,7 +59,7 @@ def small_model(seed=0, **kwargs):
         torch.nn.init.normal_(model.feedback.weight, std=1.5)
     if model.has_router:
         for weight in (p for p in model.router.parameters() if p.dim() == 2):
-            torch.nn.init.normal_(weight, std=scale / config.hidden_size**0.5)
+            torch.nn.init.normal_(weight, std=router_scale / config.hidden_size**0.5)
     return model.double().eval().to(TEST_DEVICE)
 
 

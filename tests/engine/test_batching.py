@@ -472,7 +472,7 @@ def test_compiled(method, blocks):
 def test_frozen(monkeypatch):
     """Catches weights that the compiler packs, and with them other tokens; and packs where that is slower."""
     model, texts = small_model(seed=2).float(), prompts(7, 21)
-    how = dict(tau=0.3, prefill="sequential")
+    how = SEQUENTIAL | dict(tau=0.3)
     assert not Engine(model, 5, compile=True, **how).passes.frozen
     monkeypatch.setattr("lab.engine.compiled.FROZEN", 0)
     assert not Engine(model, 3, compile=True, **how).passes.frozen
@@ -508,27 +508,17 @@ def test_ends(decoder, model):
 @pytest.mark.parametrize(
     "call",
     [
-        dict(tau=-0.1),
-        dict(tau=2.0),
-        dict(alpha=float("nan")),
-        dict(temperature=float("nan")),
-        dict(seed=-1),
-        dict(top_k=0),
-        dict(top_p=0.0),
-        dict(temprature=1.0),
-        dict(prompts=[[31]]),
-        dict(prompts=[[1], []]),
+        *(dict(tau=-0.1), dict(tau=2.0), dict(alpha=math.nan), dict(temperature=math.nan), dict(seed=-1)),
+        *(dict(top_k=0), dict(top_p=0.0), dict(temprature=1.0)),
+        *(dict(prompts=[[31]]), dict(prompts=[[1], []])),
     ],
     ids=str,
 )
 def test_refusals(decoder, model, call):
     """Catches settings out of range that would generate something, and a prompt that is refused unnamed."""
     (name,), asked = call, {"prompts": [[1]], **call}
-    if texts := call.get("prompts"):
-        name = "prompt 2 of 2" if len(texts) > 1 else "the prompt"
-        asked["prompts"] = texts
-    if decoder is generate and len(asked["prompts"]) > 1:
-        name = "the prompt"  # it sees one after the other
+    if name == "prompts":  # the simple decoder sees one after the other
+        name = "prompt 2 of 2" if decoder is by_engine and len(call[name]) > 1 else "the prompt"
     with pytest.raises(SystemExit, match=f"^error: {name} "):
         command_line(lambda: decoder(model, asked.pop("prompts"), 2, **asked))
 
