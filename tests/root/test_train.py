@@ -369,7 +369,6 @@ def test_compiled_blocks(backend, recompute, dynamo, monkeypatch):
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
         counts.append(dynamo())
-    print(counts)
     assert counts == 4 * [counts[0]] and counts[0] >= 4  # 1, 2, 3 and 4 slots a token
     with torch.no_grad():
         for T in (3, 5, 7):
