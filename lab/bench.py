@@ -399,7 +399,12 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
 # -- The goals of a GPU ----------------------------------------------------------------------------
 
 
-def goals(o: Annotated[Options, tyro.conf.arg(name="")]):
+@settings
+class Goals(Options):
+    run: Path | None = None  # a training of `small`, too
+
+
+def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
     """Which goals the results in --out meet: a row for each, of those that have been measured."""
     rows = []
 
@@ -408,6 +413,9 @@ def goals(o: Annotated[Options, tyro.conf.arg(name="")]):
         bound = f"at least {least}" if most is None else f"at most {most}"
         rows.append({"goal": what, "found": value, "bound": bound, "": "passed" if passed else "FELL SHORT"})
 
+    if o.run:
+        with reading(file := o.run / "results.json"):
+            goal(f"{o.run.name}, executed steps", read_json(file)["hard"]["steps"], most=2.9)
     for file in sorted(o.out.glob("*.json")):
         found = read_json(file)
         with reading(file):

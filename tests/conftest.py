@@ -1,5 +1,6 @@
 """What pytest asks of this folder. What tests share is in helpers.py and lab_helpers.py."""
 
+import contextlib
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,7 @@ MISSING = missing_packages()
 if MISSING:
     collect_ignore = [file.name for file in TESTS.iterdir() if file.name != "root"]
 else:
-    from lab_helpers import byte_model, config, golden, shape, tokens_alone  # noqa: F401
+    from lab_helpers import byte_model, config, shape, tokens_alone  # noqa: F401
 
 
 def pytest_collection_modifyitems(items):
@@ -57,3 +58,10 @@ def nothing_is_left():
     before = found()
     yield
     assert found() == before
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path):
+    """Each test begins in an empty folder of its own: commands write data/ and out/ into the current one."""
+    with contextlib.chdir(tmp_path):
+        yield

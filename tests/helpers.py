@@ -4,15 +4,20 @@ Nothing here needs more than requirements.txt. What needs the lab is in lab_help
 """
 
 import json
+import os
 import resource
+import subprocess
+import sys
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from placement import TEST_DEVICE
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from attention import eager
+from attention import MASKED, eager
 from model import Config, PonderLM
 from router import upcast
 
@@ -23,6 +28,10 @@ GOLDEN = Path(__file__).parent / "golden"
 # -- Models ----------------------------------------------------------------------------------------
 
 
+SHAPE = dict(vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2, block_size=32)
+SHAPE |= dict(num_attention_heads=4, num_key_value_heads=2)
+
+
 def small_model(seed=0, router_scale=5.0, kind=PonderLM, **settings):
     """A float64 model in evaluation mode whose router has random weights, so that tokens differ.
 
@@ -30,8 +39,7 @@ def small_model(seed=0, router_scale=5.0, kind=PonderLM, **settings):
     router decided.
     """
     torch.manual_seed(seed)
-    shape = dict(vocab_size=31, hidden_size=32, intermediate_size=48, num_hidden_layers=2, block_size=32)
-    settings = shape | dict(num_attention_heads=4, num_key_value_heads=2, ponder_steps=3) | settings
+    settings = SHAPE | {"ponder_steps": 3} | settings
     settings = {"router_offset": (0.0,) * (settings["ponder_steps"] + 1)} | settings
     model = kind(Config(**settings))
     if model.router is not None:
@@ -80,6 +88,70 @@ def decode(model, idx, tau=1e-4, alpha=0.0):
     return torch.stack(logits), [*steps], cache
 
 
+@torch.no_grad()
+def sequential(model, idx, tau=None, printed=False):
+    """Section 3.3 without a cache: for every slot the whole prefix anew. (T,) -> logits, steps.
+
+    tau None runs all K steps with soft masks; printed: by the paper's index, w_k on the key of slot k+1.
+    """
+    inputs, positions, bias, logits, steps, log_w = [], [], [], [], [], None
+    feedback = getattr(model, "feedback", None)
+    for t, token in enumerate(idx):
+        e = model.embed(token[None, None])[0, 0]
+        x, h_hat, k, stop = e, 0, 0, 0
+        while k <= stop:
+            inputs.append(x)
+            positions.append(t)
+            bias.append(0.0 if k == 0 else float(log_w[k - 1 if printed else k]))
+            rows = torch.stack(inputs)[None], torch.tensor(positions)
+            h = model.model(*rows, torch.tensor([bias], dtype=x.dtype), eager)[0, -1]
+            if k == 0:
+                s, log_w = model.route(h[None])
+                w = log_w.exp()
+                stop = max(j for j in range(len(w)) if not tau or w[j] >= tau)
+            h_hat = h_hat + s[k] * h
+            x, k = (e + feedback.weight * h if feedback else h), k + 1
+        logits.append(model.lm_head(h_hat))
+        steps.append(stop)
+    return torch.stack(logits), steps
+
+
+@torch.no_grad()
+def assert_jacobi_is_sequential(model, printed=False):
+    """After R = K(T-1) refinements the parallel form is the sequential one, to 1e-9 in float64; and more
+    passes come closer."""
+    K, idx = model.config.ponder_steps, tokens()
+    expected, _ = sequential(model, idx[0], printed=printed)
+    errors = [(model(idx, R=R).logits[0] - expected).abs().max() for R in (0, 2, 4, 8, K * 9)]
+    assert errors[-1] < 1e-9
+    assert not K or errors[0] > 1e-6  # otherwise the test could not tell
+    assert not K or all(a > 2 * b for a, b in pairwise(errors) if a > 1e-10)
+
+
+@torch.no_grad()
+def assert_three_forms_agree(model, tau):
+    """Parallel, sequential and cached: logits to 1e-9, the same steps; a cache of executed slots. -> steps"""
+    idx = tokens(T=12)
+    expected, steps = sequential(model, idx[0], tau)
+    out = model(idx, tau=tau, R=model.config.ponder_steps * 11)
+    logits, cached_steps, cache = decode(model, idx[0], tau)
+    assert (out.logits[0] - expected).abs().max() < 1e-9
+    assert (logits - expected).abs().max() < 1e-9
+    assert out.steps[0].tolist() == cached_steps == steps
+    assert cache[0].keys.size(2) == len(steps) + sum(steps)
+    return steps
+
+
+@torch.no_grad()
+def distance_of_masks(model):
+    """By how much logits of soft masks differ from those of hard ones, with a router that is always sure."""
+    idx = tokens(T=12)
+    soft, hard = model(idx, R=33), model(idx, R=33, tau=1e-4)
+    w = soft.log_w.exp()
+    assert (w < 1e-9).any() and ((w < 1e-9) | (w > 0.9)).all()
+    return (soft.logits - hard.logits).abs().max()
+
+
 # -- Attention -------------------------------------------------------------------------------------
 
 
@@ -108,7 +180,43 @@ def assert_is_attention(form, leaves, tolerance):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m)
 
 
-# -- Files -----------------------------------------------------------------------------------------
+def assert_masked_key_is_not_there(form, augment, d, dtype):
+    """In half precision, too: a key of MASKED does not overflow, and no weight of it is seen."""
+    q, k, v, _ = (x.to(dtype) for x in attention_inputs(N=12, d=d, dtype=torch.float32))
+    log_w = torch.zeros(2, 12)
+    log_w[:, 5] = MASKED
+    assert augment(q, k, v, log_w)[1].isfinite().all()
+    seen, rest = form(q, k, v, log_w), [i for i in range(12) if i != 5]
+    without = form(q[:, :, rest], k[:, :, rest], v[:, :, rest], log_w[:, rest])
+    torch.testing.assert_close(seen[:, :, rest], without, atol=2e-2, rtol=0)
+    v[:, :, 5] = 1e4  # a weight of 1e-6 would be seen
+    assert (form(q, k, v, log_w)[:, :, rest] - seen[:, :, rest]).abs().max() == 0
+
+
+# -- Files and processes ---------------------------------------------------------------------------
+
+
+def python(*command, cwd=ROOT, **environment):
+    """Run Python in a process of its own, from the root or elsewhere. -> what became of it"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    how = dict(cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, *map(str, command)], **how)
+
+
+def in_bytes(change, name="model.safetensors"):
+    """A damage of a folder: a change of the bytes of a file."""
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def in_tensors(change, name="model.safetensors"):
+    """A damage of a folder: a change of a dict of the tensors of a file."""
+
+    def damage(folder):
+        tensors = load_file(folder / name)
+        change(tensors)
+        save_file(tensors, folder / name)
+
+    return damage
 
 
 @contextmanager

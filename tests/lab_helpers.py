@@ -1,24 +1,31 @@
-"""What the tests of the lab share: models of each method, golden files, a small training.
+"""What the tests of the lab share: models of each method, a small training.
 
 What they share with those of the root is in helpers.py, and can be imported from here as well.
 """
 
-import json
+import contextlib
+import io
+import runpy
+import signal
+import sys
+import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
 from helpers import (  # noqa: F401
     GOLDEN,
     ROOT,
+    SHAPE,
     assert_is_attention,
     attention_inputs,
     decode,
     full_disk,
     outputs_and_gradients,
+    python,
     tokens,
 )
 from placement import DEVICE, TEST_DEVICE
-from safetensors import safe_open
 
 from data import Tokenizer
 from lab.interop.weights import save
@@ -40,26 +47,11 @@ def tokens_alone(request, monkeypatch):
         monkeypatch.setattr(request.module, "compare", lambda seen: None)
 
 
-def small_model(seed=0, **kwargs):
-    """A float64 model in evaluation mode whose router has random weights, so that tokens differ.
-
-    Random weights alone spread s too evenly for any w to fall below a tau; router_scale makes the
-    router decided. ponder_steps=0 is the method vanilla.
-    """
+def small_model(seed=0, router_scale=5.0, method="ponderlm3", **kwargs):
+    """As helpers.small_model, of any method. ponder_steps=0 is the method vanilla."""
     torch.manual_seed(seed)
-    scale = kwargs.pop("router_scale", 5.0)
-    method = kwargs.pop("method", "ponderlm3")
     method = "vanilla" if kwargs.get("ponder_steps") == 0 else method
-    shape = PonderConfig(
-        vocab_size=31,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        block_size=32,
-    )
-    config = configure(shape, method, **kwargs)
+    config = configure(PonderConfig(**SHAPE), method, **kwargs)
     if config.router_offset is None and "router_offset" not in unused_settings(find(method)):
         config.router_offset = (0.0,) * (config.ponder_steps + 1)
     model = build(config)
@@ -67,34 +59,13 @@ def small_model(seed=0, **kwargs):
         torch.nn.init.normal_(model.feedback.weight, std=1.5)
     if model.has_router:
         for weight in (p for p in model.router.parameters() if p.dim() == 2):
-            torch.nn.init.normal_(weight, std=scale / config.hidden_size**0.5)
+            torch.nn.init.normal_(weight, std=router_scale / config.hidden_size**0.5)
     return model.double().eval().to(TEST_DEVICE)
 
 
 @pytest.fixture
-def golden():
-    """Read one golden file: its tensors, and a model with its weights."""
-
-    def read(name, method="ponderlm2"):
-        with safe_open(GOLDEN / name, "pt") as file:
-            official = json.loads(file.metadata()["config"])
-            tensors = {key: file.get_tensor(key).to(TEST_DEVICE) for key in file.keys()}  # noqa: SIM118
-        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-        names += ("num_attention_heads", "rms_norm_eps", "rope_theta")
-        shape = {field: official[field] for field in names}
-        K = official["num_latent_thoughts"]
-        model = build(configure(PonderConfig(), method, ponder_steps=K, **shape))
-        model.eval().to(TEST_DEVICE)
-        model.load_state_dict({k: tensors.pop(k) for k in list(tensors) if k.endswith(".weight")})
-        return model, tensors, official
-
-    return read
-
-
-@pytest.fixture
-def config(tmp_path, monkeypatch):
-    """A training of a second, in an empty directory; its model is `shape`."""
-    monkeypatch.chdir(tmp_path)
+def config(tmp_path):
+    """A training of a second; its model is `shape`."""
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
     return TrainConfig(
@@ -116,6 +87,12 @@ def config(tmp_path, monkeypatch):
 def shape():
     """Of the model of `config`."""
     return PonderConfig(257, 32, 64, 1, 2, head_dim=16, block_size=16, ponder_steps=2)
+
+
+def method_model(method, **kwargs):
+    """A small model whose MoR routers are as undecided as its PonderLM-3 router is not."""
+    kwargs = {"router_scale": 12.0, **kwargs} if find(method).has_router else kwargs
+    return small_model(seed=2, method=method, **kwargs)
 
 
 def same_weights(a, b):
@@ -148,3 +125,34 @@ def records(frame):
 
 def flags(runs):
     return tuple(map(str, runs))
+
+
+def run_command(what, arguments, folder, out=None):
+    """Run a script of the root, or a module, as `python` does, in this process; `out` is its standard output.
+    -> its exit, what it printed if there is no `out`, and its errors"""
+    name, *arguments = *what.split(), *arguments
+    name = str(ROOT / name) if name.endswith(".py") else name
+    printed, said = (io.TextIOWrapper(io.BytesIO(), code) for code in ("utf-8", "ascii"))
+    handlers, code = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}, None
+    with (
+        contextlib.chdir(folder),
+        patch.object(sys, "argv", [name, *arguments]),
+        contextlib.redirect_stdout(out or printed),
+        contextlib.redirect_stderr(said),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a module that was imported before
+        try:
+            if name.endswith(".py"):
+                runpy.run_path(name, run_name="__main__")
+            else:
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            sys.stdout.flush()
+        except SystemExit as end:
+            code = end.code
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    printed.flush()
+    said.flush()
+    return code, printed.buffer.getvalue().decode(), said.buffer.getvalue().decode()

@@ -24,7 +24,7 @@ if DEVICE != "cuda":
 TEST_DEVICE = torch.device("cpu" if DEVICE == "cpu" else "cuda")
 EQUIVALENCE = {f"root/test_{name}.py" for name in ("attention", "golden", "model", "router")}
 EQUIVALENCE |= {"lab/test_kernels.py", "methods/test_grid.py", "methods/test_equivalence.py"}
-EQUIVALENCE |= {"engine/test_batching.py", "engine/test_states.py", "engine/test_ways.py"}
+EQUIVALENCE |= {"engine/test_batching.py", "engine/test_states.py"}
 # Tests in these files that make modules of their own, that are about files, other devices or the
 # compiler, or that count what runs: on a GPU more does, so that nobody has to wait.
 ON_CPU = {"test_initialisation", "test_k0_is_llama", "test_tolerance_by_type"}

@@ -7,18 +7,16 @@ The commands are those of `python -m lab` and the root's scripts; a new one has 
 import contextlib
 import io
 import os
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from lab_helpers import ROOT, full_disk
+from lab_helpers import ROOT, full_disk, run_command
 
 from lab.__main__ import COMMANDS
 
@@ -60,7 +58,7 @@ def ready(tmp_path_factory):
     shutil.copy(ROOT / "docs/figures/worth.csv", folder / "table.csv")
     for what, name in (("train.py", "a"), ("lab train", "b")):
         flags = COMMAND_LINES[what].replace("--method grid ", "").rsplit(" ", 1)[0] + f" {name}"
-        run(what, flags.split(), folder)
+        assert not run_command(what, flags.split(), folder)[0]
     return folder
 
 
@@ -69,36 +67,11 @@ def folder(ready, tmp_path):
     return Path(shutil.copytree(ready, tmp_path / "here", symlinks=True))
 
 
-def run(what, arguments, folder, out=None):
-    """Run a command as `python` does, in this process; `out` is its standard output. -> its exit"""
-    name = str(ROOT / what) if what.endswith(".py") else "lab"
-    arguments = arguments if what.endswith(".py") else [what.removeprefix("lab "), *arguments]
-    with (
-        contextlib.chdir(folder),
-        patch.object(sys, "argv", [name, *arguments]),
-        patch.object(sys, "stdout", out or io.TextIOWrapper(io.BytesIO(), "utf-8")),
-        patch.object(sys, "stderr", io.TextIOWrapper(io.BytesIO(), "ascii")),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a module that was imported before
-        handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}
-        try:
-            runpy.run_path(name, run_name="__main__") if what.endswith(".py") else runpy.run_module(
-                name, run_name="__main__", alter_sys=True
-            )
-            sys.stdout.flush()
-        except SystemExit as end:
-            return end.code
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-
 @pytest.mark.parametrize("what", COMMAND_LINES)
 def test_ascii(what, folder):
     """Catches output that a terminal without UTF-8 turns into an error."""
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
-    assert not run(what, COMMAND_LINES[what].split(), folder, out)
+    assert not run_command(what, COMMAND_LINES[what].split(), folder, out)[0]
     assert out.buffer.getvalue() and out.buffer.getvalue().isascii()
 
 
@@ -109,7 +82,7 @@ def test_closed_pipe(what, folder):
     os.close(reader)
     out = open(writer, "w", encoding="utf-8")  # noqa: SIM115
     with patch("os.dup2"):  # which would replace pytest's own output
-        assert run(what, COMMAND_LINES[what].split(), folder, out) in (141, None)
+        assert run_command(what, COMMAND_LINES[what].split(), folder, out)[0] in (141, None)
     with contextlib.suppress(BrokenPipeError):
         out.close()
 
@@ -135,8 +108,7 @@ def ends_well(process):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", COMMAND_LINES)
 def test_surroundings(what, folder, tmp_path):
-    """Catches a command that needs a home, the checkout as its folder, a folder that it can write into, or a
-    Python that is patient with warnings."""
+    """Catches a need of a home, the checkout or a writable folder, and warnings that are errors."""
     ends_well(start(what, folder, HOME="/nowhere"))
     ends_well(start(what, folder, ["-W", "error::DeprecationWarning:__main__"]))
     with full_disk(2000):

@@ -5,15 +5,13 @@ import gc
 import json
 import os
 import re
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from lab_helpers import ROOT, small_model
+from lab_helpers import python, small_model
 from pretended_cuda import MEMORY, Misplaced, pretended_cuda
 from torch.utils._pytree import tree_leaves
 
@@ -63,8 +61,7 @@ def test_operations(code, expected, mode):
 
 
 def test_waiting():
-    """Catches results that are read before the host has waited for them, and a CUDA graph in whose
-    capture it waits."""
+    """Catches results read before the host has waited for them, and a wait in the capture of a graph."""
     with pretended_cuda():
         x = torch.ones(3, device="cuda")
         host = x.to("cpu", non_blocking=True)
@@ -84,8 +81,7 @@ def windows():
 
 
 def everything(method, device):
-    """Losses and gradients of a method, also where passes run again in the backward pass; its
-    scores; and what it decodes."""
+    """Losses and gradients of a method, also where passes run again; its scores; and what it decodes."""
     model = small_model(seed=1, method=method, ponder_steps=2 * (method != "vanilla")).float()
     model.to(device).train()
     rows, found = windows().stack(0, 4).to(device), []
@@ -123,8 +119,7 @@ def test_methods(method):
 
 
 def test_a_run(config, shape):
-    """Catches a training on a GPU whose checkpoints, resumed part or report are not a CPU's, and an
-    evaluation that stumbles over its model, or finds other numbers."""
+    """Catches a run on a GPU whose checkpoints, resumed part, report or scores are not a CPU's."""
     found = []
     for device in ("cpu", "cuda"):
         run = replace(config, device=device, name=device, steps=4, eval_every=2, log_every=1, compile=False)
@@ -177,8 +172,7 @@ def test_a_gpu_for_each_process(parse, monkeypatch):
 
 
 def test_windows_at_once(config, shape, capsys, monkeypatch):
-    """Catches a GPU that runs out of memory, or takes fewer windows at once than fit; and a number that is
-    asked for and not taken."""
+    """Catches a GPU that runs out of memory, or takes other windows at once than fit or are asked for."""
     config, peaks = replace(config, device="cuda", steps=1, eval_every=1, compile=False), {}
     monkeypatch.setattr(train_script, "evaluate", lambda *_, **__: {"loss": 1.0})  # which takes more
     monkeypatch.setattr(train_script, "final_report", lambda *_: {})
@@ -205,8 +199,7 @@ def test_windows_at_once(config, shape, capsys, monkeypatch):
 @pytest.mark.parametrize("method", ["ponderlm3", "grid"])
 @pytest.mark.parametrize("prefill, graphs", [("jacobi", True), ("sequential", False)])
 def test_engine(method, prefill, graphs, monkeypatch):
-    """Catches rows, prompts or graphs that make other tokens on a GPU: with more prompts than rows,
-    texts that end, windows that are outgrown, and graphs of a cache that has moved."""
+    """Catches rows, prompts or graphs that make other tokens on a GPU, also of a cache that has moved."""
     monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
     model = small_model(seed=2, method=method, block_size=16).float()
     texts = [windows().tokens[:n].tolist() for n in (3, 9, 1, 14, 6, 2, 4, 5)]
@@ -253,9 +246,8 @@ def test_device_of_the_tests():
     """Catches a suite that takes a GPU because there is one, and equivalence tests that stay on the
     CPU when they are to run on a GPU, which is not there, or others that do not."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
-    environment = os.environ | {"PONDERLM_TEST_DEVICE": "cuda"}
     files = [f"tests/root/test_{name}.py" for name in ("golden", "train")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     command += ["-k", "golden or learning_rate"]  # three tests, and one that stays on the CPU
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = python(*command, PONDERLM_TEST_DEVICE="cuda")
     assert re.search(r"(?m)^3 failed\b(?!.*passed)", done.stdout) and "CUDA" in done.stdout

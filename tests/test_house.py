@@ -1,13 +1,10 @@
 """The tree: what stands at the root, who imports whom, what an import costs."""
 
 import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from lab_helpers import ROOT
+from lab_helpers import ROOT, python
 
 SCRIPTS = {"attention", "router", "model", "data", "train", "sample", "analyze"}
 # Packages of lab/requirements.txt and others that no import of a file may need.
@@ -81,10 +78,8 @@ def test_lab_lists_its_commands():
     """Catches a command that the list lacks, or without --help, or a missing package in more than a line."""
     from lab.__main__ import COMMANDS
 
-    def lab(*flags, **more):
-        environment = os.environ | {"PYTHONPATH": str(ROOT)} | more
-        command = [sys.executable, "-m", "lab", *flags]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    def lab(*flags):
+        return python("-m", "lab", *flags)
 
     listed = lab().stdout
     assert all(f"\n{name} " in listed for name in COMMANDS)
@@ -99,9 +94,7 @@ def test_a_package_that_is_missing(tmp_path):
     (tmp_path / "pydantic.py").write_text(
         "raise ModuleNotFoundError(\"No module named 'pydantic'\", name='pydantic')"
     )
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "lab", "sample"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+    done = python("-m", "lab", "sample", PYTHONPATH=str(tmp_path))
     message = "error: python -m lab sample needs the package pydantic: pip install -r lab/requirements.txt\n"
     assert done.returncode and done.stderr == message
 
@@ -120,9 +113,7 @@ sys.meta_path.insert(0, Blocked())
 for name in {sorted(FILES)}:
     importlib.import_module(name)
 """
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = python("-c", code, cwd=tmp_path, PYTHONDONTWRITEBYTECODE="1")
     assert not done.returncode and not done.stdout and not done.stderr, done.stdout + done.stderr
     assert not list(tmp_path.iterdir())
     assert all(Path(file).is_file() for file in FILES.values())

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What to run on a GPU, in parts meant to take less than ten minutes, without a network. What
-# they print is the report; a test that fails ends with an error.
+# What to run on a GPU, in parts meant to take less than ten minutes, without a network. What they print is the
+# report, with the goals that were met and those that were not; a test that fails ends with an error.
 #     bash lab/runs/gpu.sh a    is it right? equivalence tests on the GPU, forms of attention and float64
-#     bash lab/runs/gpu.sh b    is it good? `small`, vanilla and the grid (K = 1, 3) on the same tokens
+#     bash lab/runs/gpu.sh b    is it good? `python train.py` as it stands, then vanilla and the grid (K = 1, 3)
 #     bash lab/runs/gpu.sh c    is it fast? attention and training steps against plain ones
 #     bash lab/runs/gpu.sh d    does it save? early exit, CUDA graphs and prompts, of part b's model
 #     TRY=1 bash lab/runs/gpu.sh a b c d      do they run? At toy sizes on a CPU, in a minute or two
-# DATA is a prepared corpus, or one is made of the source of Python's packages; STEPS those of b.
+# DATA is a prepared corpus, or one is made of the source of Python's packages; STEPS those of vanilla and the grid.
 # MODEL is the directory of a Llama with its tokenizer (SmolLM2-135M), which part d decodes, too.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -17,7 +17,7 @@ python=${PYTHON:-python} out=${OUT:-out/gpu} data=${DATA:-pysource} text=pydocs
 device=(--device cuda) test_device=cuda
 tests=(tests/root tests/lab/test_kernels.py tests/engine tests/methods -n 4)
 presets="small 70m 410m"
-toy_training=() toy_evaluation=() toy_attention=() toy_step=(--compile) toy_decoding=()
+toy_training=() toy_evaluation=() toy_attention=(--widths 56 64 120 128) toy_step=(--compile) toy_decoding=()
 if [ -n "${TRY:-}" ]; then
   data=docs/tour.md text=docs/tour.md presets=tiny
   device=(--device cpu) test_device=pretended
@@ -29,31 +29,43 @@ if [ -n "${TRY:-}" ]; then
   toy_decoding=(--batch-sizes 1 --prompts 8 --new-tokens 4 --repeats 1)
 fi
 
-train_and_score() { # name, flags
-  once "$out" "$1" 0 --preset small --data "$data" --steps "${STEPS:-500}" "${@:2}" "${device[@]}" "${toy_training[@]}"
-  "$python" -m lab evaluate --run "$out/$1-0" --corpus "$data" --windows 300 "${device[@]}" "${toy_evaluation[@]}"
+train() { # name, flags
+  once "$out" "$1" 0 --preset small --data "$data" --steps "${STEPS:-1500}" "${@:2}" "${device[@]}" "${toy_training[@]}"
+}
+score() { # runs
+  for run in "$@"; do
+    "$python" -m lab evaluate --run "$run" --corpus "$data" --windows 300 "${device[@]}" "${toy_evaluation[@]}"
+  done
+}
+bench() { # kind, flags
+  "$python" -m lab bench "$1" --out "$out/bench" "${device[@]}" "${@:2}"
 }
 decode() { # run, the text that it was trained on
-  "$python" -m lab bench decoding --run "$1" --data "$2" --precision bfloat16 --prompts 512 --repeats 2 "${device[@]}" "${toy_decoding[@]}"
+  bench decoding --run "$1" --data "$2" --precision bfloat16 --prompts 512 --repeats 2 "${toy_decoding[@]}"
 }
 
 for part in "${@:?which part: a, b, c or d}"; do
   case $part in
     a) PONDERLM_TEST_DEVICE=$test_device "$python" -m pytest -q "${tests[@]}" ;;
-    b) for method in ponderlm3 vanilla; do train_and_score $method --method $method; done
-       for K in 1 3; do train_and_score grid-$K --method grid --ponder-steps $K; done ;;
-    c) "$python" -m lab bench attention --repeats 3 "${device[@]}" "${toy_attention[@]}"
-       for preset in $presets; do
-         "$python" -m lab bench step --preset "$preset" --repeats 3 "${device[@]}" "${toy_step[@]}"
-       done ;;
-    d) decode "$out/ponderlm3-0" "$data"
+    b) [ -f "$out/small/results.json" ] ||
+         "$python" train.py --data "$data" --out "$out" --name small "${device[@]}" "${toy_training[@]}"
+       "$python" sample.py --run "$out/small" --tau 1e-4 --max-new-tokens "${NEW:-500}" "${device[@]}"
+       train vanilla --method vanilla
+       for K in 1 3; do train grid-$K --method grid --ponder-steps $K; done
+       score "$out"/{small,vanilla-0,grid-1-0,grid-3-0}
+       bench goals --run "$out/small" ;;
+    c) bench attention --repeats 3 "${toy_attention[@]}"
+       for preset in $presets; do bench step --preset "$preset" --repeats 3 "${toy_step[@]}"; done
+       bench goals ;;
+    d) decode "$out/small" "$data"
        if [ -n "${MODEL:-}" ]; then
          once "$out" taught 0 --preset tiny --init-from "$MODEL" --data $text --ponder-steps 1 --refinements 0 0 \
            --steps 20 --batch-size 4 --block-size 128 "${device[@]}" "${toy_training[@]}"
          decode "$out/taught-0" $text
        else
          echo "left out: decoding of a Llama, which MODEL would name"
-       fi ;;
+       fi
+       bench goals ;;
     *) echo "$part: which part: a, b, c or d"; exit 2 ;;
   esac
   echo "== part $part ran to its end"

@@ -1,12 +1,10 @@
-"""Another transformer in the place of the Llama: every method, every decoder."""
+"""Another transformer in the place of the Llama. By the engine: engine/test_batching.py."""
 
 import pytest
 import torch
 from lab_helpers import LLAMA3, decode, small_model, tokens
 
 from data import UserError
-from lab.engine.batching import Engine
-from lab.engine.simple import generate
 from lab.methods import PonderConfig, all_methods, build, configure
 
 NEOX = dict(backbone="gpt_neox", num_key_value_heads=None, router_scale=12.0)
@@ -24,8 +22,7 @@ def neox(method="ponderlm3", parallel=True):
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "sequential"])
 @pytest.mark.parametrize("method", [*(kind.method for kind in all_methods()), "llama3"])
 def test_cached_decoding_equals_scoring(method, parallel):
-    """Catches a method that knows its backbone, and a cache without positions or biases: logits
-    token by token, and the steps, of what all tokens at once give."""
+    """Catches a method that knows its backbone, and a cache without positions or biases."""
     if method == "llama3":
         model = small_model(backbone="llama3", backbone_options=LLAMA3, router_scale=12.0)
     else:
@@ -38,28 +35,6 @@ def test_cached_decoding_equals_scoring(method, parallel):
     assert steps == out.steps[0].tolist()
     if method == "ponderlm3":
         assert len(set(steps)) > 1
-
-
-@pytest.mark.parametrize("graphs", [False, True], ids=["host", "static"])
-@pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
-@pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "sequential"])
-def test_engine_equals_simple_decoder(parallel, prefill, graphs):
-    """Catches a key in another row's place or without its bias, and rows that get mixed up when one
-    ends: ids and steps of sample.generate, beyond the window."""
-    model = neox(parallel=parallel)
-    prompts = [row[:n].tolist() for row, n in zip(tokens(B=5), (3, 10, 1, 7, 5), strict=True)]
-    kwargs = dict(temperature=1.0, seed=3)
-    expected = generate(model, prompts, 30, tau=0.1, **kwargs)
-    engine = Engine(model, 3, tau=0.1, prefill=prefill, graphs=graphs)
-    assert engine.generate(prompts, 30, **kwargs) == expected
-    assert len({step for sample in expected for step in sample.steps}) > 2
-
-
-def test_bfloat16():
-    """Catches a step that needs one type throughout: the cache in half the size."""
-    engine = Engine(neox().float(), 2, dtype=torch.bfloat16, tau=0)
-    found = engine.generate(tokens(B=3).tolist(), 5, seed=0)
-    assert [len(sample.tokens) for sample in found] == [5] * 3
 
 
 @pytest.mark.parametrize(
@@ -87,8 +62,7 @@ def test_rotary_width():
 
 
 def test_initialisation():
-    """Catches layers that write to the residual stream as loudly as the others, biases that are
-    not zero, and a Llama with the name of a GPT-NeoX in its config."""
+    """Catches loud layers into the residual stream, biases that are not zero, and a Llama by another name."""
     torch.manual_seed(0)
     config = configure(PonderConfig(), "ponderlm3", backbone="gpt_neox", hidden_size=256)
     model, std = build(config), (2 / (5 * 256)) ** 0.5

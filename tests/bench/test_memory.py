@@ -76,8 +76,7 @@ def test_weights():
 
 
 def test_recomputing():
-    """Catches a form that runs other passes twice than it says, or has another gradient than the plain step:
-    equal to 1e-12, in float64."""
+    """Catches other passes that run twice than it says, or another gradient: to 1e-12, in float64."""
     found = {}
     for form, again in forms(2, 2).items():
         torch.manual_seed(0)

@@ -1,6 +1,4 @@
-import runpy
 import socket
-import sys
 
 import pytest
 
@@ -13,14 +11,3 @@ def no_network(monkeypatch):
         raise OSError(f"a test asked the network for {address}")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
-
-
-@pytest.fixture
-def run(monkeypatch):
-    """`python -m lab corpus ..` in this process."""
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["corpus", *args])
-        runpy.run_module("lab.corpora", run_name="__main__", alter_sys=True)
-
-    return run

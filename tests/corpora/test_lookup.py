@@ -1,6 +1,5 @@
 import random
 from hashlib import sha256
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +19,7 @@ def corpus(tmp_path_factory):
 
 @pytest.mark.parametrize("longest", [6, 10])
 def test_lines(longest):
-    """Catches an answer that is not as many lookups away as the question says, chains of other
-    lengths, lines of another length, and a word that is more than one token."""
+    """Catches an answer at another distance than asked, other chains or lines, a word of two tokens."""
     tokenizer, rng, asked, ends = lookup.tokenizer(longest), random.Random(3), [], []
     pairs = longest + 7
     for _ in range(100):
@@ -54,8 +52,7 @@ def test_lines(longest):
 
 
 def test_corpus(corpus):
-    """Catches another text or another split than before, which earlier results were measured on,
-    and windows that are not lines."""
+    """Catches another text or split than earlier results were measured on, and windows that are not lines."""
     digests = {"train": "b1d522b7c0ed2bb4", "val": "64547a7e1f21490d"}
     for split, digest in digests.items():
         assert sha256((corpus / f"{split}.bin").read_bytes()).hexdigest()[:16] == digest
@@ -69,8 +66,7 @@ def test_corpus(corpus):
 
 
 def test_chosen_lookups(tmp_path, monkeypatch):
-    """Catches questions of other kinds than were asked for, or some of them too rarely, and a
-    corpus that is made again, or trained on although it is another one."""
+    """Catches questions of other kinds or shares, and a corpus that is made again or is another one."""
     rng = random.Random(0)
     words = "".join(lookup.line(rng, lookups=(1, 3)) for _ in range(50)).split()
     asked = [word for word in words if word.isdigit()]
@@ -86,18 +82,6 @@ def test_chosen_lookups(tmp_path, monkeypatch):
     for wrong in (dict(lookups=(8, 1)), dict(lines=99), dict(seed=-1)):  # fewer lines would be cut
         with pytest.raises((UserError, ValueError), match=next(iter(wrong))):
             lookup.prepare_lookup(tmp_path / "new", **wrong)
-
-
-def test_command(tmp_path, monkeypatch, capsys, run):
-    """Catches flags that change nothing, and a next step that is not named."""
-    monkeypatch.chdir(tmp_path)
-    run("lookup", "--folder", "there", "--lines", "150", "--seed", "2")
-    assert capsys.readouterr().out.endswith("next: python -m lab train --data there\n")
-    assert read_json("there/meta.json")["source"] == "lookup task, 150 lines, seed 2"
-    for command in ("lookup", "mixed"):
-        with pytest.raises(SystemExit, match=r"^error: lines = 5: "):
-            run(command, "--folder", "other", "--lines", "5")
-    assert [path.name for path in Path().iterdir()] == ["there"]
 
 
 def test_lookups_asked(corpus):

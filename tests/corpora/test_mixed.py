@@ -19,8 +19,7 @@ def docstrings(monkeypatch):
 
 
 def test_two_kinds_of_windows(tmp_path):
-    """Catches windows that are cut elsewhere, kinds that are not as many or not shuffled, questions of other
-    lookups, and prose of the other split."""
+    """Catches windows cut elsewhere, kinds not as many or not shuffled, questions of other lookups."""
     mixed.prepare_mixed(tmp_path / "mixed", lines=400, lookups=(1, 3))
     corpus, tokens = open_corpus(str(tmp_path / "mixed")), tokenizer()
     for ids, n in ((corpus.train, 380), (corpus.val, 20)):
@@ -37,8 +36,7 @@ def test_two_kinds_of_windows(tmp_path):
 
 
 def test_refused(tmp_path):
-    """Catches a folder of other settings that is taken, one that is made again, too little prose, and
-    numbers that end in a stack trace."""
+    """Catches a folder of other settings that is taken, one that is made again, and too little prose."""
     mixed.prepare_mixed(tmp_path / "mixed", lines=100)
     before = (tmp_path / "mixed/train.bin").stat().st_mtime_ns
     mixed.prepare_mixed(tmp_path / "mixed", lines=100)

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import pyarrow
 import pytest
-from lab_helpers import full_disk
+from lab_helpers import full_disk, run_command
 from pyarrow import parquet
 
 import data
@@ -44,9 +44,8 @@ def write_texts(folder, rows=TEXTS):
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """An empty directory, in which texts are divided and written often."""
-    monkeypatch.chdir(tmp_path)
+def small_batches(monkeypatch):
+    """Texts are divided and written often."""
     monkeypatch.setattr(preparation, "BATCH", 150)
 
 
@@ -98,8 +97,7 @@ def same_ids(a, b):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source(source, monkeypatch, capsys):
-    """Catches texts that are lost, cut at lines, or of other bytes (line ends, invalid UTF-8), other lengths
-    in meta.json, and another split or order than the root's."""
+    """Catches texts that are lost, cut at lines or of other bytes, and another split than the root's."""
     path = str(SOURCES[source](monkeypatch))
     prepare(Options(path, Path("out")))
     said, corpus, meta = capsys.readouterr().out, data.open_corpus("out"), data.read_json("out/meta.json")
@@ -133,8 +131,7 @@ def test_texts_beside_rows(many):
 
 @pytest.mark.parametrize("rows", [TEXTS[:1], TEXTS[:99], [b"x"], [b"ab", b"c" * 30]])
 def test_few_documents(rows, capsys):
-    """Catches a validation that is empty, or a text whose end is learned and asked; of many documents another
-    one in 20 than data.divide's."""
+    """Catches an empty validation, an end that is learned and asked, another choice than data.divide's."""
     prepare(Options(str(write_texts(Path("texts"), rows)), Path("out")))
     assert f"{len(rows)} documents" in capsys.readouterr().out
     assert same_ids(data.open_corpus("texts"), data.open_corpus("out"))
@@ -154,8 +151,7 @@ def test_large_texts(monkeypatch, end):
 
 
 def test_what_is_left_out(capsys):
-    """Catches a stray file that is read as text, or that vanishes without a word, also of a name in an older
-    encoding."""
+    """Catches a stray file that is read as text, or that vanishes without a word, also by an odd name."""
     texts = write_texts(Path("texts"))
     (texts / ".DS_Store").write_bytes(b"hidden")
     (texts / "001.txt").rename(texts / os.fsdecode(b"caf\xe9.TXT"))
@@ -217,8 +213,7 @@ def test_kill(monkeypatch, source, at, tokens):
 
 
 def test_another_text_or_setting(monkeypatch):
-    """Catches a folder that is gone on with from another text, by other flags or half a file, or written
-    over; the way out that is named leads there."""
+    """Catches a folder that is gone on with from another text, by other flags or half a file."""
     write_texts(Path("texts"))
     killed(monkeypatch, o := Options("texts", Path("out")), 7)
     for name, value in (("tokenizer", "bpe"), ("tokens", 10.0)):
@@ -330,9 +325,10 @@ def test_two_at_once():
     assert one.fingerprint == two.fingerprint
 
 
-def test_command(capsys, run):
+def test_command():
     """Catches flags that do not arrive, and a next step that is not named."""
     write_texts(Path("texts"), TEXTS[:9])
-    run("prepare", "texts", "--to", "there", "--tokenizer", "bpe", "--vocab-size", "260")
-    assert capsys.readouterr().out.endswith("next: python train.py --data there\n")
+    flags = ["texts", "--to", "there", "--tokenizer", "bpe", "--vocab-size", "260"]
+    code, printed, _ = run_command("lab corpus prepare", flags, ".")
+    assert not code and printed.endswith("next: python train.py --data there\n")
     assert data.open_corpus("there").vocab_size == 260

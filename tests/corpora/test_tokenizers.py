@@ -23,11 +23,6 @@ HARD = "the  fox\n\tnaps: é ☃ 日本 \U0001f98a <s> </s> <|endoftext|> \x00!"
 ONE_WAY = [bytes([i]) for i in range(256)] + [b"he", b"ef", b"hef"]  # h + ef is never met
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
 def saved(library, **fields):
     """A tokenizer of the library as a directory, model/."""
     Path("model").mkdir(exist_ok=True)
@@ -38,8 +33,7 @@ def saved(library, **fields):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_encode_and_decode(tmp_path, kind):
-    """Catches other ids than the library's, a text whose "</s>" becomes the end of the text, bytes that
-    change on the way back, and settings that a file of ours loses."""
+    """Catches other ids than the library's, a "</s>" that ends a text, bytes or settings that are lost."""
     library, tokenizer = make_tokenizer(tmp_path, kind)
     assert tokenizer.encode(TEXT) == library.encode(TEXT, add_special_tokens=False).ids
     start = " " if kind == "llama 2" else ""  # SentencePiece puts a space before each text
@@ -200,8 +194,7 @@ OURS = {
 
 @pytest.mark.parametrize("name", OURS)
 def test_export_of_ours(name):
-    """Catches other ids than ours, of any text, a special token that a text can spell, and one of ours that
-    is not known again when it is read."""
+    """Catches other ids than ours, a special token that a text can spell, and one not known again."""
     ours = OURS[name]()
     save_pretrained(ours, ".")
     theirs, again = AutoTokenizer.from_pretrained("."), load_tokenizer("tokenizer.json")

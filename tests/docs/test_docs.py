@@ -6,18 +6,11 @@ most of them. The corpus is a small text in place of the default one.
 """
 
 import contextlib
-import io
-import os
 import re
-import runpy
 import shlex
-import subprocess
-import sys
-import warnings
-from unittest.mock import patch
 
 import pytest
-from lab_helpers import ROOT
+from lab_helpers import ROOT, python, run_command
 from placement import EQUIVALENCE, ON_CPU
 
 from docs import tables
@@ -106,25 +99,10 @@ def shortened(line):
 
 
 def run(what, arguments, directory):
-    """Run a script or module as `python` does, in this process -> what it printed."""
-    name = str(ROOT / what) if what.endswith(".py") else what
-    printed, said = io.StringIO(), io.StringIO()
-    try:
-        with (
-            contextlib.chdir(directory),
-            patch.object(sys, "argv", [name, *arguments]),
-            contextlib.redirect_stdout(printed),
-            contextlib.redirect_stderr(said),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore", RuntimeWarning)  # of a module that was imported before
-            if what.endswith(".py"):
-                runpy.run_path(name, run_name="__main__")
-            else:
-                runpy.run_module(name, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        assert not end.code, f"{end.code}\n{printed.getvalue()}\n{said.getvalue()}"
-    return printed.getvalue()
+    """Run a command that ends well -> what it printed."""
+    code, printed, said = run_command(what, arguments, directory)
+    assert not code, f"{code}\n{printed}\n{said}"
+    return printed
 
 
 def weighed(name, line):
@@ -141,12 +119,8 @@ def test_command(name, line, directory):
     if launch is None:
         assert run(what, arguments, directory).strip()
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *launch]
-    command += [str(ROOT / what), *arguments]
-    environment = os.environ | {"PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = ["-m", "torch.distributed.run", "--standalone", *launch, ROOT / what, *arguments]
+    done = python(*command, cwd=directory, PYTHONUTF8="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip() and "Traceback" not in done.stderr
 
@@ -192,8 +166,7 @@ def test_every_page_is_listed():
 
 
 def test_reading_order():
-    """Catches a script or folder that the README leaves out, and a script that is listed before one
-    that it imports."""
+    """Catches a script or folder that the README leaves out, or a script before one that it imports."""
     text = README.split("## The files")[1].split("\n## ")[0]
     scripts = re.findall(r"(?m)^\| \[`(\w+)\.py`\]", text)
     assert sorted(scripts) == sorted(file.stem for file in ROOT.glob("*.py"))

@@ -16,7 +16,7 @@ import lab.train
 from lab.methods import all_methods, build, find
 
 NAMES = ("train", "analyze", "corpus", "convert", "evaluate", "bench")
-NAMES = (*(f"lab {name}" for name in NAMES), "lm_eval", "torch.distributed.run")
+NAMES = (*(f"lab {name}" for name in NAMES), "lm_eval", "torch.distributed.run", "train.py", "sample.py")
 PLACES = {"name", "out", "resume"}
 
 
@@ -47,7 +47,7 @@ def run_script(tmp_path):
         subprocess.run(command, check=True, env=environment, timeout=120)
         calls = {name: [] for name in NAMES}
         for line in record.read_text().splitlines():
-            name, arguments = re.fullmatch(r"-m (lab \w+|\S+) ?(.*)", line).groups()
+            name, arguments = re.fullmatch(r"(?:-m )?(lab \w+|\S+) ?(.*)", line).groups()
             calls[name].append(arguments.split())
         record.unlink()
         return calls
@@ -84,12 +84,11 @@ def stand_in_model(folder, method="vanilla", K=0, **shape):
         ("grid.sh", (), {"SEEDS": "4"}, None, []),
         ("layers.sh", (), {}, 69, ["layers"] * 3),
         ("paper.sh", (), {"TRY": "1"}, 2, []),
-        ("gpu.sh", ("b",), {"STEPS": "7"}, 4, []),
+        ("gpu.sh", ("b",), {"STEPS": "7"}, 3, []),
     ],
 )
 def test_flags(script, arguments, variables, trainings, figures, run_script, tmp_path):
-    """Catches a flag that train.py does not know, two names of one training, a seed that changes
-    nothing, and a figure that is left out."""
+    """Catches an unknown flag, two names of one training, a seed that changes nothing, a figure left out."""
     folder = script.removesuffix(".sh")
     (tmp_path / "out" / folder / variables.get("SCALE", "tiny")).mkdir(parents=True)
     calls = run_script(script, *arguments, **variables)
@@ -110,9 +109,11 @@ def test_flags(script, arguments, variables, trainings, figures, run_script, tmp
         same = {(c.steps, c.batch_size, c.learning_rate, c.data, c.precision) for c in configs}
         assert len(same) == 1
     if script == "gpu.sh":
-        ours, *others = configs
-        differ = [changes(ours, config).keys() for config in others]
-        assert differ == [{"method", "ponder_steps"}, {"method", "ponder_steps"}, {"method"}]
+        vanilla, one, three = configs
+        assert changes(one, three).keys() == {"ponder_steps"} and vanilla.steps == one.steps == 7
+        assert changes(vanilla, three).keys() == {"method", "ponder_steps", "step_price"}
+        (small,) = calls["train.py"]
+        assert small[:2] == ["--data", "pysource"]
 
 
 def test_what_is_done_is_not_done_again(run_script, tmp_path):
@@ -144,8 +145,7 @@ def test_llama(run_script, tmp_path):
 
 
 def test_paper_in_full(run_script, tmp_path):
-    """Catches a corpus, training or benchmark that is left out, and a finished run that is trained
-    again."""
+    """Catches a corpus, training or benchmark left out, and a finished run that is trained again."""
     (done := tmp_path / "out/paper/70m/looped").mkdir(parents=True)
     (done / "results.json").touch()
     calls = run_script("paper.sh", GPUS="8")
@@ -162,8 +162,7 @@ def test_paper_in_full(run_script, tmp_path):
 
 
 def test_lookup(run_script, tmp_path):
-    """Catches flags that train.py does not know, stages that do not begin from the one before, or
-    have another text, rivals with more or less text, and a task that is prepared again."""
+    """Catches unknown flags, stages of another beginning or text, rivals with more or less text."""
     calls = run_script("lookup.sh")
     asked = {args[2]: args for args in calls["lab corpus"]}
     texts = [f"data/{task}-{K}" for K in ("K1", "K2", "K3", "K4", "K5") for task in ("lookup", "long")]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lab_helpers import LLAMA3, decode, small_model
+from lab_helpers import LLAMA3, NEOX, decode, small_model
 from placement import TEST_DEVICE
 from torch.utils._pytree import tree_map
 
@@ -19,12 +19,14 @@ from lab.engine.request import Sample, choose_finite
 from lab.engine.simple import generate
 from lab.engine.slot_step import LARGE, BackboneStep, Product
 from lab.engine.states import settle
+from lab.interop.weights import INCLUDED, load
 from lab.kernels import bias_unit
 from lab.methods import PonderLM3, all_methods
 from lab.methods.grid import Grid
 
 ON_GPU = TEST_DEVICE.type != "cpu"
 SAMPLING = dict(temperature=0.9, top_k=20, seed=3, ends=[5])
+JACOBI, SEQUENTIAL = dict(prefill="jacobi"), dict(prefill="sequential")
 
 
 def prompts(n, longest, seed=1):
@@ -66,6 +68,20 @@ def compare(seen):
     seen["engine"] = {}
 
 
+def check(model, texts, n, ways, logits=None, tau=0.3, alpha=0.0, **choice):
+    """Engines of each size and options say what the simple decoder says, by the same logits. -> samples"""
+    choice = SAMPLING | choice
+    expected = generate(model, texts, n, tau=tau, alpha=alpha, **choice)
+    for batch_size, options in ways:
+        engine = Engine(model, batch_size, **dict(tau=tau, alpha=alpha, tolerance=0) | options)
+        assert engine.generate(texts, n, **choice) == expected, options
+        if logits and not engine.static:
+            compare(logits)
+        elif logits:  # it chooses for rows that nobody is in, too
+            logits["engine"] = {}
+    return expected
+
+
 @pytest.fixture
 def uncompiled(monkeypatch):
     """The pass that is compiled, as it is: what an engine takes for it; a GPU has graphs."""
@@ -74,6 +90,12 @@ def uncompiled(monkeypatch):
         Compiled, "compile", lambda self, choice: lambda tensors: Pass(self.rows, choice)(*tensors)
     )
     return {} if ON_GPU else dict(compile=True)
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """A cache that grows by 8 places."""
+    monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
 
 
 # -- The matrix ------------------------------------------------------------------------------------
@@ -98,51 +120,43 @@ def test_equals_the_loop(method, K, tau, logits, uncompiled):
     at different times, waiting sequences, batches of one, some and all; and a method's own routing, log w or
     integration that it does not follow."""
     shape = dict(method=method, ponder_steps=K) if K else dict(method="vanilla")
-    model, texts = small_model(seed=2, block_size=16, **shape), prompts(5, 21)
-    alpha = 1.0 if model.has_router and method in OTHERS else 0.0
-    expected = generate(model, texts, 14, tau=tau, alpha=alpha, **SAMPLING)
-    ways = [(2, dict(prefill="jacobi")), (3, dict(prefill="sequential", **uncompiled))]
+    model = small_model(seed=2, block_size=16, **shape)
+    ways = [(2, JACOBI), (3, SEQUENTIAL | uncompiled)]
     if method not in OTHERS:
-        ways += [(1, dict(prefill="jacobi")), (5, dict(prefill="sequential"))]
-        ways += [(4, dict(prefill="sequential", graphs=True))]
-    for batch_size, how in ways:
-        engine = Engine(model, batch_size, tau=tau, alpha=alpha, tolerance=0, **how)
-        assert engine.generate(texts, 14, **SAMPLING) == expected
-        if engine.static:  # it chooses for rows that nobody is in, too
-            logits["engine"] = {}
-        else:
-            compare(logits)
+        ways += [(1, JACOBI), (5, SEQUENTIAL), (4, SEQUENTIAL | dict(graphs=True))]
+    alpha = 1.0 if model.has_router and method in OTHERS else 0.0
+    check(model, prompts(5, 21), 14, ways, logits, tau, alpha)
 
 
+TURNED = NEOX | dict(backbone_options={"rotary_pct": 0.5})
 SETTINGS = [
     dict(method="grid", ponder_steps=7, reread=True),
-    dict(method="grid", backbone="gpt_neox", num_key_value_heads=None),
-    dict(backbone="gpt_neox", num_key_value_heads=None),
+    NEOX | dict(method="grid"),
+    TURNED | dict(router_scale=12.0),
+    NEOX | dict(backbone_options={"rotary_pct": 0.5, "parallel_residual": 0.0}),
     dict(reread=True),
     dict(method="ponderlm2", reread=True),
     dict(num_key_value_heads=1, head_dim=10, tie_word_embeddings=True, embed_scale=3.0),
     dict(rms_norm_eps=0.1, rope_theta=100.0, num_key_value_heads=4),
     dict(backbone="llama3", backbone_options=LLAMA3),
+    None,  # the included model
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(map(str, settings)))
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_settings(settings, logits, uncompiled):
-    """Catches a setting of the model that the engine's form of a block, or the one that is compiled, does not
-    follow."""
-    model, texts = small_model(seed=2, **settings), prompts(3, 7)
+    """Catches a setting of the model that the engine's form of a block, compiled or not, does not follow."""
+    model = small_model(seed=2, **settings) if settings else load(INCLUDED).double().to(TEST_DEVICE)
     with torch.no_grad():
-        for norm in (m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)):
-            norm.weight.uniform_(0.5, 1.5)  # which are 1 at the start of a training
-    tau, alpha = 0.3, 1.0 if model.has_router else 0.0
-    expected = generate(model, texts, 6, tau=tau, alpha=alpha, **SAMPLING)
-    for prefill in ("jacobi", "sequential"):
-        engine = Engine(model, 2, tau=tau, alpha=alpha, prefill=prefill, tolerance=0)
-        assert engine.generate(texts, 6, **SAMPLING) == expected
-        compare(logits)
-    if "gpt_neox" not in settings.values():
-        engine = Engine(model, 2, tau=tau, alpha=alpha, prefill=prefill, **uncompiled)
-        assert engine.generate(texts, 6, **SAMPLING) == expected
+        for name, parameter in model.named_parameters():
+            if settings and "norm" in name and "weight" in name:  # which is 1 at the start of a training
+                parameter.uniform_(0.5, 1.5)
+            elif settings and name.endswith("bias"):  # 0
+                parameter.normal_(std=0.3)
+    ways = [(2, JACOBI), (2, SEQUENTIAL), (2, SEQUENTIAL | dict(graphs=True))]
+    if not settings or settings.get("backbone") != "gpt_neox":
+        ways += [(2, SEQUENTIAL | uncompiled)]
+    check(model, prompts(3, 7), 6, ways, logits, alpha=1.0 if model.has_router else 0.0)
 
 
 # -- What a method may do otherwise ----------------------------------------------------------------
@@ -181,11 +195,7 @@ def test_overrides_that_are_followed(name, method, overriding, logits):
     before = decode(model, texts[1], tau=0.3)[0]
     overriding(model, name, changed(name, KINDS[method]))
     assert (decode(model, texts[1], tau=0.3)[0] - before).abs().max() > 1e-3
-    expected = generate(model, texts, 6, tau=0.3, **SAMPLING)
-    for prefill in ("jacobi", "sequential"):
-        engine = Engine(model, 2, tau=0.3, prefill=prefill, tolerance=0)
-        assert engine.generate(texts, 6, **SAMPLING) == expected
-        compare(logits)
+    check(model, texts, 6, [(2, JACOBI), (2, SEQUENTIAL)], logits)
 
 
 @pytest.mark.parametrize("method", KINDS)
@@ -215,8 +225,7 @@ def test_overrides_that_are_refused(method, overriding):
 
 
 def test_which_methods():
-    """Catches a method of the comparison that is decoded slowly since this day, or by rules that are not its
-    own; and one without fixed point that is taken for one with."""
+    """Catches a method that is decoded slowly since this day, or by rules that are not its own."""
     served = {kind.method for kind in all_methods() if serves(small_model(method=kind.method))}
     assert served == {"ponderlm3", "vanilla", "grid", *OTHERS}
     model = small_model()
@@ -232,31 +241,22 @@ def test_backbones_of_another_form(name, overriding, logits):
     form = getattr(kind, name)
     own = form if isinstance(form, type) else lambda *args, **kwargs: 0.8 * form(*args, **kwargs)
     overriding(backbone, name, type("Own", (own,), {}) if isinstance(own, type) else own)
-    expected = generate(model, [[1, 2, 3]], 6, tau=0.3, **SAMPLING)
-    engine = Engine(model, 2, tau=0.3, prefill="sequential")
-    assert isinstance(engine.rows.step, BackboneStep)
-    assert engine.generate([[1, 2, 3]], 6, **SAMPLING) == expected
-    compare(logits)
+    assert isinstance(Engine(model, 2).rows.step, BackboneStep)
+    check(model, [[1, 2, 3]], 6, [(2, SEQUENTIAL)], logits)
 
 
 # -- Rows and the cache ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [1, 21])
-def test_many(model, batch_size, monkeypatch):
+def test_many(model, blocks):
     """Catches rows that take over another's state, and a cache that loses places as it grows."""
-    monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
-    texts = prompts(21, 9)
-    expected = generate(model, texts, 8, tau=0.3, **SAMPLING)
+    expected = check(model, prompts(21, 9), 8, [(1, {}), (21, {})])
     assert {len(sample.tokens) for sample in expected} > {8}  # some end early
-    engine = Engine(model, batch_size, tau=0.3, tolerance=0)
-    assert engine.generate(texts, 8, **SAMPLING) == expected
 
 
 @pytest.mark.parametrize("rows, graphs", [(2, False), (6, True)])
-def test_a_row_that_nobody_is_in(rows, graphs, monkeypatch, uncompiled):
+def test_a_row_that_nobody_is_in(rows, graphs, blocks, uncompiled):
     """Catches a row whose text has ended and that writes on, where the next text will read it."""
-    monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
     model, long = small_model(seed=0), torch.arange(25).tolist()
     engine = Engine(model, rows, tau=0.3, tolerance=0, **(dict(graphs=True) if graphs else uncompiled))
     (token,) = generate(model, [long], 1, tau=0.3, seed=rows - 1)[0].tokens  # of the last row
@@ -270,35 +270,22 @@ def test_a_row_that_nobody_is_in(rows, graphs, monkeypatch, uncompiled):
 
 @pytest.mark.parametrize("method", ["ponderlm3", "grid"])
 def test_beginning_and_ends(method):
-    """Catches a window that slides and loses the tokens before each text, and a second end that is passed
-    over."""
+    """Catches a window that slides and loses the tokens before each text (what else the simple decoder does
+    then: root/test_sample.py), and a second end that is passed over."""
     model = small_model(method=method, seed=2)
     T = model.config.block_size
-    texts, expected = [[1, 2, *(i % 29 for i in range(n))] for n in (T - 4, T + 3)], []
-    for text in texts:
-        context, tokens = [*text], []
-        for _ in range(12):
-            if len(context) > T:
-                context = [1, 2, *context[-(T // 2) :]]
-            tokens.append(int(model(torch.tensor([context]), tau=0.3).logits[0, -1].argmax()))
-            context.append(tokens[-1])
-        expected.append(tokens)
+    texts = [[1, 2, *(i % 29 for i in range(n))] for n in (T - 4, T + 3)]
     how = dict(begin=[1, 2], temperature=0.0)
-    assert [s.tokens for s in generate(model, texts, 12, tau=0.3, **how)] == expected
-    engine = Engine(model, 2, tau=0.3, tolerance=0)
-    assert [sample.tokens for sample in engine.generate(texts, 12, **how)] == expected
-    token = expected[0][3]
-    for ends in ([999, token], [token, 998]):
-        cut = engine.generate(texts, 12, ends=ends, **how)
-        assert cut == generate(model, texts, 12, ends=ends, tau=0.3, **how)
-        assert cut[0].tokens == expected[0][: expected[0].index(token) + 1]
+    first, _ = check(model, texts, 12, [(2, {})], **how, ends=())
+    for ends in ([999, first.tokens[3]], [first.tokens[3], 998]):
+        cut, _ = check(model, texts, 12, [(2, {})], **how, ends=ends)
+        assert cut.tokens == first.tokens[: first.tokens.index(first.tokens[3]) + 1]
 
 
-def test_a_stream_that_is_not_read_to_its_end(monkeypatch, uncompiled):
+def test_a_stream_that_is_not_read_to_its_end(blocks, uncompiled):
     """Catches rows that go on with its texts, beyond what is cleared for the next."""
-    monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
     model = small_model(seed=1, method="ponderlm2")
-    engine = Engine(model, 2, tau=0, tolerance=0, prefill="sequential", **uncompiled)
+    engine = Engine(model, 2, tau=0, tolerance=0, **SEQUENTIAL, **uncompiled)
     stream = engine.stream([[1], [1]], 31, seed=0)
     for _ in range(14):
         next(stream)
@@ -436,10 +423,9 @@ def test_rounded():
 
 @pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_static_shapes(ahead, prefill, monkeypatch):
+def test_static_shapes(ahead, prefill, blocks, monkeypatch):
     """Catches what only goes wrong where the host looks at a pass when others are under way, and where rows
     that nobody is in run along: as on CUDA, where these passes are graphs."""
-    monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
     model, texts = small_model(seed=2, block_size=16), prompts(7, 21)
     expected = generate(model, texts, 14, tau=0.3, **SAMPLING)
     size = 8 if ahead == 1 else 5  # for 7 texts: in one of 8 there is nobody
@@ -466,7 +452,7 @@ def test_static_shapes(ahead, prefill, monkeypatch):
 @pytest.mark.skipif(not shutil.which("g++"), reason="to compile takes a C++ compiler: install g++")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["grid", "ponderlm3"])
-def test_compiled(method, monkeypatch):
+def test_compiled(method, blocks):
     """Catches a program that was made for the sizes of its first pass, or that writes to the places of
     others: texts that end and wait, a window that is outgrown, a cache that grows; and a copy of the weights
     that stays in the compiler's folder."""
@@ -474,7 +460,6 @@ def test_compiled(method, monkeypatch):
 
     kept = lambda: {*Path(cache_dir()).rglob("*.wrapper.so")}  # noqa: E731
     before = kept()
-    monkeypatch.setattr("lab.engine.cache.BLOCK", 8)
     model, texts = small_model(seed=2, method=method, block_size=16), prompts(7, 21)
     engine = Engine(model, 3, tau=0.3, tolerance=0, compile=True)
     for n in (4, 14):
@@ -488,7 +473,7 @@ def test_compiled(method, monkeypatch):
 def test_frozen(monkeypatch):
     """Catches weights that the compiler packs, and with them other tokens; and packs where that is slower."""
     model, texts = small_model(seed=2).float(), prompts(7, 21)
-    how = dict(tau=0.3, prefill="sequential")
+    how = SEQUENTIAL | dict(tau=0.3)
     assert not Engine(model, 5, compile=True, **how).passes.frozen
     monkeypatch.setattr("lab.engine.compiled.FROZEN", 0)
     assert not Engine(model, 3, compile=True, **how).passes.frozen
@@ -524,22 +509,14 @@ def test_ends(decoder, model):
 @pytest.mark.parametrize(
     "call",
     [
-        dict(tau=-0.1),
-        dict(tau=2.0),
-        dict(alpha=float("nan")),
-        dict(temperature=float("nan")),
-        dict(seed=-1),
-        dict(top_k=0),
-        dict(top_p=0.0),
-        dict(temprature=1.0),
-        dict(prompts=[[31]]),
-        dict(prompts=[[1], []]),
+        *(dict(tau=-0.1), dict(tau=2.0), dict(alpha=math.nan), dict(temperature=math.nan), dict(seed=-1)),
+        *(dict(top_k=0), dict(top_p=0.0), dict(temprature=1.0)),
+        *(dict(prompts=[[31]]), dict(prompts=[[1], []])),
     ],
     ids=str,
 )
 def test_refusals(decoder, model, call):
-    """Catches settings out of range that would generate something anyway, and one among many prompts that is
-    refused without a word on which."""
+    """Catches settings out of range that would generate something, and a prompt that is refused unnamed."""
     (name,), asked = call, {"prompts": [[1]], **call}
     if texts := call.get("prompts"):
         name = "prompt 2 of 2" if len(texts) > 1 else "the prompt"
@@ -559,8 +536,7 @@ def test_logits_that_are_not_finite(decoder):
 
 
 def test_what_cannot_be(model, monkeypatch):
-    """Catches a pass of other numbers than float32, or a missing compiler, that fails later; and a shift of a
-    router that is not there."""
+    """Catches what would fail later: other numbers than float32, no compiler, no router to shift."""
     for dtype in (torch.bfloat16, torch.float32):  # of a model in float64
         with pytest.raises(UserError, match="compile is for float32"):
             Engine(model, compile=True, dtype=dtype)

@@ -2,19 +2,19 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from lab_helpers import full_disk, save_for_bytes, small_model
 
-from data import Tokenizer, UserError, command_line
+from data import UserError, command_line
 from lab.engine import __main__ as command
 from lab.engine.__main__ import main, show_many
 from lab.engine.batching import Engine
 from lab.engine.request import Options
 from lab.engine.simple import generate
 from lab.interop.weights import load
-from sample import show
 from train import pick_precision
 
 both = pytest.mark.parametrize("decoder", ["simple", "engine"], indirect=True)
@@ -41,8 +41,7 @@ def samples(run, prompts, n, seed):
 
 @both
 def test_many_prompts(decoder, byte_model, tmp_path, capsys):
-    """Catches lines in another order than the prompts', a lost sample, a text that is not what the
-    model said, and a token that the simple decoder would not choose."""
+    """Catches lines in another order, a lost sample, and a text or token that is not the simple decoder's."""
     file, out = tmp_path / "prompts.txt", tmp_path / "samples.jsonl"
     file.write_text("one\n\ntwo, which is longer than the window\r\nthree\n", encoding="utf-8")
     options = dict(prompts=str(file), num_samples=2, max_new_tokens=6, seed=4)
@@ -91,8 +90,7 @@ def test_samples_come_as_soon_as_they_can():
 
 
 def test_another_method(tmp_path, capsys):
-    """Catches a method that the engine does not know and that cannot be decoded at all, and a wish that is
-    left out for it without a word."""
+    """Catches a method that cannot be decoded at all, and a wish that is left out for it without a word."""
     run = str(save_for_bytes(small_model(method="looped", vocab_size=257), tmp_path))
     decode(run, max_new_tokens=3)
     assert "decoder simple" in capsys.readouterr().out
@@ -124,52 +122,30 @@ def test_tau(byte_model, capsys):
     assert steps == [3, 0]
 
 
-def test_shown_tokens(capsys):
-    """Catches a token with another one's steps, a character of two tokens that is torn, and an end or a
-    beginning that is shown."""
-    tokenizer = Tokenizer.bytes()
-    pairs = [(255, 0), (102, 1), (0xC3, 0), (0xA9, 3), (120, 2), (256, 2)]
-    assert show(iter(pairs), tokenizer, 3, {255, 256}, True) == 6
-    assert show(iter(pairs), tokenizer, 3, {255, 256}) == 6
-    assert capsys.readouterr().out == "f₁é₃x₂\nféx\n"
-
-
 @pytest.mark.parametrize(
     "content,options,message",
     [
         ("", {}, "has no prompt in it"),
         (b"\xff\xfe", {}, "is not UTF-8 text"),
         ("a", dict(prompt="b"), "--prompt and --prompts exclude each other"),
+        ("a", dict(prompts=None, prompt="a\udcff"), "the prompt is not UTF-8 text"),
+        ("a", dict(prompts="none.txt"), r"none\.txt: No such file or directory"),
         ("a", dict(num_samples=0), "num_samples = 0"),
-        ("a", dict(top_p=0.0), "top_p = 0.0"),
         ("a", dict(tau=-1.0), "tau = -1.0"),
+        ("a", dict(out="prompts.txt"), r"prompts\.txt: File exists"),
+        ("a", dict(out="."), "File exists"),
+        ("a", dict(out="none/new"), "No such file or directory"),
     ],
 )
-def test_refused_commands(content, options, message, byte_model, tmp_path):
-    """Catches a file of samples that is made before what is wrong is noticed, or said."""
-    file, out = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+def test_refused_commands(content, options, message, byte_model):
+    """Catches samples that are written over the prompts or to no file, and a file of them that is made before
+    what is wrong is noticed, or said."""
+    content = content if isinstance(content, bytes) else content.encode()
+    Path("prompts.txt").write_bytes(content)
+    asked = dict(prompts="prompts.txt", out="out.jsonl") | options
     with pytest.raises(SystemExit, match=f"^error: .*{message}"):
-        command_line(lambda: decode(byte_model, prompts=str(file), out=out, **options))
-    assert not out.exists()
-
-
-def test_nothing_is_overwritten(byte_model, tmp_path):
-    """Catches samples that are written over the prompts, or to something that is no file."""
-    file = tmp_path / "prompts.txt"
-    file.write_text("kept")
-    for out, message in (
-        (file, r"prompts\.txt: File exists"),
-        (tmp_path, "File exists"),
-        (tmp_path / "none" / "new", "No such file or directory"),
-    ):
-        with pytest.raises(SystemExit, match=f"^error: .*{message}$"):
-            command_line(lambda: decode(byte_model, prompts=str(file), out=out))  # noqa: B023
-    with pytest.raises(SystemExit, match=r"^error: none\.txt: No such file or directory$"):
-        command_line(lambda: decode(byte_model, prompts="none.txt"))
-    with pytest.raises(UserError, match="the prompt is not UTF-8 text"):
-        decode(byte_model, prompt="a\udcff", out=tmp_path / "new")
-    assert file.read_text() == "kept" and not (tmp_path / "new").exists()
+        command_line(lambda: decode(byte_model, **asked | {"out": Path(asked["out"])}))
+    assert [*Path().iterdir()] == [Path("prompts.txt")] and Path("prompts.txt").read_bytes() == content
 
 
 @both

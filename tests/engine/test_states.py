@@ -37,8 +37,7 @@ def logits_of(model, found):
 )
 @pytest.mark.parametrize("method", ["ponderlm3", "grid"])
 def test_equals_decoding(method, K, tau):
-    """Catches a slot with an old input, one that never comes back, and padding that is seen: of
-    rows that end, and of rows with fewer slots than another in a pass."""
+    """Catches a slot with an old input, one that never comes back, and padding that is seen."""
     shape = dict(method=method, ponder_steps=K) if K else dict(method="vanilla")
     model, idx = small_model(seed=2, **shape), batch()
     if model.grid:
@@ -54,20 +53,6 @@ def test_equals_decoding(method, K, tau):
         assert found.steps[b].tolist() == steps + [0] * (14 - int(n))
     beyond = torch.arange(K + 1) > found.steps[..., None]
     assert not found.h[beyond].any()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [dict(method="ablation-index"), dict(method="ponderlm2"), dict(num_key_value_heads=4)],
-)
-def test_other_settings(settings):
-    """Catches a log w that is PonderLM-3's alone, or asked of a model without a router."""
-    model, idx = small_model(seed=2, **settings), batch()[:1]
-    alpha = 1.0 if model.has_router else 0.0
-    found = settle(model, idx, 0.3, alpha=alpha, tolerance=0)
-    expected, steps, _ = decode(model, idx[0], 0.3, alpha)
-    assert (logits_of(model, found)[0] - expected).abs().max() < 1e-9
-    assert found.steps[0].tolist() == steps
 
 
 def test_steps_that_fall_and_rise(monkeypatch):

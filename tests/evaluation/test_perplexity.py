@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from foreign import KINDS, make_tokenizer
-from lab_helpers import same_weights, save_for_bytes, small_model
+from lab_helpers import method_model, same_weights, save_for_bytes, small_model
 
 from data import Tokenizer, UserError, read_json
 from lab.evaluation import __main__ as perplexity
@@ -25,9 +25,8 @@ RAW = "naïve café\r\n".encode() * 60 + b"\xff"
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """Here are the directory `model`, an `empty` text, and `text`, whose bytes are RAW."""
-    monkeypatch.chdir(tmp_path)
     save_for_bytes(small_model(vocab_size=257, block_size=16), tmp_path / "model")
     (tmp_path / "empty").write_text(" \n")
     (tmp_path / "text").write_bytes(RAW)
@@ -35,8 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_report(folder, capsys):
-    """Catches bytes that are counted on something else than the file, and numbers that are saved
-    otherwise than printed."""
+    """Catches bytes of something else than the file, and numbers saved otherwise than printed."""
     out = folder / "scores.json"
     main(Options("model", "text", device="cpu", out=out))
     result = json.loads(out.read_text())
@@ -51,7 +49,7 @@ def test_report(folder, capsys):
     assert "bits_per_byte" not in part  # of a part: which bytes?
 
 
-def test_a_loss_that_is_huge(method_model):
+def test_a_loss_that_is_huge():
     """Catches a perplexity beyond all numbers that ends the command: it is infinite."""
     model = method_model("vanilla", ponder_steps=0)
     model.lm_head.weight.data *= 1e6
@@ -60,9 +58,8 @@ def test_a_loss_that_is_huge(method_model):
 
 
 @pytest.mark.parametrize("method", ["ponderlm3", "looped", "mor-token"])
-def test_costs(method, method_model):
-    """Catches the steps of the soft form reported for decoding; and the cost of K steps for a model that has
-    no soft form and took fewer."""
+def test_costs(method):
+    """Catches steps of the soft form said of decoding, and the cost of K steps where fewer were taken."""
     text, model = (
         torch.randint(31, (30,), generator=torch.Generator().manual_seed(0)).numpy(),
         method_model(method),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lab_helpers import decode
+from lab_helpers import decode, method_model
 
 from lab.evaluation.scoring import cut, score
 from lab.methods import all_methods
@@ -38,9 +38,8 @@ def decoded_losses(model, text, tau):
 
 @pytest.mark.parametrize("tau", [0, 0.3])
 @pytest.mark.parametrize("method", METHODS)
-def test_against_the_simple_decoder(method, tau, method_model):
-    """Catches scores that decoding does not give: each token's loss to 1e-4 (the latents are
-    settled to 1e-5), its steps exactly."""
+def test_against_the_simple_decoder(method, tau):
+    """Catches scores that decoding does not give: losses to 1e-4, steps exactly."""
     model, text = method_model(method), ids(20)
     scores = score(model, cut([text], 32), tau)
     losses, steps = decoded_losses(model, text, tau)
@@ -52,7 +51,7 @@ def test_against_the_simple_decoder(method, tau, method_model):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_batches_and_order_do_not_matter(method, method_model):
+def test_batches_and_order_do_not_matter(method):
     """Catches padding that is seen, a tolerance that is shared, and scores in the wrong place."""
     model = method_model(method)
     cuts = cut([ids(n, n) for n in (12, 5, 33, 7, 20, 90)], 32)

@@ -19,12 +19,6 @@ from lab.train import LabConfig, train
 from train import PRESETS
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
-    """Commands write data/ and out/ into the current folder: not into this one."""
-    monkeypatch.chdir(tmp_path)
-
-
 def train_all(folder):
     """PonderLM-3 and vanilla on one text, one of them on another, three on lookups."""
     shape = PonderConfig(257, 32, 64, 1, 2, head_dim=16, block_size=16, ponder_steps=2, refinements=(1, 1))

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize("method", ["ponderlm3", "grid"])
 @torch.no_grad()
 def test_measured_is_what_decoding_does(tau, method, subject):
-    """Catches soft masks where hard ones are said; and a Jacobi iteration on the grid."""
+    """Catches soft masks where hard ones are said, Jacobi on the grid."""
     model = small_model(seed=2, method=method)
     one = subject(model, windows=2, tau=tau)
     (loss, steps, _), at = decoded(one), 0
@@ -36,8 +36,7 @@ def test_measured_is_what_decoding_does(tau, method, subject):
 
 
 def test_difficulty(trained, tmp_path, subject):
-    """Catches a reference that sorts nothing, or is another model's; and gains by the model's own losses
-    that are not those of the root's figure."""
+    """Catches a reference that sorts nothing or is another model's, and gains unlike the root's figure."""
     one = subject(small_model(seed=2), windows=4)
     ce, _ = analyze.losses_by_depth(one.model, one.windows, one.tau)
     for ours, root in ((gains, analyze.buckets), (shifts, analyze.shift)):
@@ -60,8 +59,7 @@ def test_difficulty(trained, tmp_path, subject):
 
 
 def test_command_line(capsys):
-    """Catches a figure whose flags cannot be parsed, or without a description; one whose files those of the
-    root's would take the place of; an error that is a page."""
+    """Catches a figure without flags or description, one in the place of the root's, an error of a page."""
     assert not {figure.__name__.lower() for figure in FIGURES} & analyze.DRAWINGS.keys()
     for figure in FIGURES:
         with pytest.raises(SystemExit) as stop:

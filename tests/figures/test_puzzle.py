@@ -76,8 +76,7 @@ def included():
 
 @pytest.mark.slow
 def test_the_included_model_answers(included):
-    """Catches weights that are others than those described: 200 questions of each kind, of a seed
-    of its own, with their executed steps."""
+    """Catches other weights than those described: 200 questions of each kind, and their steps."""
     model, tokenizer = included
     rng = random.Random(1234)
     for n in range(1, 7):

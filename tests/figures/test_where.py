@@ -32,8 +32,7 @@ def test_kinds():
 
 @torch.no_grad()
 def test_rows(subject):
-    """Catches shares that do not sum to 1, steps of the token after, and a control that changes nothing
-    or stays behind in the model."""
+    """Catches shares that do not sum to 1, steps of the token after, and a control that changes nothing."""
     one = subject(small_model(seed=2, vocab_size=257, block_size=8), V=257)
     loss, steps, _ = (x.double() for x in decoded(one))
     rows = records(where_rows(one))

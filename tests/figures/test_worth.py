@@ -16,8 +16,7 @@ from lab.interop.weights import load
 
 @torch.no_grad()
 def test_rows(trained, tmp_path, monkeypatch):
-    """Catches passes of answers alone, layers that do not count, other questions, and a run of another
-    method that is taken for one of these."""
+    """Catches passes of answers alone, layers that do not count, other questions, a run of another method."""
     folder, table = trained.parent / "data/lookup", tmp_path / "x/worth.csv"
     monkeypatch.setattr(worth, "LINES_TIMED", 1)
     runs = [str(trained / f"lookup-{name}") for name in (0, 1, "plain")]
@@ -53,8 +52,7 @@ def test_rows(trained, tmp_path, monkeypatch):
 
 
 def test_summary():
-    """Catches the worse learning rate that counts, one for each seed, a mean that hides a seed, and a
-    longer training in the row of a shorter one."""
+    """Catches the worse learning rate, one for each seed, a mean that hides a seed, a longer training."""
     row = dict(layers=1, steps=9, last_stage=3, lookups=1, passes=1.0, seconds=0.5)
     rights = {("plain", 1e-3): (0.5, 0.7), ("plain", 3e-3): (0.9, 0.2), ("decides", 3e-3): (1.0, 0.96)}
     frame = pd.DataFrame(

@@ -5,15 +5,16 @@ import re
 import pytest
 import torch
 
+import model as root
 from data import read_json
 from lab.figures import explainer
 from lab.interop.weights import INCLUDED, load, read_config
 from lab.train import read_run
+from sample import stream
 
 
 def test_its_loss_is_as_stated():
-    """Catches weights that are other ones than those described, or are read as others: the loss of
-    a text, with all steps and with early exit, to 1e-3, and its steps, to 0.02."""
+    """Catches weights that are other ones than described, or read as others: loss to 1e-3, steps to 0.02."""
     model, idx = load(INCLUDED), torch.tensor([list(explainer.TEXT.encode())[:65]])
     of_text = (INCLUDED / "README.md").read_text("utf-8").split("explainer begins")[1]
     stated = re.findall(r"\| `--tau (\S+)` \| (\S+) \| (\S+) \|", of_text)
@@ -26,9 +27,26 @@ def test_its_loss_is_as_stated():
     assert (INCLUDED / "model.safetensors").stat().st_size < 1.5e6
 
 
+@pytest.mark.parametrize("tau", [0.0, 1e-4, 0.1])
+@torch.no_grad()
+def test_what_it_decodes(tau):
+    """Catches other steps or logits (to 1e-4; 1e-3 where it stops by itself) than token by token."""
+    model, prompt, seen, read = root.load(INCLUDED), [*b"Return "], [], []
+
+    def greedy(logits):
+        seen.append(logits)
+        return int(logits.argmax())
+
+    tokens = [token for token, _ in stream(model, prompt, 24, choose=greedy, read=read, tau=tau)]
+    for same, R, atol in ((model, 1000, 1e-4), (model, None, 1e-3), (load(INCLUDED), None, 1e-3)):
+        out = same(torch.tensor([prompt + tokens[:-1]]), R=R, tau=tau)
+        assert out.steps[0].tolist() == read
+        found = out.logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(found, torch.stack(seen), atol=atol, rtol=0)
+
+
 def test_its_files_are_those_of_a_run():
-    """Catches a setting or a score of today's runs that its files lack, and a page whose losses and
-    steps are others than those of results.json."""
+    """Catches a setting or score that its files lack, and a page unlike results.json."""
     config, shape, _ = read_run(INCLUDED)
     assert shape == read_config(INCLUDED)
     results = read_json(INCLUDED / "results.json")

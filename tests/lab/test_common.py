@@ -10,7 +10,6 @@ from lab.common import locate, progress
 
 def test_hub(tmp_path, monkeypatch):
     """Catches a name of the Hub that is not looked up, a path that is, and code that is fetched."""
-    monkeypatch.chdir(tmp_path)
     asked = []
 
     def fetch(name, allow_patterns):

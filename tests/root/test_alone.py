@@ -1,15 +1,13 @@
 """The seven scripts stand alone, and what a training step runs is what stands in them."""
 
 import ast
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, python
 
 from model import Config, PonderLM
 from train import objective
@@ -48,8 +46,6 @@ def alone(tmp_path_factory):
         shutil.copy(ROOT / f"{script}.py", folder)
     text = (ROOT / "LICENSE").read_text("utf-8")
     (folder / "text.txt").write_text(text * 20, encoding="utf-8")
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
 
     def run(*commands):
         """All in one process, since torch takes seconds to import. -> what each printed"""
@@ -57,8 +53,7 @@ def alone(tmp_path_factory):
             f"sys.argv = {command}; print('#'); runpy.run_path(sys.argv[0], run_name='__main__')\n"
             for command in (command.split() for command in commands)
         )
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        done = python("-c", script, cwd=folder, PYTHONPATH="", PYTHONIOENCODING="ascii")
         assert not done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout.split("#\n")[1:]
 
@@ -66,8 +61,7 @@ def alone(tmp_path_factory):
 
 
 def test_commands(alone):
-    """Catches a command that cannot run where only the seven are, and an output that ASCII, in which all
-    of this is printed, stops."""
+    """Catches a command that cannot run where only the seven are, and an output that ASCII stops."""
     folder, run = alone
     prepared, trained, resumed, sampled, *_ = run(
         "data.py text.txt",
@@ -91,14 +85,12 @@ def test_commands(alone):
 def test_help(alone, script):
     """Catches a script without --help, and one that runs otherwise in a process of its own."""
     folder, _ = alone
-    command = [sys.executable, f"{script}.py", "--help"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    done = python(f"{script}.py", "--help", cwd=folder, PYTHONPATH="")
     assert not done.returncode and "--device" in done.stdout
 
 
 def test_what_a_training_step_runs():
-    """Catches a training in which functions of the root are replaced: a step enters those that a reader
-    reads, by their names and files."""
+    """Catches a training in which functions of the root, which a reader reads, are replaced."""
     model = PonderLM(Config(257, 32, 48, 1, 2, head_dim=16, block_size=16)).train()
     x, entered = torch.randint(256, (2, 16)), set()
 

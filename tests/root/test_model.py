@@ -4,14 +4,22 @@ import json
 import math
 import shutil
 from dataclasses import asdict
-from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import PonderLM2, decode, small_model, tokens
+from helpers import (
+    PonderLM2,
+    assert_jacobi_is_sequential,
+    assert_three_forms_agree,
+    decode,
+    distance_of_masks,
+    in_tensors,
+    small_model,
+    tokens,
+)
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from attention import MASKED, auto, eager, sdpa
 from data import Tokenizer, UserError
@@ -30,47 +38,11 @@ class PrintedIndex(PonderLM):
         return printed if tau is None else printed.masked_fill(key_bias(log_w, tau) <= MASKED, MASKED)
 
 
-@torch.no_grad()
-def sequential(model, idx, tau=None):
-    """Section 3.3 without a cache: for every slot the whole prefix anew. (T,) -> logits, steps.
-
-    tau None runs all K steps with soft masks.
-    """
-    inputs, positions, bias, logits, steps, log_w = [], [], [], [], [], None
-    printed = isinstance(model, PrintedIndex)
-    for t, token in enumerate(idx):
-        x, h_hat, k, stop = model.embed(token[None, None])[0, 0], 0, 0, 0
-        while k <= stop:
-            inputs.append(x)
-            positions.append(t)
-            bias.append(0.0 if k == 0 else float(log_w[k - 1 if printed else k]))
-            rows = torch.stack(inputs)[None], torch.tensor(positions)
-            h = model.model(*rows, torch.tensor([bias], dtype=x.dtype), eager)[0, -1]
-            if k == 0:
-                s, log_w = model.route(h[None])
-                w = log_w.exp()
-                stop = max(j for j in range(len(w)) if not tau or w[j] >= tau)
-            h_hat = h_hat + s[k] * h
-            x, k = h, k + 1
-        logits.append(model.lm_head(h_hat))
-        steps.append(stop)
-    return torch.stack(logits), steps
-
-
 @pytest.mark.parametrize("kind", [PonderLM, PonderLM2, PrintedIndex])
 @pytest.mark.parametrize("K", [0, 1, 3])
 def test_jacobi_equals_sequential(kind, K):
-    """Catches a wrong slot order, position, mask or router timing: after R = K(T-1) refinements the
-    parallel form is the sequential one, to 1e-9 in float64; and more passes come closer."""
-    model = small_model(kind=kind, ponder_steps=K)
-    idx = tokens()
-    expected, _ = sequential(model, idx[0])
-    with torch.no_grad():
-        errors = [(model(idx, R=R).logits[0] - expected).abs().max() for R in (0, 2, 4, 8, K * 9)]
-    assert errors[-1] < 1e-9
-    if K:
-        assert errors[0] > 1e-6  # otherwise the test could not tell
-        assert all(a > 2 * b for a, b in pairwise(errors) if a > 1e-10)
+    """Catches a wrong slot order, position, mask or router timing."""
+    assert_jacobi_is_sequential(small_model(kind=kind, ponder_steps=K), printed=kind is PrintedIndex)
 
 
 @pytest.mark.parametrize("K", [0, 1, 3])
@@ -127,17 +99,8 @@ def test_tolerance_by_type():
 @pytest.mark.parametrize("tau", [0, 1e-4, 0.3])
 @pytest.mark.parametrize("kind,K", [(PonderLM, 3), (PonderLM, 1), (PonderLM, 0), (PonderLM2, 2)])
 def test_hard_stopping_parallel_sequential_and_cached_agree(tau, kind, K):
-    """Catches a key that hard stopping should hide, an integration that runs on, a cache that
-    keeps or drops a slot: logits to 1e-9 and the same steps in all three forms."""
-    model, idx = small_model(kind=kind, ponder_steps=K, router_scale=12.0), tokens(T=12)
-    expected, steps = sequential(model, idx[0], tau)
-    with torch.no_grad():
-        out = model(idx, tau=tau, R=K * 11)
-    logits, cached_steps, cache = decode(model, idx[0], tau)
-    assert (out.logits[0] - expected).abs().max() < 1e-9
-    assert (logits - expected).abs().max() < 1e-9
-    assert out.steps[0].tolist() == cached_steps == steps
-    assert cache[0].keys.size(2) == len(steps) + sum(steps)  # executed slots only
+    """Catches a key that stopping should hide, an integration that runs on, a wrong cache."""
+    steps = assert_three_forms_agree(small_model(kind=kind, ponder_steps=K, router_scale=12.0), tau)
     if kind is PonderLM and K == 3 and tau == 0.3:
         assert 0 in steps and 3 in steps and len(set(steps)) > 2
 
@@ -155,17 +118,11 @@ def test_alpha_in_decoding():
     assert means[0] < means[1] < means[2]
 
 
-@pytest.mark.parametrize("printed,low,high", [(False, 0, 1e-7), (True, 1e-3, math.inf)])
-def test_mask_index(printed, low, high):
-    """Reading note 1, with a router that is always sure: masking slot k by w_k, the soft model and
-    the hard-stopped one agree to 1e-7. By the printed index, w_(k-1), the slot after the last
-    executed one stays visible, and the logits move by more than 1e-3."""
-    model, idx = small_model(kind=PrintedIndex if printed else PonderLM, router_scale=2000.0), tokens(T=12)
-    with torch.no_grad():
-        soft, hard = model(idx, R=33), model(idx, R=33, tau=1e-4)
-    w = soft.log_w.exp()
-    assert (w < 1e-9).any() and ((w < 1e-9) | (w > 0.9)).all()
-    assert low <= (soft.logits - hard.logits).abs().max() < high
+@pytest.mark.parametrize("kind, low, high", [(PonderLM, 0, 1e-7), (PrintedIndex, 1e-3, math.inf)])
+def test_mask_index(kind, low, high):
+    """Reading note 1: masking slot k by w_k, soft and hard agree to 1e-7. By the printed index, w_(k-1),
+    the slot after the last executed one stays visible, and the logits move by more than 1e-3."""
+    assert low <= distance_of_masks(small_model(kind=kind, router_scale=2000.0)) < high
 
 
 @pytest.mark.parametrize("backend", [auto, eager, sdpa])
@@ -229,8 +186,7 @@ def test_training_loss_and_its_gradient():
 
 
 def test_parts_of_the_loss():
-    """Catches partial states that are renormalised, a wrong depth, lambda applied twice, and
-    targets that should be ignored."""
+    """Catches partial states that are renormalised, a wrong depth, lambda twice, and ignored targets."""
     model, idx = small_model(penalty="token", penalty_weight=0.7).train(), tokens(T=9, B=2)
     y = tokens(9, 2, seed=1)
     model.lm_head.weight.data *= 20  # some tokens below 0.5 nats, so that the penalty acts
@@ -381,17 +337,6 @@ def in_config(*without, **changes):
     return damage
 
 
-def in_weights(change):
-    """Change the tensors of model.safetensors."""
-
-    def damage(folder):
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-
-    return damage
-
-
 @pytest.mark.parametrize(
     "damage, message",
     [
@@ -407,14 +352,13 @@ def in_weights(change):
         (in_config(hidden_size="32"), "hidden_size"),
         (in_config(router_offset=[0, 1]), "router_offset"),
         (in_config(hidden_size=2**20, vocab_size=2**20), "size"),  # terabytes that are not asked for
-        (in_weights(lambda tensors: tensors.pop("router.proj.weight")), "router.proj.weight"),
-        (in_weights(lambda tensors: tensors.update(other=torch.ones(1))), "other"),
-        (in_weights(lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})), "norm"),
+        (in_tensors(lambda tensors: tensors.pop("router.proj.weight")), "router.proj.weight"),
+        (in_tensors(lambda tensors: tensors.update(other=torch.ones(1))), "other"),
+        (in_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)})), "norm"),
     ],
 )
 def test_damaged_files(damage, message, tmp_path):
-    """Catches a damaged model that is read, one that asks for all memory, and a message that says neither
-    where nor what."""
+    """Catches a damaged model that is read or asks for all memory, and a message without where and what."""
     folder = tmp_path / "run"
     save(small_model(), folder)
     Tokenizer.bytes().save(folder / "tokenizer.json")
