@@ -731,6 +731,19 @@ def wait_for(text, process, stream="stdout"):
         assert line, process.communicate()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals(number):
+    """Catches a kill or a Ctrl-C that loses the training, or does not stop the script that it is part of."""
+    process = start(str(ROOT / "train.py"), *shlex.split(f"{TINY} --steps 100000"))
+    wait_for("step 3/", process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output  # so that a script goes no further
+    assert "python train.py --resume --name x" in output or number == signal.SIGHUP  # nobody reads it
+    assert checkpoint(Path("out/x"))["step"] == log(Path("out/x"))[-1]["step"]
+
+
 def test_closed_terminal():
     """Catches a training that is lost with its terminal: beside the signal, every line fails from then on.
     And a script that goes on behind a training that was stopped."""
