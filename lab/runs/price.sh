@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What does a step have to cost, and from when on? `tiny` by Jacobi iteration, 1,000 steps: the form of the price
 # (executed; half of it on probability; probability), its size, the router's rate, where the router starts.
-# long: the best for 4,000 steps. small: that preset with fewer layers, on the grid.
+# long: the best for 4,000 steps. small: that preset with fewer layers, on the grid and by Jacobi.
 #     bash lab/runs/price.sh          PARTS="tiny long small", SEEDS=1 or both: these runs, no table
-# What is finished is skipped. On one core of an EPYC with AVX-512 a run takes 2 minutes.
+# What is finished is skipped. On one core of an EPYC with AVX-512 a run takes 2 minutes, of small 5 to 20.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . lab/runs/once.sh
@@ -43,10 +43,12 @@ for part in ${PARTS:-tiny long small}; do
         run long 10 executed-0.03-0.2-flat $long
         ;;
       small)
-        for price in 0 0.03 0.1; do
-          ROUTER_RATE=3 once out/price/small "grid-$price" "$seed" --preset small --method grid --steps 1000 \
-            --batch-size 8 --hidden-size 192 --intermediate-size 512 --num-hidden-layers 2 --num-attention-heads 4 \
-            --head-dim 48 --block-size 128 --eval-every 500 --eval-windows 256 --step-price "$price"
+        for method in grid ponderlm3; do
+          for price in 0 0.03 0.1; do
+            ROUTER_RATE=3 once out/price/small "$method-$price" "$seed" --preset small --method $method --steps 1000 \
+              --batch-size 8 --hidden-size 192 --intermediate-size 512 --num-hidden-layers 2 --num-attention-heads 4 \
+              --head-dim 48 --block-size 128 --eval-every 500 --eval-windows 256 --step-price "$price"
+          done
         done
         ;;
     esac
@@ -55,7 +57,8 @@ done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
   compare() { "${PYTHON:-python}" -m lab analyze compare --out "out/analyze/price-$1" --runs "${@:2}"; }
-  for part in tiny small; do compare $part out/price/$part/*-[0-9] --swap; done
+  compare tiny out/price/tiny/*-[0-9] --swap --choose 512
+  compare small out/price/small/*-[0-9] --swap
   compare long out/price/long/*-[0-9] out/pays/jacobi/by-token-0 --swap # of pays.sh
   compare tau out/price/tiny/executed-{0,0.01,0.1}-rate3-0 --taus 1e-6 1e-5 1e-3 0.01 0.03 0.1 0.3 --over tau
 fi
