@@ -78,7 +78,7 @@ def stand_in_model(folder, method="vanilla", K=0, **shape):
         ("pareto.sh", (), {}, None, ["compare"]),
         ("pays.sh", (), {}, 53, [*["compare"] * 4, "layers"]),
         ("depth.sh", (), {}, 14, ["depth", "depth", "compare"]),
-        ("price.sh", (), {}, 18, ["compare"] * 4),
+        ("price.sh", (), {}, 21, ["compare"] * 4),
         ("pareto.sh", (), {"SCALE": "small", "SEEDS": "5"}, None, []),
         ("grid.sh", (), {}, None, ["compare"] * 3),
         ("grid.sh", (), {"SEEDS": "4"}, None, []),
