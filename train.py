@@ -52,7 +52,6 @@ import tyro
 from pydantic import Field
 from safetensors import SafetensorError
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from attention import BACKENDS, flash_attn_func
 from data import (
@@ -120,6 +119,7 @@ class TrainConfig:
 # Values of settings that older runs did not record.
 BEFORE = {"router_rate": 1.0, "step_price": 0.0, "price_from": 0.0, "attention": "auto", "compile": False}
 CHECKED = 64  # validation windows at each checkpoint
+LOGGED = "loss", "ce", "penalty", "K_hat", "relaxed", "grad_norm"  # means over the windows of a step
 # What a resumed training may change: anything else would make it another training. The corpus may
 # have moved, but must be the same.
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
@@ -245,17 +245,6 @@ def objective(model, x, y, R, price=0.0):
     return loss, penalty, out
 
 
-class Objective(nn.Module):
-    """An objective as the forward pass of a module: DistributedDataParallel wraps nothing else."""
-
-    def __init__(self, model, objective):
-        super().__init__()
-        self.model, self.objective = model, objective
-
-    def forward(self, *inputs):
-        return self.objective(self.model, *inputs)
-
-
 def learning_rate(step, config):
     """Linear warm-up, then a cosine from the peak to a tenth of it."""
     warmup = max(1, round(config.warmup * config.steps))
@@ -307,35 +296,33 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
         model.param_groups(config.router_rate), config.learning_rate, config.betas,
         weight_decay=config.weight_decay, fused=device.type in ("cpu", "cuda"),
     )  # fmt: skip
-    precision, loss_of = pick_precision(config.precision, device), Objective(model, objective)
+    precision = pick_precision(config.precision, device)
 
     def losses(rows, R, price=0.0):
         """What the objective returns of rows of tokens (n, T+1)."""
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            return loss_of(rows[:, :-1], rows[:, 1:], R, price)
+            return objective(model, rows[:, :-1], rows[:, 1:], R, price)
 
     share = config.batch_size // processes  # windows a step of this process
     micro = pick_micro_batch(config, model, share, lambda n: losses(windows.stack(0, n).to(device), high)[0])
     if compiles := device.type == "cuda" if config.compile is None else config.compile:
         compile_blocks(model)
-    if processes > 1:
-        loss_of = DistributedDataParallel(loss_of)  # which `losses` calls from here on
 
     def backward(rows, R, price):
-        """Add up the gradients of rows (share, T+1) -> the means of what is logged, and the last Output."""
-        means = dict.fromkeys(("loss", "ce", "penalty", "K_hat", "relaxed"), 0.0)
-        parts = rows.split(micro)
-        for part in parts:
-            apart = processes > 1 and part is not parts[-1]  # processes share the sum of all parts
-            with loss_of.no_sync() if apart else nullcontext():
-                loss, penalty, out = losses(part, R, price)
-                (loss * (micro / share)).backward()
-            values = {"loss": loss, "ce": out.loss, "penalty": penalty}
-            values["K_hat"] = stop_step(out.log_w, config.tau).float().mean()
-            values["relaxed"] = relaxed_steps(out.log_w).mean()
-            for key, value in values.items():
-                means[key] += value.detach() * (micro / share)
-        return means, out
+        """The mean gradient of rows (share, T+1), and of all processes -> what is LOGGED, and an Output."""
+        means = 0.0
+        for part in rows.split(micro):
+            loss, penalty, out = losses(part, R, price)
+            (loss * (micro / share)).backward()
+            steps = stop_step(out.log_w, config.tau).float()
+            values = loss, out.loss, penalty, steps.mean(), relaxed_steps(out.log_w).mean()
+            means += torch.stack(values).detach() * (micro / share)
+        if processes > 1:
+            for gradient in [p.grad for p in model.parameters() if p.grad is not None]:
+                dist.all_reduce(gradient)
+                gradient /= processes
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+        return torch.cat([means, norm[None]]), out
 
     config = replace(config, name=run.name, micro_batch_size=micro, precision=precision)
     content = {"config": asdict(config), "model": {"method": model.method, **asdict(model_config)}}
@@ -372,7 +359,6 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                 R = int(np.random.default_rng((config.seed, step)).integers(low, high + 1))
                 # Held until the next step: a CPU that gives this memory back needs 8 % longer for a step.
                 means, _held = backward(rows.to(device, non_blocking=True), R, step_price(step, config))
-                means["grad_norm"] = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
                 for group in optimizer.param_groups:
                     group["lr"] = group["rate"] * learning_rate(step, config)
                 optimizer.step()
@@ -380,10 +366,10 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
 
                 done, is_last = step + 1, step + 1 == config.steps
                 if is_logged := is_last or done % config.log_every == 0:
-                    numbers = sum(gather(torch.stack([*means.values()]).cpu())) / processes  # waits for a GPU
+                    numbers = sum(gather(means.cpu())) / processes  # waits for a GPU
                 seconds += time.monotonic() - began
                 if is_logged:
-                    row = dict(zip(means, numbers.tolist(), strict=True))
+                    row = dict(zip(LOGGED, numbers.tolist(), strict=True))
                     check_finite(run, done, **row)
                     a_step = (seconds - seconds_before) / (done - first)
                     speed, left = config.batch_size * T / a_step, int(a_step * (config.steps - done))
