@@ -25,7 +25,6 @@ then how a model is kept in a directory. Other methods and backbones (lab/) over
 
 import json
 import math
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +39,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import attend_to_cache, augment, auto, soft_mask_attention
+from data import write_json, write_whole
 from router import TAU, Router, key_bias, stop_step, upcast
 
 # A dataclass that checks its fields, or raises a ValueError: no "3" for 3, no number out of its range.
@@ -138,10 +138,7 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(B, N, self.G, self.d).transpose(1, 2)  # (B, G, N, d)
         v = self.v_proj(x).view(B, N, self.G, self.d).transpose(1, 2)
         q, k = rotate(q, *angles), rotate(k, *angles)
-        if cache is not None:
-            out = cache.attend(q, k, v, log_w)
-        else:
-            out = soft_mask_attention(q, k, v, log_w, backend)
+        out = cache.attend(q, k, v, log_w) if cache else soft_mask_attention(q, k, v, log_w, backend)
         return self.o_proj(out.transpose(1, 2).reshape(B, N, -1))  # (B, N, D)
 
 
@@ -465,20 +462,20 @@ FORMAT = "ponderlm-3"
 
 
 def save(model, directory):
-    """Write config.json and model.safetensors: each file whole, or as it was before."""
-    tensors = {name: x.cpu().contiguous() for name, x in model.state_dict().items()}
+    """Write config.json and model.safetensors: each file whole, or as it was before. UserError: the disk
+    is full, or the place cannot be written."""
+    shape, weights = Path(directory, "config.json"), Path(directory, "model.safetensors")
+    tensors = {name.replace("_orig_mod.", ""): x for name, x in model.state_dict().items()}  # if compiled
     if model.config.tie_word_embeddings:
-        tensors = {name: x for name, x in tensors.items() if not name.endswith("lm_head.weight")}
-    tensors = {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}  # of a compiled model
-    config = {"format": FORMAT, "method": model.method, **asdict(model.config)}
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    weights, shape = directory / "model.safetensors.tmp", directory / "config.json.tmp"
-    save_file(tensors, weights)
-    shape.write_text(json.dumps(config, indent=2) + "\n")
-    shutil.copymode(shape, weights)  # safetensors lets only their owner read its files
-    for part in (weights, shape):
-        os.replace(part, part.with_suffix(""))
+        del tensors["lm_head.weight"]
+
+    def write(part):
+        save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, part)
+        shutil.copymode(shape, part)  # safetensors lets only their owner read its files
+
+    shape.parent.mkdir(parents=True, exist_ok=True)
+    write_json(shape, {"format": FORMAT, "method": model.method, **asdict(model.config)})
+    write_whole(weights, write)
 
 
 def load(directory, kind=PonderLM):

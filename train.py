@@ -50,7 +50,6 @@ import torch
 import torch.distributed as dist
 import tyro
 from pydantic import Field
-from safetensors import SafetensorError
 from torch import nn
 
 from attention import BACKENDS, flash_attn_func
@@ -171,7 +170,7 @@ def parse(argv=None):
     if resume:
         run = Path(out, name) if name else newest_run(out)
         config, shape, _ = read_run(run)
-        if (method := shape.pop("method")) != PonderLM.method:
+        if (method := shape.pop("method", None)) != PonderLM.method:
             raise UserError(f"{run} is of the method {method!r}: go on with python -m lab train")
         with reading(run / "train.json"):
             before = replace(config, out=out, name=run.name, resume=True), from_json(Config, shape)
@@ -194,22 +193,16 @@ def refuse_changes(run, before, now):
         raise UserError(f"{run} has other settings: train anew without --resume, or undo {odd}")
 
 
-def read_run(run, kind=TrainConfig, renamed=None):
+def read_run(run, kind=TrainConfig):
     """train.json of a run -> its TrainConfig, the settings of its model (a dict), fingerprint of its corpus.
-
-    renamed: {name of a setting in older files: its name now}. UserError: it is not a run, or damaged.
-    """
+    UserError: it is not a run, or damaged."""
     file = Path(run, "train.json")
     if not file.is_file():
         raise UserError(f"{run} is no run, it has no train.json: train one, without --resume")
     content = read_json(file)
-    with reading(file):
-        model, corpus = dict(content["model"]), dict(content["corpus"])
-        config = BEFORE | {(renamed or {}).get(name, name): x for name, x in content["config"].items()}
-        if more := config.keys() - kind.__dataclass_fields__.keys():
-            program = kind.program.format("train")
-            raise ValueError(f"{', '.join(more)}: no setting of {program}, go on with what began it")
-        return from_json(kind, config), {"method": model.pop("method"), **model}, corpus
+    with reading(file, "; go on with the program that began it"):
+        config, shape, corpus = (dict(content[part]) for part in ("config", "model", "corpus"))
+        return from_json(kind, BEFORE | config), shape, corpus
 
 
 # -- Training --------------------------------------------------------------------------------------
@@ -548,10 +541,7 @@ def save_checkpoint(run, model, optimizer, step, seconds, log):
     checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     checkpoint |= {"step": step, "seconds": seconds, "log": log}
     write_whole(run / "trainer.pt", lambda part: torch.save(checkpoint, part))
-    try:
-        save(model, run)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {run}: {one_line(error)}") from None
+    save(model, run)
     lines = "".join(json.dumps(row) + "\n" for row in log)
     write_whole(run / "log.jsonl", lambda part: part.write_text(lines))
 
