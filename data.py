@@ -267,20 +267,19 @@ def merge_pairs(words, size):
     show = progress(f"training a BPE of {size + 1} tokens")
     while heap and len(tokens) < size:
         n, (a, b) = heappop(heap)
-        if -n != counts[a, b]:
-            continue  # its count has changed, and with that it is in the heap again
-        changed = set()
-        for i in places.pop((a, b)):
-            changed.update(pairwise(words[i]))
-            count(i, -1)
-            words[i] = merged(words[i], a, b, len(tokens))
-            count(i, 1)
-            changed.update(pairwise(words[i]))
-        tokens.append(tokens[a] + tokens[b])
-        for pair in changed:
-            if counts[pair] > 0:
+        if -n != counts[a, b]:  # merges have made it rarer
+            heappush(heap, (-counts[a, b], (a, b)))
+        elif n:
+            made, new = set(), len(tokens)
+            tokens.append(tokens[a] + tokens[b])
+            for i in places.pop((a, b)):
+                count(i, -1)
+                words[i] = merged(words[i], a, b, new)
+                count(i, 1)
+                made.update(pair for pair in pairwise(words[i]) if new in pair)
+            for pair in made:
                 heappush(heap, (-counts[pair], pair))
-        show(len(tokens) / size)
+            show(len(tokens) / size)
     return tokens
 
 
@@ -338,18 +337,14 @@ def pydocs():
     files, sources, documents, seen = [*package_files()], [], [], set()
     show = progress(f"reading docstrings of {len(files):,} files")
     gc.disable()  # it would look through all syntax trees again and again: half of the time
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-            for i, (name, file) in enumerate(files):
-                sources.append((name, docstrings(file)))
-                show(i / len(files))
-    finally:
-        gc.enable()
-    for name, texts in [*sources, *((f"topics/{topic}", [topics[topic]]) for topic in topics)]:
-        new = [text for text in dict.fromkeys(texts) if text not in seen]
-        seen.update(new)
-        if new:
+    for i, (name, file) in enumerate(files):
+        sources.append((name, docstrings(file)))
+        show(i / len(files))
+    gc.enable()
+    sources += [(f"topics/{topic}", [text]) for topic, text in topics.items()]
+    for name, texts in sources:
+        if new := [text for text in dict.fromkeys(texts) if text not in seen]:
+            seen.update(new)
             documents.append((name, "\n\n".join(new).encode("utf-8", "replace")))
     return documents
 
@@ -357,40 +352,35 @@ def pydocs():
 def docstrings(file):
     """The docstrings of one Python file, in the order of the source."""
 
-    def statements(node):  # expressions hold no docstrings, and are most of a tree
-        yield node
+    def below(node):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ast.get_docstring(node)
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
-                yield from statements(child)
+            if not isinstance(child, ast.expr):  # which are most of a tree, and hold none
+                yield from below(child)
 
     try:
-        tree = ast.parse(file.read_bytes())
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in other people's strings
+            return [text for text in below(ast.parse(file.read_bytes())) if text]
     except (SyntaxError, ValueError):  # of another Python
         return []
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = (ast.get_docstring(node) for node in statements(tree) if isinstance(node, kinds))
-    return [text for text in found if text]
 
 
 SOURCES = {"pydocs": pydocs, "pysource": pysource}
 
 
-def files_below(folder):
+def files_below(folder, seen=None):
     """The files of a folder and of those below it, by name; hidden ones left out, links followed once.
-    OSError: a folder that cannot be entered, a link that leads nowhere."""
-
-    def fail(error):
-        raise error
-
-    seen, files = set(), []
-    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        folders[:] = sorted(name for name in folders if name[0] != ".")
-        if (real := os.path.realpath(place)) in seen:
-            folders.clear()
-        else:
-            files += [Path(place, name) for name in names if name[0] != "."]
+    OSError: a folder that cannot be entered, a link that leads nowhere. seen: folders that were entered."""
+    seen, files = set() if seen is None else seen, []
+    if (real := folder.resolve()) not in seen:
         seen.add(real)
-    return sorted(file for file in files if S_ISREG(os.stat(file).st_mode))  # a pipe is none
+        for path in sorted(path for path in folder.iterdir() if path.name[0] != "."):
+            if path.is_dir():
+                files += files_below(path, seen)
+            elif S_ISREG(path.stat().st_mode):  # a pipe is none
+                files.append(path)
+    return files
 
 
 def read_texts(path):
