@@ -301,22 +301,6 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     if compiles := device.type == "cuda" if config.compile is None else config.compile:
         compile_blocks(model)
 
-    def backward(rows, R, price):
-        """The mean gradient of rows (share, T+1), and of all processes -> what is LOGGED, and an Output."""
-        means = 0.0
-        for part in rows.split(micro):
-            loss, penalty, out = losses(part, R, price)
-            (loss * (micro / share)).backward()
-            steps = stop_step(out.log_w, config.tau).float()
-            values = loss, out.loss, penalty, steps.mean(), relaxed_steps(out.log_w).mean()
-            means += torch.stack(values).detach() * (micro / share)
-        if processes > 1:
-            for gradient in [p.grad for p in model.parameters() if p.grad is not None]:
-                dist.all_reduce(gradient)
-                gradient /= processes
-        norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
-        return torch.cat([means, norm[None]]), out
-
     config = replace(config, name=run.name, micro_batch_size=micro, precision=precision)
     content = {"config": asdict(config), "model": {"method": model.method, **asdict(model_config)}}
     content["corpus"] = corpus.fingerprint
@@ -350,8 +334,18 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                 if device.type == "cuda":
                     rows = rows.pin_memory()  # so that the copy does not wait for the step before
                 R = int(np.random.default_rng((config.seed, step)).integers(low, high + 1))
-                # Held until the next step: a CPU that gives this memory back needs 8 % longer for a step.
-                means, _held = backward(rows.to(device, non_blocking=True), R, step_price(step, config))
+                means = 0.0
+                for part in rows.to(device, non_blocking=True).split(micro):
+                    loss, penalty, out = losses(part, R, step_price(step, config))
+                    (loss * (micro / share)).backward()
+                    K_hat, relaxed = stop_step(out.log_w, config.tau).float(), relaxed_steps(out.log_w)
+                    numbers = torch.stack([loss, out.loss, penalty, K_hat.mean(), relaxed.mean()])
+                    means += numbers.detach() * (micro / share)
+                if processes > 1:
+                    for gradient in [p.grad for p in model.parameters() if p.grad is not None]:
+                        dist.all_reduce(gradient)
+                        gradient /= processes
+                norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
                 for group in optimizer.param_groups:
                     group["lr"] = group["rate"] * learning_rate(step, config)
                 optimizer.step()
@@ -359,10 +353,10 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
 
                 done, is_last = step + 1, step + 1 == config.steps
                 if is_logged := is_last or done % config.log_every == 0:
-                    numbers = sum(gather(means.cpu())) / processes  # waits for a GPU
+                    logged = torch.cat([means, norm[None]]).cpu()  # waits for a GPU
                 seconds += time.monotonic() - began
                 if is_logged:
-                    row = dict(zip(LOGGED, numbers.tolist(), strict=True))
+                    row = dict(zip(LOGGED, (sum(gather(logged)) / processes).tolist(), strict=True))
                     check_finite(run, done, **row)
                     a_step = (seconds - seconds_before) / (done - first)
                     speed, left = config.batch_size * T / a_step, int(a_step * (config.steps - done))
@@ -475,20 +469,17 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     S, end = model.config.ponder_steps + 1, first + count
-    size = windows_at_a_time(windows.block_size, device)
-    rank, processes = rank_and_size()
-    sums = torch.zeros(2 + 2 * S, dtype=torch.float64)  # tokens, loss, stopped, weight
+    size, (rank, processes) = windows_at_a_time(windows.block_size, device), rank_and_size()
+    sums = torch.zeros(1 + 2 * S, dtype=torch.float64)  # of the loss, of tokens that stop at k, and of s_k
     for i in range(first + rank * size, end, processes * size):
         rows = windows.stack(i, min(i + size, end)).to(device)
         out = model(rows[:, :-1], rows[:, 1:], R=R, tau=tau)
         steps = stop_step(out.log_w, TAU) if tau is None else out.steps
-        stopped = torch.stack([(steps == k).sum() for k in range(S)])
-        found = torch.cat([out.ce.sum()[None], stopped, out.s.sum((0, 1))])
-        sums += torch.cat([torch.tensor([out.ce.numel()]), found.cpu()])
+        stopped = nn.functional.one_hot(steps, S).sum((0, 1))
+        sums += torch.cat([out.ce.sum()[None], stopped, out.s.sum((0, 1))]).cpu()
     model.train(was_training)
-    tokens, *sums = sum(gather(sums)).tolist()
-    loss, *by_depth = [x / tokens for x in sums]
-    stopped, weight = by_depth[:S], by_depth[S:]
+    means = sum(gather(sums)) / (count * windows.block_size)
+    loss, stopped, weight = means[0].item(), means[1 : S + 1].tolist(), means[S + 1 :].tolist()
     steps = sum(k * share for k, share in enumerate(stopped))
     return {"loss": loss, "steps": steps, "stopped": stopped, "weight": weight}
 
