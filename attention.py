@@ -45,10 +45,9 @@ def eager(q, k, v, log_w):
 def augment(q, k, v, log_w):
     """Move log w into the dot product (appendix A): q' . k' / sqrt(d) = q . k / sqrt(d) + log w.
 
-    Reading note 4 (docs/reading-notes.md): as printed, (Q K^T + q_extra k_extra^T) / sqrt(d + 1) rescales
-    Q K^T as well. With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of
-    log w. Zeros fill up to a multiple of 8, which the kernels want. (B, *, N, d) -> (B, *, N, d'); without
-    log w nothing changes.
+    With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of log w (reading
+    note 4, docs/reading-notes.md). Zeros fill up to a multiple of 8, which the kernels want.
+    (B, *, N, d) -> (B, *, N, d'); without log w nothing changes.
     """
     if log_w is None:
         return q, k, v
@@ -106,10 +105,8 @@ def soft_mask_attention(q, k, v, log_w=None, backend=auto):
     """
     (B, H, N, d), G = q.shape, k.size(1)
     if k.shape != (B, G, N, d) or v.shape != k.shape or H % G:
-        raise ValueError(
-            f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]}: (B, H, N, d) and two of (B, G, N, d) are "
-            "needed, with H a multiple of G"
-        )
+        shapes = f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]}"
+        raise ValueError(f"{shapes}: (B, H, N, d) and twice (B, G, N, d) are needed, with H a multiple of G")
     if log_w is not None and log_w.shape != (B, N):
         raise ValueError(f"log_w has shape {[*log_w.shape]}, but q needs {[B, N]}")
     return backend(q, k, v, log_w)

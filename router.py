@@ -84,10 +84,9 @@ def stop_step(log_w, tau):
 def key_bias(log_w, tau=None):
     """What attention adds to the scores of a token's S slots: log w, (..., S) -> (..., S).
 
-    Reading note 1: slot k is the one that executes step k, so log w_k goes onto its key, and slot 0 has 0.
-    (The paper's figure puts w_k on the column of h^(k), the input of slot k+1. Then slot K-hat + 1, the first
-    that decoding skips, would carry the w of K-hat, which is above tau, and training would see it.) With tau,
-    keys beyond K-hat are hidden from every query, their own included.
+    Reading note 1: slot k is the one that executes step k, so log w_k goes onto its key, and slot 0 has 0; in
+    the paper's figure it is slot k+1. With tau, keys beyond K-hat are hidden from every query, their own
+    included.
     """
     if tau is None:
         return log_w
@@ -130,8 +129,7 @@ def relaxed_steps(log_w):
 
         relaxed(w) = sum over k >= 1 of max(0, 1 - log w_k / log tau)
 
-    Not the paper's. Decoding runs step k whole whenever w_k >= tau, but the steps that s expects, w_1 + ..
-    + w_K, charge 0.001 for w_k = 0.001, and push as weakly: small tails stay above tau.
-    Here a step costs 1 at w = 1, 1/2 at 0.01, 0 from tau down, and is pushed equally all the way, in log w.
+    Not the paper's. A step costs 1 at w = 1, 1/2 at 0.01, 0 from tau down, and is pushed equally all the way,
+    in log w; w_1 + .. + w_K would push small tails too weakly to fall below tau (reading note 2).
     """
     return (1 - log_w[..., 1:] / math.log(TAU)).clamp(min=0).sum(-1)

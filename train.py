@@ -181,12 +181,13 @@ def parse(argv=None):
     both = tuple[Annotated[TrainConfig, flat], Annotated[Config, flat]]
     now = tyro.cli(both, default=before, description=__doc__, args=argv)
     if resume:
-        refuse_changes(run, *(asdict(config) | asdict(shape) for config, shape in (before, now)))
+        refuse_changes(run, before, now)
     return now
 
 
 def refuse_changes(run, before, now):
-    """UserError: settings (dicts) that make a resumed training another one."""
+    """UserError: settings, a TrainConfig and a Config each, that make a resumed training another one."""
+    before, now = (asdict(config) | asdict(shape) for config, shape in (before, now))
     odd = [name for name in now if before[name] != now[name] and name not in MAY_CHANGE]
     if odd:
         odd = "; ".join(f"{name}: {before[name]} -> {now[name]}" for name in odd)
@@ -213,8 +214,8 @@ def objective(model, x, y, R, price=0.0):
 
         L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)) + price mean(relaxed(w))
 
-    As printed the penalty is 0 above 1.1 to 1.5 nats (reading note 2; --penalty-weight 0 then saves K passes
-    of the head). There CE alone teaches the router: through log w, and through s, which weighs what predicts.
+    As printed the penalty is 0 above 1.1 to 1.5 nats (reading note 2): there CE alone teaches the router,
+    through log w, and through s, which weighs what predicts.
 
     Args:
         x, y: (B, T) tokens, and those that follow them; -100 where there is none to predict.

@@ -77,7 +77,7 @@ def parse(argv=None):
 
     config, shape = tyro.cli(flags, prog="python -m lab train", description=__doc__, args=argv)
     if resume:
-        refuse_changes(run, *(asdict(c) | asdict(s) for c, s in (before, (config, shape))))
+        refuse_changes(run, before, (config, shape))
     check(config, shape)
     return config, shape
 
