@@ -581,9 +581,7 @@ def tokenizer_of(folder, name):
     if name is None and (folder / "tokenizer.json").exists():
         return load_tokenizer(folder / "tokenizer.json")
     if name is None and (folder / "meta.pkl").exists():
-        raise UserError(
-            f"{folder / 'meta.pkl'} is not read here: give the text that was encoded, --data FILE"
-        )
+        raise UserError(f"{folder / 'meta.pkl'} is not read: give the text that was encoded, --data FILE")
     return getattr(Tokenizer, name or "gpt2")()
 
 
@@ -596,15 +594,10 @@ def open_ids(file, stated, vocab_size):
     with reading(file, "; a prepared folder has train.bin and val.bin"):
         ids = np.memmap(file, kind, mode="r")
     if kind == "uint16" and len(ids) % 2 == 0 and not ids[1 : 10**6 : 2].any():  # text has no such zeros
-        raise UserError(
-            f"{file} looks like ids of type uint32, read as uint16: say which in "
-            f'{file.with_name("meta.json")}, {{"dtype": "uint32"}}'
-        )
+        raise UserError(f'{file} looks like uint32, not {kind}: say so in meta.json, {{"dtype": "uint32"}}')
     if (largest := int(ids[: 10**9].max())) >= vocab_size:
-        raise UserError(
-            f"{file} has token id {largest}, beyond the vocabulary of {vocab_size}; name the tokenizer it "
-            "was made with, for instance --tokenizer gpt2"
-        )
+        beyond = f"{file} has token id {largest}, beyond the vocabulary of {vocab_size}"
+        raise UserError(f"{beyond}; name its tokenizer, for instance --tokenizer gpt2")
     return ids
 
 
@@ -626,10 +619,8 @@ class Windows:
 
     def __init__(self, tokens, block_size, seed):
         if len(tokens) <= block_size:
-            raise UserError(
-                f"{getattr(tokens, 'filename', 'the text')} has {len(tokens)} tokens, less than one window "
-                f"of {block_size} and the token after it: give more text, or a smaller --block-size"
-            )
+            few = f"{getattr(tokens, 'filename', 'the text')} has {len(tokens)} tokens, no more than a window"
+            raise UserError(f"{few} of {block_size}: give more text, or a smaller --block-size")
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
         self.count = (len(tokens) - 1) // block_size
         self.epoch = None

@@ -306,9 +306,9 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     content = {"config": asdict(config), "model": {"method": model.method, **asdict(model_config)}}
     content["corpus"] = corpus.fingerprint
     with locked(run, rank):
-        first, seconds_before, log = 0, 0.0, []
+        first, seconds, log = 0, 0.0, []
         if config.resume:
-            first, seconds_before, log = load_checkpoint(run, model, optimizer)
+            first, log = load_checkpoint(run, model, optimizer)
         elif not rank:
             check_free(run)  # once more: another training may have taken it while this one read text
         if first > config.steps:
@@ -321,13 +321,12 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
             write_json(run / "train.json", content)
             corpus.tokenizer.save(run / "tokenizer.json")
             if first:  # a kill may have come between the checkpoint and what others read
-                save_checkpoint(run, model, optimizer, first, seconds_before, log)
+                save_checkpoint(run, model, optimizer, first, log)
         size = sum(p.numel() for p in model.parameters())
         print(f"{corpus.source}\n{windows.count:,} windows of {T} tokens; {size:,} parameters, {precision}")
         print(f"{micro} of {config.batch_size} windows at a time{', blocks compiled' * compiles}")
         print(f"{run}: resumed at step {first}" if first else f"{run}: a new training", flush=True)
 
-        seconds = seconds_before
         with noted_signals() as received:
             for step in range(first, config.steps):
                 began, at = time.monotonic(), (step * processes + rank) * share
@@ -359,7 +358,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                 if is_logged:
                     row = dict(zip(LOGGED, (sum(gather(logged)) / processes).tolist(), strict=True))
                     check_finite(run, done, **row)
-                    a_step = (seconds - seconds_before) / (done - first)
+                    a_step = seconds / (done - first)
                     speed, left = config.batch_size * T / a_step, int(a_step * (config.steps - done))
                     print(
                         f"step {done}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
@@ -375,7 +374,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     log.append({"step": done, "val": loss})
                 stop = any(gather(bool(received)))  # a signal to any of the processes
                 if (is_due or stop) and not rank:
-                    save_checkpoint(run, model, optimizer, done, seconds, log)
+                    save_checkpoint(run, model, optimizer, done, log)
                 if stop:
                     break
         if any(gather(bool(received))):
@@ -524,32 +523,31 @@ def locked(run, rank):
         raise UserError(f"another process is training {run}; stop that one first") from None
 
 
-def save_checkpoint(run, model, optimizer, step, seconds, log):
+def save_checkpoint(run, model, optimizer, step, log):
     """Replace the checkpoint, then what others read: a kill between the two loses nothing.
     UserError: the disk is full, or the weights are not finite; what was saved before is there."""
     norm = torch.stack([p.detach().norm() for p in model.parameters()]).norm()
     check_finite(run, step, weights=norm.item())
     # No random state: batches and R are functions of the step.
-    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    checkpoint |= {"step": step, "seconds": seconds, "log": log}
-    write_whole(run / "trainer.pt", lambda part: torch.save(checkpoint, part))
+    kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "log": log}
+    write_whole(run / "trainer.pt", lambda part: torch.save(kept, part))
     save(model, run)
     lines = "".join(json.dumps(row) + "\n" for row in log)
     write_whole(run / "log.jsonl", lambda part: part.write_text(lines))
 
 
 def load_checkpoint(run, model, optimizer):
-    """Restore what `save_checkpoint` kept -> steps done, the seconds they took, the log.
+    """Restore what `save_checkpoint` kept -> steps done, the log.
     UserError: trainer.pt is damaged, of another model, or has code in it, which is not run."""
     file = run / "trainer.pt"
     if not file.exists():  # the training ended before its first checkpoint
-        return 0, 0.0, []
+        return 0, []
     try:
         kept = torch.load(file, map_location="cpu", weights_only=True)
         model.load_state_dict(kept["model"])
         # The groups are this training's: a resumed one may run elsewhere.
         optimizer.load_state_dict(optimizer.state_dict() | {"state": kept["optimizer"]["state"]})
-        return kept["step"], kept["seconds"], kept["log"]
+        return kept["step"], kept["log"]
     except Exception as error:  # a foreign file fails in any way
         raise UserError(
             f"{file} is damaged or of another model ({one_line(error)}): the training cannot go on, but its "
