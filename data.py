@@ -40,6 +40,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from pickle import UnpicklingError
 from pydoc_data.topics import topics
 from stat import S_ISREG
 
@@ -86,10 +87,10 @@ def one_line(error):
 @contextmanager
 def reading(file, way_out=""):
     """What is wrong with a file that is read within it becomes a UserError that names it."""
-    wrong = OSError, ValueError, LookupError, TypeError, RuntimeError, RecursionError, SafetensorError
+    wrong = OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError
     try:
         yield
-    except wrong as error:
+    except (*wrong, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{file} cannot be read: {one_line(error)}{way_out}") from None
 
 

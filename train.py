@@ -59,7 +59,6 @@ from data import (
     command_line,
     is_prepared,
     newest_run,
-    one_line,
     open_corpus,
     pick_device,
     read_json,
@@ -542,17 +541,12 @@ def load_checkpoint(run, model, optimizer):
     file = run / "trainer.pt"
     if not file.exists():  # the training ended before its first checkpoint
         return 0, []
-    try:
+    with reading(file, f"; its weights are in {run}/model.safetensors; train anew under another --name"):
         kept = torch.load(file, map_location="cpu", weights_only=True)
         model.load_state_dict(kept["model"])
         # The groups are this training's: a resumed one may run elsewhere.
         optimizer.load_state_dict(optimizer.state_dict() | {"state": kept["optimizer"]["state"]})
         return kept["step"], kept["log"]
-    except Exception as error:  # a foreign file fails in any way
-        raise UserError(
-            f"{file} is damaged or of another model ({one_line(error)}): the training cannot go on, but its "
-            f"weights are still in {run}/model.safetensors; train anew under another --name"
-        ) from None
 
 
 def check_finite(run, step, **values):
