@@ -483,8 +483,8 @@ def write_corpus(folder, source, documents, tokenizer):
     """A prepared folder. `source` tells where the documents came from."""
     train, val = divide(documents)
     with new_folder(folder) as half:
-        for name, texts in (("train.bin", train), ("val.bin", val)):
-            write_whole(half / name, lambda part, texts=texts: write_tokens(texts, tokenizer, part))
+        write_whole(half / "train.bin", lambda part: write_tokens(train, tokenizer, part))
+        write_whole(half / "val.bin", lambda part: write_tokens(val, tokenizer, part))
         tokenizer.save(half / "tokenizer.json")
         meta = {"source": source, "bytes": sum(len(text) for _, text in documents)}
         meta |= {"val_bytes": sum(map(len, val)), "dtype": id_type(tokenizer.vocab_size).name}

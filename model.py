@@ -25,6 +25,7 @@ then how a model is kept in a directory. Other methods and backbones (lab/) over
 
 import json
 import math
+import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +40,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import attend_to_cache, augment, auto, soft_mask_attention
-from data import write_json, write_whole
 from router import TAU, Router, key_bias, stop_step, upcast
 
 # A dataclass that checks its fields, or raises a ValueError: no "3" for 3, no number out of its range.
@@ -462,20 +462,20 @@ FORMAT = "ponderlm-3"
 
 
 def save(model, directory):
-    """Write config.json and model.safetensors: each file whole, or as it was before. UserError: the disk
-    is full, or the place cannot be written."""
-    shape, weights = Path(directory, "config.json"), Path(directory, "model.safetensors")
-    tensors = {name.replace("_orig_mod.", ""): x for name, x in model.state_dict().items()}  # if compiled
+    """Write config.json and model.safetensors: each file whole, or as it was before."""
+    tensors = {name: x.cpu().contiguous() for name, x in model.state_dict().items()}
+    tensors = {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}  # of a compiled model
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
-
-    def write(part):
-        save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, part)
-        shutil.copymode(shape, part)  # safetensors lets only their owner read its files
-
-    shape.parent.mkdir(parents=True, exist_ok=True)
-    write_json(shape, {"format": FORMAT, "method": model.method, **asdict(model.config)})
-    write_whole(weights, write)
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    weights, shape = directory / "model.safetensors.tmp", directory / "config.json.tmp"
+    save_file(tensors, weights)
+    config = {"format": FORMAT, "method": model.method, **asdict(model.config)}
+    shape.write_text(json.dumps(config, indent=2) + "\n")
+    shutil.copymode(shape, weights)  # safetensors lets only their owner read its files
+    for part in (weights, shape):
+        os.replace(part, part.with_suffix(""))
 
 
 def load(directory, kind=PonderLM):

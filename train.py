@@ -50,6 +50,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from pydantic import Field
+from safetensors import SafetensorError
 from torch import nn
 
 from attention import BACKENDS, flash_attn_func
@@ -59,6 +60,7 @@ from data import (
     command_line,
     is_prepared,
     newest_run,
+    one_line,
     open_corpus,
     pick_device,
     read_json,
@@ -247,11 +249,6 @@ def learning_rate(step, config):
     return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def step_price(step, config):
-    """Nothing before --price-from: a router that starts flat, and pays at once, never learns to think."""
-    return config.step_price if step >= config.price_from * config.steps else 0.0
-
-
 def train(config, model_config, make_model=PonderLM, objective=objective, open_text=open_corpus):
     """Train as the settings say.
 
@@ -333,9 +330,11 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                 if device.type == "cuda":
                     rows = rows.pin_memory()  # so that the copy does not wait for the step before
                 R = int(np.random.default_rng((config.seed, step)).integers(low, high + 1))
+                # A router that starts flat, and pays at once, never learns to think.
+                price = config.step_price if step >= config.price_from * config.steps else 0.0
                 means = 0.0
                 for part in rows.to(device, non_blocking=True).split(micro):
-                    loss, penalty, out = losses(part, R, step_price(step, config))
+                    loss, penalty, out = losses(part, R, price)
                     (loss * (micro / share)).backward()
                     K_hat, relaxed = stop_step(out.log_w, config.tau).float(), relaxed_steps(out.log_w)
                     numbers = torch.stack([loss, out.loss, penalty, K_hat.mean(), relaxed.mean()])
@@ -530,7 +529,10 @@ def save_checkpoint(run, model, optimizer, step, log):
     # No random state: batches and R are functions of the step.
     kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "log": log}
     write_whole(run / "trainer.pt", lambda part: torch.save(kept, part))
-    save(model, run)
+    try:
+        save(model, run)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {run}: {one_line(error)}") from None
     lines = "".join(json.dumps(row) + "\n" for row in log)
     write_whole(run / "log.jsonl", lambda part: part.write_text(lines))
 
