@@ -97,11 +97,7 @@ def soft_mask_attention(q, k, v, log_w=None, backend=auto):
         log_w: (B, N), at most 0; None is w = 1 everywhere, plain causal attention.
         backend: one of BACKENDS' functions, or any of the same four arguments.
 
-    Returns:
-        (B, H, N, d), differentiable in q, k, v and log_w.
-
-    Raises:
-        ValueError: shapes that do not fit together.
+    -> (B, H, N, d), differentiable in q, k, v and log_w. ValueError: shapes that do not fit together.
     """
     (B, H, N, d), G = q.shape, k.size(1)
     if k.shape != (B, G, N, d) or v.shape != k.shape or H % G:
@@ -115,11 +111,7 @@ def soft_mask_attention(q, k, v, log_w=None, backend=auto):
 def attend_to_cache(q, k, v, d):
     """The newest slot against all M slots so far, its own included: what decoding does.
 
-    Args:
-        q: (B, H, 1, d') and k, v: (B, G, M, d'), as `augment` made them of width d.
-
-    Returns:
-        (B, H, 1, d).
+    q (B, H, 1, d') and k, v (B, G, M, d'), as `augment` made them of width d -> (B, H, 1, d).
     """
     (B, H, _, width), G = q.shape, k.size(1)
     q = q.reshape(B, G, H // G, width)  # the heads of a group as so many queries of their one key head

@@ -385,11 +385,9 @@ def files_below(folder, seen=None):
 
 
 def read_texts(path):
-    """The text of a file, or of the files of a folder: (name, bytes), by name.
-
-    Left out, and named, are files with zero bytes, which no text has, and those of NO_TEXT. UserError: a file
-    of LINES, which holds many texts. OSError: one that cannot be read.
-    """
+    """The text of a file, or of the files of a folder: (name, bytes), by name. Left out, and named, are files
+    with zero bytes, which no text has, and those of NO_TEXT. UserError: a file of LINES. OSError: one that
+    cannot be read."""
     files = [path] if path.is_file() else files_below(path)
     texts, others, foreign = [], [], []
     for file in files:
@@ -523,8 +521,7 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache="data"):
         tokenizer: 'bytes', 'bpe' (trained on the text) or 'gpt2'; None: a .bin folder's own, bytes for text.
         vocab_size: of 'bpe'.
 
-    Raises:
-        UserError: no text, ids that are damaged, or a tokenizer that is not known or does not fit.
+    UserError: no text, ids that are damaged, or a tokenizer that is not known or does not fit.
     """
     if tokenizer not in (None, "bytes", "bpe", "gpt2"):
         raise UserError(f"--tokenizer {tokenizer} is not known: give bytes, bpe or gpt2")

@@ -106,12 +106,10 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
     Args:
         log_w: (n, K+1) of n tokens, of a micro-batch in training; the gradient flows into these alone.
         ce: (n, K+1) in nats, CE_k of each token, with integration truncated after step k.
-        form: 'printed', the sigmoid of the mean cross-entropy; reading note 2: at the losses of language
-            models its rho is so near 0 that no token is chosen. 'token', the mean of the sigmoids: the
-            share of the tokens for which k steps are enough.
+        form: 'printed', the sigmoid of the mean cross-entropy, which chooses no token at the losses of
+            language models (reading note 2); 'token', the mean of the sigmoids.
 
-    Returns:
-        The penalty, a scalar, and rho (K+1,).
+    -> the penalty, a scalar, and rho (K+1,).
     """
     ce, n = ce.detach().nan_to_num(nan=math.inf), len(ce)  # a diverged loss resolves nothing
     ce = ce.mean(0, keepdim=True) if form == "printed" else ce

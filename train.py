@@ -220,8 +220,7 @@ def objective(model, x, y, R, price=0.0):
 
     Args:
         x, y: (B, T) tokens, and those that follow them; -100 where there is none to predict.
-        R: Jacobi refinements.
-        price: of a pondering step in nats (router.relaxed_steps), which is not the paper's.
+        R: Jacobi refinements. price: of a pondering step in nats, which is not the paper's.
 
     Returns:
         L, the penalty without lambda, and the model's Output, whose loss is CE.
@@ -250,13 +249,9 @@ def learning_rate(step, config):
 
 
 def train(config, model_config, make_model=PonderLM, objective=objective, open_text=open_corpus):
-    """Train as the settings say.
+    """Train as the settings say -> the run's directory, and its final evaluation; None if it was stopped.
 
-    Args:
-        make_model: model_config -> model. objective: as above. open_text: as data.open_corpus.
-
-    Returns:
-        The run's directory, and its final evaluation, or None if the training was stopped before.
+    make_model: model_config -> model. objective: as above. open_text: as data.open_corpus.
     """
     rank, processes, device = join_processes(config.device)
     name = config.name or f"{config.preset}-{time.strftime('%m%d-%H%M%S')}"
@@ -455,14 +450,10 @@ def windows_at_a_time(T, device):
 
 @torch.no_grad()
 def evaluate(model, windows, count, R=None, tau=None, first=0):
-    """Means over the tokens of `count` windows from the `first` on, in float32.
+    """Means over the tokens of `count` windows from the `first` on, in float32. R, tau: as in forward.
 
-    Args:
-        R, tau: as in PonderLM.forward. Without them: soft masks at the fixed point.
-
-    Returns:
-        dict: loss, in nats; steps, the mean of K-hat at tau (TAU without one); and lists over the depths
-        k = 0 .. K: `stopped`, the share of tokens whose K-hat is k, and `weight`, the mean of s_k.
+    -> dict: loss, in nats; steps, the mean of K-hat at tau (TAU without one); and lists over the depths
+    k = 0 .. K: `stopped`, the share of tokens whose K-hat is k, and `weight`, the mean of s_k.
     """
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
