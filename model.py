@@ -415,8 +415,8 @@ class PonderLM(nn.Module):
 
 def is_half(x):
     """Whether numbers like x are computed in half precision, which never comes closer than 1e-2."""
-    kind, device = x.dtype, x.device.type
-    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else kind
+    device = x.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     return kind in (torch.float16, torch.bfloat16)
 
 
