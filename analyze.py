@@ -265,10 +265,9 @@ def sheet(title, panels=1):
     rc("legend", fontsize=8, title_fontsize=8)
     figure = Figure(figsize=(max(5.2 * panels, 6.4), 4.4), layout="constrained", dpi=150)
     figure.suptitle(title)
-    axes = figure.subplots(1, panels, squeeze=False)[0]
+    axes = figure.subplots(1, panels, squeeze=False, subplot_kw={"axisbelow": True})[0]
     for panel in axes:
         panel.grid(alpha=0.3)
-        panel.set_axisbelow(True)
     return figure, axes
 
 
