@@ -10,12 +10,12 @@
 Of the newest run in out/, or --run. The numbers go to <run>/report/<figure>.csv, the drawing to .png
 beside it (pareto: out/analyze/).
 
-code         paper         shape        meaning
-windows                    (W, T+1)     token ids; n = W T tokens are read and as many predicted
-steps        K-hat         (n,)         executed steps of each token, at tau
-ce           CE_i          (n, K+1)     loss in nats, integration truncated after step i, renormalised
-difficulty   l_t           (n,)         loss before any pondering, by h^(0) alone: CE_0
-gain_i       Delta CE_i    (n,)         CE_{i-1} - CE_i, what step i gains
+    code         paper         shape        meaning
+    windows                    (W, T+1)     token ids; n = W T tokens are read and as many predicted
+    steps        K-hat         (n,)         executed steps of each token, at tau
+    ce           CE_i          (n, K+1)     loss in nats, integration truncated after step i, renormalised
+    difficulty   l_t           (n,)         loss before any pondering, by h^(0) alone: CE_0
+    gain_i       Delta CE_i    (n,)         CE_{i-1} - CE_i, what step i gains
 
 A figure's numbers are rows, {column: value}; the mean of no tokens is nan.
 """
@@ -144,17 +144,12 @@ def exponential_fit(n, errors):
         return math.nan, math.nan, math.nan
     x, y = n[kept], np.log(errors[kept])
     slope, start = np.polyfit(x, y, 1)
-    r2 = 1 - ((y - slope * x - start) ** 2).sum() / ((y - y.mean()) ** 2).sum()
-    return math.exp(slope), math.exp(start), r2
+    return math.exp(slope), math.exp(start), np.corrcoef(x, y)[0, 1] ** 2
 
 
 def buckets(model, windows, tau=TAU):
-    """What step i gains, and how many steps are taken, by thirds of the difficulty.
-
-    The loss of h^(0) is also the first term of gain_1, so that chance alone makes hard tokens gain: one
-    that h^(0) got wrong by bad luck counts as hard (regression to the mean). The losses are renormalised,
-    not as in section 3.4.2: where s_0 is nearly 0, h^(0) would predict nothing.
-    """
+    """What step i gains, and how many steps are taken, by thirds of the difficulty, which is also the first
+    term of gain_1: chance alone makes hard tokens gain (reading note 11)."""
     ce, steps = losses_by_depth(model, windows, tau)
     gains = {f"gain_{i}": ce[:, i - 1] - ce[:, i] for i in range(1, ce.size(1))}
     return [*by_bucket(ce[:, 0], {"difficulty": ce[:, 0], "steps": steps, **gains})]
@@ -235,7 +230,7 @@ def pareto(runs):
     """Perplexity against executed steps, as each run scored itself: a row a run. frontier is 1 where no other
     run has fewer steps or less perplexity without more of the other. UserError: no finished run, or scores
     on different windows."""
-    rows, texts = [], {}
+    rows, scored = [], {}  # by the windows and tokens that runs were scored on: one of them
     for run in map(Path, runs):
         if not (run / "results.json").is_file():
             print(f"left out, not a finished run: {run}")
@@ -244,16 +239,14 @@ def pareto(runs):
         with reading(f"{run}: train.json or results.json"):
             shape, corpus, hard = content["model"], content["corpus"], results["hard"]
             text = corpus["val_sha256"], corpus["tokenizer"], shape["block_size"]
-            texts[run] = *text, content["config"]["eval_windows"]
+            scored[*text, content["config"]["eval_windows"]] = run
             row = {"run": run.name, "method": shape["method"], "K": int(shape["ponder_steps"])}
-            row |= {key: float(hard[key]) for key in ("steps", "loss")}
+            row |= {"steps": float(hard["steps"]), "loss": float(hard["loss"])}
         rows.append(row | {"perplexity": perplexity(row["loss"])})
     if not rows:
         raise UserError("there is no finished run among --runs; --runs out/* gives all that are in out/")
-    first = next(iter(texts))
-    for run, text in texts.items():
-        if text != texts[first]:
-            raise UserError(f"{run} and {first} are scored on different windows or in other tokens")
+    if len(scored) > 1:
+        raise UserError(f"scored on different windows or tokens: {', '.join(map(str, scored.values()))}")
     points = [(row["steps"], row["perplexity"]) for row in rows]
     for row, p in zip(rows, points, strict=True):
         row["frontier"] = int(not any(q[0] <= p[0] and q[1] <= p[1] and q != p for q in points))
@@ -272,10 +265,9 @@ def sheet(title, panels=1):
     rc("legend", fontsize=8, title_fontsize=8)
     figure = Figure(figsize=(max(5.2 * panels, 6.4), 4.4), layout="constrained", dpi=150)
     figure.suptitle(title)
-    axes = figure.subplots(1, panels, squeeze=False)[0]
+    axes = figure.subplots(1, panels, squeeze=False, subplot_kw={"axisbelow": True})[0]
     for panel in axes:
         panel.grid(alpha=0.3)
-        panel.set_axisbelow(True)
     return figure, axes
 
 
@@ -448,12 +440,12 @@ def main(o: Annotated[Options, tyro.conf.arg(name="")]):
         }
         rows, out = measure[o.figure](), o.out or run / "report"
     title, panels, draw = DRAWINGS[o.figure]
-    file, image, (figure, axes) = out / f"{o.figure}.csv", out / f"{o.figure}.png", sheet(title, panels)
+    file, (figure, axes) = out / f"{o.figure}.csv", sheet(title, panels)
     write_csv(file, rows)
     print_table(rows)
     draw(rows, *axes)
-    write_whole(image, lambda part: figure.savefig(part, format="png"))
-    print(f"written: {file} and {image.name}")
+    write_whole(file.with_suffix(".png"), lambda part: figure.savefig(part, format="png"))
+    print(f"written: {file} and {o.figure}.png")
 
 
 if __name__ == "__main__":

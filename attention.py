@@ -45,10 +45,9 @@ def eager(q, k, v, log_w):
 def augment(q, k, v, log_w):
     """Move log w into the dot product (appendix A): q' . k' / sqrt(d) = q . k / sqrt(d) + log w.
 
-    Reading note 4 (docs/reading-notes.md): as printed, (Q K^T + q_extra k_extra^T) / sqrt(d + 1) rescales
-    Q K^T as well. With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of
-    log w. Zeros fill up to a multiple of 8, which the kernels want. (B, *, N, d) -> (B, *, N, d'); without
-    log w nothing changes.
+    With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of log w (reading
+    note 4, docs/reading-notes.md). Zeros fill up to a multiple of 8, which the kernels want.
+    (B, *, N, d) -> (B, *, N, d'); without log w nothing changes.
     """
     if log_w is None:
         return q, k, v
@@ -98,18 +97,12 @@ def soft_mask_attention(q, k, v, log_w=None, backend=auto):
         log_w: (B, N), at most 0; None is w = 1 everywhere, plain causal attention.
         backend: one of BACKENDS' functions, or any of the same four arguments.
 
-    Returns:
-        (B, H, N, d), differentiable in q, k, v and log_w.
-
-    Raises:
-        ValueError: shapes that do not fit together.
+    -> (B, H, N, d), differentiable in q, k, v and log_w. ValueError: shapes that do not fit together.
     """
     (B, H, N, d), G = q.shape, k.size(1)
     if k.shape != (B, G, N, d) or v.shape != k.shape or H % G:
-        raise ValueError(
-            f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]}: (B, H, N, d) and two of (B, G, N, d) are "
-            "needed, with H a multiple of G"
-        )
+        shapes = f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]}"
+        raise ValueError(f"{shapes}: (B, H, N, d) and twice (B, G, N, d) are needed, with H a multiple of G")
     if log_w is not None and log_w.shape != (B, N):
         raise ValueError(f"log_w has shape {[*log_w.shape]}, but q needs {[B, N]}")
     return backend(q, k, v, log_w)
@@ -118,11 +111,7 @@ def soft_mask_attention(q, k, v, log_w=None, backend=auto):
 def attend_to_cache(q, k, v, d):
     """The newest slot against all M slots so far, its own included: what decoding does.
 
-    Args:
-        q: (B, H, 1, d') and k, v: (B, G, M, d'), as `augment` made them of width d.
-
-    Returns:
-        (B, H, 1, d).
+    q (B, H, 1, d') and k, v (B, G, M, d'), as `augment` made them of width d -> (B, H, 1, d).
     """
     (B, H, _, width), G = q.shape, k.size(1)
     q = q.reshape(B, G, H // G, width)  # the heads of a group as so many queries of their one key head

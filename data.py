@@ -40,6 +40,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from pickle import UnpicklingError
 from pydoc_data.topics import topics
 from stat import S_ISREG
 
@@ -86,10 +87,10 @@ def one_line(error):
 @contextmanager
 def reading(file, way_out=""):
     """What is wrong with a file that is read within it becomes a UserError that names it."""
-    wrong = OSError, ValueError, LookupError, TypeError, RuntimeError, RecursionError, SafetensorError
+    wrong = OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError
     try:
         yield
-    except wrong as error:
+    except (*wrong, SafetensorError, UnpicklingError) as error:
         raise UserError(f"{file} cannot be read: {one_line(error)}{way_out}") from None
 
 
@@ -267,20 +268,19 @@ def merge_pairs(words, size):
     show = progress(f"training a BPE of {size + 1} tokens")
     while heap and len(tokens) < size:
         n, (a, b) = heappop(heap)
-        if -n != counts[a, b]:
-            continue  # its count has changed, and with that it is in the heap again
-        changed = set()
-        for i in places.pop((a, b)):
-            changed.update(pairwise(words[i]))
-            count(i, -1)
-            words[i] = merged(words[i], a, b, len(tokens))
-            count(i, 1)
-            changed.update(pairwise(words[i]))
-        tokens.append(tokens[a] + tokens[b])
-        for pair in changed:
-            if counts[pair] > 0:
+        if -n != counts[a, b]:  # merges have made it rarer
+            heappush(heap, (-counts[a, b], (a, b)))
+        elif n:
+            made, new = set(), len(tokens)
+            tokens.append(tokens[a] + tokens[b])
+            for i in places.pop((a, b)):
+                count(i, -1)
+                words[i] = merged(words[i], a, b, new)
+                count(i, 1)
+                made.update(pair for pair in pairwise(words[i]) if new in pair)
+            for pair in made:
                 heappush(heap, (-counts[pair], pair))
-        show(len(tokens) / size)
+            show(len(tokens) / size)
     return tokens
 
 
@@ -339,17 +339,15 @@ def pydocs():
     show = progress(f"reading docstrings of {len(files):,} files")
     gc.disable()  # it would look through all syntax trees again and again: half of the time
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-            for i, (name, file) in enumerate(files):
-                sources.append((name, docstrings(file)))
-                show(i / len(files))
+        for i, (name, file) in enumerate(files):
+            sources.append((name, docstrings(file)))
+            show(i / len(files))
     finally:
         gc.enable()
-    for name, texts in [*sources, *((f"topics/{topic}", [topics[topic]]) for topic in topics)]:
-        new = [text for text in dict.fromkeys(texts) if text not in seen]
-        seen.update(new)
-        if new:
+    sources += [(f"topics/{topic}", [text]) for topic, text in topics.items()]
+    for name, texts in sources:
+        if new := [text for text in dict.fromkeys(texts) if text not in seen]:
+            seen.update(new)
             documents.append((name, "\n\n".join(new).encode("utf-8", "replace")))
     return documents
 
@@ -357,48 +355,41 @@ def pydocs():
 def docstrings(file):
     """The docstrings of one Python file, in the order of the source."""
 
-    def statements(node):  # expressions hold no docstrings, and are most of a tree
-        yield node
+    def below(node):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield ast.get_docstring(node)
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
-                yield from statements(child)
+            if not isinstance(child, ast.expr):  # which are most of a tree, and hold none
+                yield from below(child)
 
     try:
-        tree = ast.parse(file.read_bytes())
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in other people's strings
+            return [text for text in below(ast.parse(file.read_bytes())) if text]
     except (SyntaxError, ValueError):  # of another Python
         return []
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = (ast.get_docstring(node) for node in statements(tree) if isinstance(node, kinds))
-    return [text for text in found if text]
 
 
 SOURCES = {"pydocs": pydocs, "pysource": pysource}
 
 
-def files_below(folder):
+def files_below(folder, seen=None):
     """The files of a folder and of those below it, by name; hidden ones left out, links followed once.
-    OSError: a folder that cannot be entered, a link that leads nowhere."""
-
-    def fail(error):
-        raise error
-
-    seen, files = set(), []
-    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        folders[:] = sorted(name for name in folders if name[0] != ".")
-        if (real := os.path.realpath(place)) in seen:
-            folders.clear()
-        else:
-            files += [Path(place, name) for name in names if name[0] != "."]
+    OSError: a folder that cannot be entered, a link that leads nowhere. seen: folders that were entered."""
+    seen, files = set() if seen is None else seen, []
+    if (real := folder.resolve()) not in seen:
         seen.add(real)
-    return sorted(file for file in files if S_ISREG(os.stat(file).st_mode))  # a pipe is none
+        for path in sorted(path for path in folder.iterdir() if path.name[0] != "."):
+            if path.is_dir():
+                files += files_below(path, seen)
+            elif S_ISREG(path.stat().st_mode):  # a pipe is none
+                files.append(path)
+    return files
 
 
 def read_texts(path):
-    """The text of a file, or of the files of a folder: (name, bytes), by name.
-
-    Left out, and named, are files with zero bytes, which no text has, and those of NO_TEXT. UserError: a file
-    of LINES, which holds many texts. OSError: one that cannot be read.
-    """
+    """The text of a file, or of the files of a folder: (name, bytes), by name. Left out, and named, are files
+    with zero bytes, which no text has, and those of NO_TEXT. UserError: a file of LINES. OSError: one that
+    cannot be read."""
     files = [path] if path.is_file() else files_below(path)
     texts, others, foreign = [], [], []
     for file in files:
@@ -492,8 +483,8 @@ def write_corpus(folder, source, documents, tokenizer):
     """A prepared folder. `source` tells where the documents came from."""
     train, val = divide(documents)
     with new_folder(folder) as half:
-        for name, texts in (("train.bin", train), ("val.bin", val)):
-            write_whole(half / name, lambda part, texts=texts: write_tokens(texts, tokenizer, part))
+        write_whole(half / "train.bin", lambda part: write_tokens(train, tokenizer, part))
+        write_whole(half / "val.bin", lambda part: write_tokens(val, tokenizer, part))
         tokenizer.save(half / "tokenizer.json")
         meta = {"source": source, "bytes": sum(len(text) for _, text in documents)}
         meta |= {"val_bytes": sum(map(len, val)), "dtype": id_type(tokenizer.vocab_size).name}
@@ -532,8 +523,7 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache="data"):
         tokenizer: 'bytes', 'bpe' (trained on the text) or 'gpt2'; None: a .bin folder's own, bytes for text.
         vocab_size: of 'bpe'.
 
-    Raises:
-        UserError: no text, ids that are damaged, or a tokenizer that is not known or does not fit.
+    UserError: no text, ids that are damaged, or a tokenizer that is not known or does not fit.
     """
     if tokenizer not in (None, "bytes", "bpe", "gpt2"):
         raise UserError(f"--tokenizer {tokenizer} is not known: give bytes, bpe or gpt2")
@@ -591,9 +581,7 @@ def tokenizer_of(folder, name):
     if name is None and (folder / "tokenizer.json").exists():
         return load_tokenizer(folder / "tokenizer.json")
     if name is None and (folder / "meta.pkl").exists():
-        raise UserError(
-            f"{folder / 'meta.pkl'} is not read here: give the text that was encoded, --data FILE"
-        )
+        raise UserError(f"{folder / 'meta.pkl'} is not read: give the text that was encoded, --data FILE")
     return getattr(Tokenizer, name or "gpt2")()
 
 
@@ -606,15 +594,10 @@ def open_ids(file, stated, vocab_size):
     with reading(file, "; a prepared folder has train.bin and val.bin"):
         ids = np.memmap(file, kind, mode="r")
     if kind == "uint16" and len(ids) % 2 == 0 and not ids[1 : 10**6 : 2].any():  # text has no such zeros
-        raise UserError(
-            f"{file} looks like ids of type uint32, read as uint16: say which in "
-            f'{file.with_name("meta.json")}, {{"dtype": "uint32"}}'
-        )
+        raise UserError(f'{file} looks like uint32, not {kind}: say so in meta.json, {{"dtype": "uint32"}}')
     if (largest := int(ids[: 10**9].max())) >= vocab_size:
-        raise UserError(
-            f"{file} has token id {largest}, beyond the vocabulary of {vocab_size}; name the tokenizer it "
-            "was made with, for instance --tokenizer gpt2"
-        )
+        beyond = f"{file} has token id {largest}, beyond the vocabulary of {vocab_size}"
+        raise UserError(f"{beyond}; name its tokenizer, for instance --tokenizer gpt2")
     return ids
 
 
@@ -636,10 +619,8 @@ class Windows:
 
     def __init__(self, tokens, block_size, seed):
         if len(tokens) <= block_size:
-            raise UserError(
-                f"{getattr(tokens, 'filename', 'the text')} has {len(tokens)} tokens, less than one window "
-                f"of {block_size} and the token after it: give more text, or a smaller --block-size"
-            )
+            few = f"{getattr(tokens, 'filename', 'the text')} has {len(tokens)} tokens, no more than a window"
+            raise UserError(f"{few} of {block_size}: give more text, or a smaller --block-size")
         self.tokens, self.block_size, self.seed = tokens, block_size, seed
         self.count = (len(tokens) - 1) // block_size
         self.epoch = None

@@ -138,10 +138,7 @@ class Attention(nn.Module):
         k = self.k_proj(x).view(B, N, self.G, self.d).transpose(1, 2)  # (B, G, N, d)
         v = self.v_proj(x).view(B, N, self.G, self.d).transpose(1, 2)
         q, k = rotate(q, *angles), rotate(k, *angles)
-        if cache is not None:
-            out = cache.attend(q, k, v, log_w)
-        else:
-            out = soft_mask_attention(q, k, v, log_w, backend)
+        out = cache.attend(q, k, v, log_w) if cache else soft_mask_attention(q, k, v, log_w, backend)
         return self.o_proj(out.transpose(1, 2).reshape(B, N, -1))  # (B, N, D)
 
 
@@ -254,18 +251,13 @@ class PonderLM(nn.Module):
         self.tie()
 
     def forward(self, idx, targets=None, *, R=None, tau=None, alpha=0.0):
-        """Score a batch of sequences in parallel.
+        """Score a batch of sequences in parallel -> Output, whose loss is the mean cross-entropy.
 
         Args:
-            idx: (B, T) token ids.
-            targets: (B, T) the tokens that follow; -100 where there is none to predict.
+            idx: (B, T) token ids. targets: (B, T) those that follow; -100 where there is none to predict.
             R: refinement passes; None: to the fixed point, which is what decoding computes, to a tolerance.
-            tau: None for soft masks; else hard stopping as in decoding: keys of slots beyond K-hat are
-                hidden, and integration stops at K-hat.
+            tau: None for soft masks; else keys and states beyond K-hat count for nothing, as in decoding.
             alpha: shifts the step distribution, see router.py.
-
-        Returns:
-            Output. Its loss is the mean cross-entropy; train.py adds the penalty.
         """
         h, s, log_w = self.states(idx, R, tau, alpha)
         steps = stop_step(log_w, tau)
@@ -359,10 +351,8 @@ class PonderLM(nn.Module):
 
     @torch.no_grad()
     def partial_losses(self, h, s, targets):
-        """ce_{t,i} of the partial states sum_{j <= i} s_j h^(j), i < K (section 3.4.2).
-
-        Not renormalised, as printed. -> (B, T, K), without gradient.
-        """
+        """ce_{t,i} of the partial states sum_{j <= i} s_j h^(j), i < K (section 3.4.2), not renormalised, as
+        printed. -> (B, T, K), without gradient."""
         stops = torch.arange(self.config.ponder_steps, device=h.device)
         return torch.stack([self.cross_entropy(self.integrate(h, s, i), targets) for i in stops], dim=-1)
 
@@ -374,9 +364,7 @@ class PonderLM(nn.Module):
 
         What `forward` does for all tokens at once, slot by slot. An executed slot leaves one key and one
         value a layer in the cache; a skipped one costs nothing and leaves nothing.
-
-        Returns:
-            logits (V,) of the next token, and K-hat, the pondering steps executed.
+        -> logits (V,) of the next token, and K-hat, the pondering steps executed.
         """
         device = self.lm_head.weight.device
         positions = torch.tensor([position], device=device)  # of all slots of the token
@@ -416,9 +404,8 @@ class PonderLM(nn.Module):
         Matrices decay, vectors and W of the router do not. W starts at zero and is read through a softmax: at
         the rate of the others it hardly moves, so that all tokens take as many steps as the offset says.
         """
-        learned = [(name, p) for name, p in self.named_parameters() if p.requires_grad]
-        router = [p for name, p in learned if name.startswith("router.")]
-        rest = [p for name, p in learned if not name.startswith("router.")]
+        router = [p for name, p in self.named_parameters() if name.startswith("router.")]
+        rest = [p for name, p in self.named_parameters() if not name.startswith("router.")]
         return [
             {"params": [p for p in rest if p.dim() >= 2], "rate": 1.0},
             {"params": [p for p in rest if p.dim() < 2], "rate": 1.0, "weight_decay": 0.0},
@@ -428,8 +415,8 @@ class PonderLM(nn.Module):
 
 def is_half(x):
     """Whether numbers like x are computed in half precision, which never comes closer than 1e-2."""
-    kind, device = x.dtype, x.device.type
-    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else kind
+    device = x.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     return kind in (torch.float16, torch.bfloat16)
 
 
@@ -467,14 +454,14 @@ FORMAT = "ponderlm-3"
 def save(model, directory):
     """Write config.json and model.safetensors: each file whole, or as it was before."""
     tensors = {name: x.cpu().contiguous() for name, x in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        tensors = {name: x for name, x in tensors.items() if not name.endswith("lm_head.weight")}
     tensors = {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}  # of a compiled model
-    config = {"format": FORMAT, "method": model.method, **asdict(model.config)}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     weights, shape = directory / "model.safetensors.tmp", directory / "config.json.tmp"
     save_file(tensors, weights)
+    config = {"format": FORMAT, "method": model.method, **asdict(model.config)}
     shape.write_text(json.dumps(config, indent=2) + "\n")
     shutil.copymode(shape, weights)  # safetensors lets only their owner read its files
     for part in (weights, shape):

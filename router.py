@@ -84,10 +84,9 @@ def stop_step(log_w, tau):
 def key_bias(log_w, tau=None):
     """What attention adds to the scores of a token's S slots: log w, (..., S) -> (..., S).
 
-    Reading note 1: slot k is the one that executes step k, so log w_k goes onto its key, and slot 0 has 0.
-    (The paper's figure puts w_k on the column of h^(k), the input of slot k+1. Then slot K-hat + 1, the first
-    that decoding skips, would carry the w of K-hat, which is above tau, and training would see it.) With tau,
-    keys beyond K-hat are hidden from every query, their own included.
+    Reading note 1: slot k is the one that executes step k, so log w_k goes onto its key, and slot 0 has 0; in
+    the paper's figure it is slot k+1. With tau, keys beyond K-hat are hidden from every query, their own
+    included.
     """
     if tau is None:
         return log_w
@@ -107,12 +106,10 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
     Args:
         log_w: (n, K+1) of n tokens, of a micro-batch in training; the gradient flows into these alone.
         ce: (n, K+1) in nats, CE_k of each token, with integration truncated after step k.
-        form: 'printed', the sigmoid of the mean cross-entropy; reading note 2: at the losses of language
-            models its rho is so near 0 that no token is chosen. 'token', the mean of the sigmoids: the
-            share of the tokens for which k steps are enough.
+        form: 'printed', the sigmoid of the mean cross-entropy, which chooses no token at the losses of
+            language models (reading note 2); 'token', the mean of the sigmoids.
 
-    Returns:
-        The penalty, a scalar, and rho (K+1,).
+    -> the penalty, a scalar, and rho (K+1,).
     """
     ce, n = ce.detach().nan_to_num(nan=math.inf), len(ce)  # a diverged loss resolves nothing
     ce = ce.mean(0, keepdim=True) if form == "printed" else ce
@@ -130,8 +127,7 @@ def relaxed_steps(log_w):
 
         relaxed(w) = sum over k >= 1 of max(0, 1 - log w_k / log tau)
 
-    Not the paper's. Decoding runs step k whole whenever w_k >= tau, but the steps that s expects, w_1 + ..
-    + w_K, charge 0.001 for w_k = 0.001, and push as weakly: small tails stay above tau.
-    Here a step costs 1 at w = 1, 1/2 at 0.01, 0 from tau down, and is pushed equally all the way, in log w.
+    Not the paper's. A step costs 1 at w = 1, 1/2 at 0.01, 0 from tau down, and is pushed equally all the way,
+    in log w; w_1 + .. + w_K would push small tails too weakly to fall below tau (reading note 2).
     """
     return (1 - log_w[..., 1:] / math.log(TAU)).clamp(min=0).sum(-1)

@@ -53,9 +53,8 @@ def stream(model, prompt, max_new_tokens, *, choose=None, begin=(), ends=(), rea
         begin: the tokens before each text, which stay. ends: those after which to stop.
         read: a list that gets the steps of every token that is read, the prompt's too.
 
-    Raises:
-        UserError: a prompt that cannot be read, or logits that are not finite.
-        pydantic.ValidationError: a value out of its range.
+    UserError: a prompt that cannot be read, or logits that are not finite. pydantic.ValidationError: a value
+    out of its range.
     """
     o, context, window, done = Sampling(**sampling), [*map(int, prompt)], model.config.block_size, 0
     if not context or not 0 <= min(context) <= max(context) < model.config.vocab_size:

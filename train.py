@@ -120,6 +120,7 @@ class TrainConfig:
 # Values of settings that older runs did not record.
 BEFORE = {"router_rate": 1.0, "step_price": 0.0, "price_from": 0.0, "attention": "auto", "compile": False}
 CHECKED = 64  # validation windows at each checkpoint
+LOGGED = "loss", "ce", "penalty", "K_hat", "relaxed", "grad_norm"  # means over the windows of a step
 # What a resumed training may change: anything else would make it another training. The corpus may
 # have moved, but must be the same.
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
@@ -171,7 +172,7 @@ def parse(argv=None):
     if resume:
         run = Path(out, name) if name else newest_run(out)
         config, shape, _ = read_run(run)
-        if (method := shape.pop("method")) != PonderLM.method:
+        if (method := shape.pop("method", None)) != PonderLM.method:
             raise UserError(f"{run} is of the method {method!r}: go on with python -m lab train")
         with reading(run / "train.json"):
             before = replace(config, out=out, name=run.name, resume=True), from_json(Config, shape)
@@ -182,34 +183,29 @@ def parse(argv=None):
     both = tuple[Annotated[TrainConfig, flat], Annotated[Config, flat]]
     now = tyro.cli(both, default=before, description=__doc__, args=argv)
     if resume:
-        refuse_changes(run, *(asdict(config) | asdict(shape) for config, shape in (before, now)))
+        refuse_changes(run, before, now)
     return now
 
 
 def refuse_changes(run, before, now):
-    """UserError: settings (dicts) that make a resumed training another one."""
+    """UserError: settings, a TrainConfig and a Config each, that make a resumed training another one."""
+    before, now = (asdict(config) | asdict(shape) for config, shape in (before, now))
     odd = [name for name in now if before[name] != now[name] and name not in MAY_CHANGE]
     if odd:
         odd = "; ".join(f"{name}: {before[name]} -> {now[name]}" for name in odd)
         raise UserError(f"{run} has other settings: train anew without --resume, or undo {odd}")
 
 
-def read_run(run, kind=TrainConfig, renamed=None):
+def read_run(run, kind=TrainConfig):
     """train.json of a run -> its TrainConfig, the settings of its model (a dict), fingerprint of its corpus.
-
-    renamed: {name of a setting in older files: its name now}. UserError: it is not a run, or damaged.
-    """
+    UserError: it is not a run, or damaged."""
     file = Path(run, "train.json")
     if not file.is_file():
         raise UserError(f"{run} is no run, it has no train.json: train one, without --resume")
     content = read_json(file)
-    with reading(file):
-        model, corpus = dict(content["model"]), dict(content["corpus"])
-        config = BEFORE | {(renamed or {}).get(name, name): x for name, x in content["config"].items()}
-        if more := config.keys() - kind.__dataclass_fields__.keys():
-            program = kind.program.format("train")
-            raise ValueError(f"{', '.join(more)}: no setting of {program}, go on with what began it")
-        return from_json(kind, config), {"method": model.pop("method"), **model}, corpus
+    with reading(file, "; go on with the program that began it"):
+        config, shape, corpus = (dict(content[part]) for part in ("config", "model", "corpus"))
+        return from_json(kind, BEFORE | config), shape, corpus
 
 
 # -- Training --------------------------------------------------------------------------------------
@@ -220,13 +216,12 @@ def objective(model, x, y, R, price=0.0):
 
         L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)) + price mean(relaxed(w))
 
-    As printed the penalty is 0 above 1.1 to 1.5 nats (reading note 2; --penalty-weight 0 then saves K passes
-    of the head). There CE alone teaches the router: through log w, and through s, which weighs what predicts.
+    As printed the penalty is 0 above 1.1 to 1.5 nats (reading note 2): there CE alone teaches the router,
+    through log w, and through s, which weighs what predicts.
 
     Args:
         x, y: (B, T) tokens, and those that follow them; -100 where there is none to predict.
-        R: Jacobi refinements.
-        price: of a pondering step in nats (router.relaxed_steps), which is not the paper's.
+        R: Jacobi refinements. price: of a pondering step in nats, which is not the paper's.
 
     Returns:
         L, the penalty without lambda, and the model's Output, whose loss is CE.
@@ -265,19 +260,10 @@ def learning_rate(step, config):
     return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
-def step_price(step, config):
-    """Nothing before --price-from: a router that starts flat, and pays at once, never learns to think."""
-    return config.step_price if step >= config.price_from * config.steps else 0.0
-
-
 def train(config, model_config, make_model=PonderLM, objective=objective, open_text=open_corpus):
-    """Train as the settings say.
+    """Train as the settings say -> the run's directory, and its final evaluation; None if it was stopped.
 
-    Args:
-        make_model: model_config -> model. objective: as above. open_text: as data.open_corpus.
-
-    Returns:
-        The run's directory, and its final evaluation, or None if the training was stopped before.
+    make_model: model_config -> model. objective: as above. open_text: as data.open_corpus.
     """
     rank, processes, device = join_processes(config.device)
     name = config.name or f"{config.preset}-{time.strftime('%m%d-%H%M%S')}"
@@ -321,29 +307,13 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     if processes > 1:
         loss_of = DistributedDataParallel(loss_of)  # which `losses` calls from here on
 
-    def backward(rows, R, price):
-        """Add up the gradients of rows (share, T+1) -> the means of what is logged, and the last Output."""
-        means = dict.fromkeys(("loss", "ce", "penalty", "K_hat", "relaxed"), 0.0)
-        parts = rows.split(micro)
-        for part in parts:
-            apart = processes > 1 and part is not parts[-1]  # processes share the sum of all parts
-            with loss_of.no_sync() if apart else nullcontext():
-                loss, penalty, out = losses(part, R, price)
-                (loss * (micro / share)).backward()
-            values = {"loss": loss, "ce": out.loss, "penalty": penalty}
-            values["K_hat"] = stop_step(out.log_w, config.tau).float().mean()
-            values["relaxed"] = relaxed_steps(out.log_w).mean()
-            for key, value in values.items():
-                means[key] += value.detach() * (micro / share)
-        return means, out
-
     config = replace(config, name=run.name, micro_batch_size=micro, precision=precision)
     content = {"config": asdict(config), "model": {"method": model.method, **asdict(model_config)}}
     content["corpus"] = corpus.fingerprint
     with locked(run, rank):
-        first, seconds_before, log = 0, 0.0, []
+        first, seconds, log = 0, 0.0, []
         if config.resume:
-            first, seconds_before, log = load_checkpoint(run, model, optimizer)
+            first, log = load_checkpoint(run, model, optimizer)
         elif not rank:
             check_free(run)  # once more: another training may have taken it while this one read text
         if first > config.steps:
@@ -356,13 +326,12 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
             write_json(run / "train.json", content)
             corpus.tokenizer.save(run / "tokenizer.json")
             if first:  # a kill may have come between the checkpoint and what others read
-                save_checkpoint(run, model, optimizer, first, seconds_before, log)
+                save_checkpoint(run, model, optimizer, first, log)
         size = sum(p.numel() for p in model.parameters())
         print(f"{corpus.source}\n{windows.count:,} windows of {T} tokens; {size:,} parameters, {precision}")
         print(f"{micro} of {config.batch_size} windows at a time{', blocks compiled' * compiles}")
         print(f"{run}: resumed at step {first}" if first else f"{run}: a new training", flush=True)
 
-        seconds = seconds_before
         with noted_signals() as received:
             for step in range(first, config.steps):
                 began, at = time.monotonic(), (step * processes + rank) * share
@@ -370,9 +339,18 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                 if device.type == "cuda":
                     rows = rows.pin_memory()  # so that the copy does not wait for the step before
                 R = int(np.random.default_rng((config.seed, step)).integers(low, high + 1))
-                # Held until the next step: a CPU that gives this memory back needs 8 % longer for a step.
-                means, _held = backward(rows.to(device, non_blocking=True), R, step_price(step, config))
-                means["grad_norm"] = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+                # A router that starts flat, and pays at once, never learns to think.
+                price = config.step_price if step >= config.price_from * config.steps else 0.0
+                parts, means = rows.to(device, non_blocking=True).split(micro), 0.0
+                for part in parts:
+                    apart = processes > 1 and part is not parts[-1]  # processes share the sum of all parts
+                    with loss_of.no_sync() if apart else nullcontext():
+                        loss, penalty, out = losses(part, R, price)
+                        (loss * (micro / share)).backward()
+                    K_hat, relaxed = stop_step(out.log_w, config.tau).float(), relaxed_steps(out.log_w)
+                    numbers = torch.stack([loss, out.loss, penalty, K_hat.mean(), relaxed.mean()])
+                    means += numbers.detach() * (micro / share)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
                 for group in optimizer.param_groups:
                     group["lr"] = group["rate"] * learning_rate(step, config)
                 optimizer.step()
@@ -380,12 +358,12 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
 
                 done, is_last = step + 1, step + 1 == config.steps
                 if is_logged := is_last or done % config.log_every == 0:
-                    numbers = sum(gather(torch.stack([*means.values()]).cpu())) / processes  # waits for a GPU
+                    logged = torch.cat([means, norm[None]]).cpu()  # waits for a GPU
                 seconds += time.monotonic() - began
                 if is_logged:
-                    row = dict(zip(means, numbers.tolist(), strict=True))
+                    row = dict(zip(LOGGED, (sum(gather(logged)) / processes).tolist(), strict=True))
                     check_finite(run, done, **row)
-                    a_step = (seconds - seconds_before) / (done - first)
+                    a_step = seconds / (done - first)
                     speed, left = config.batch_size * T / a_step, int(a_step * (config.steps - done))
                     print(
                         f"step {done}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
@@ -401,7 +379,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     log.append({"step": done, "val": loss})
                 stop = any(gather(bool(received)))  # a signal to any of the processes
                 if (is_due or stop) and not rank:
-                    save_checkpoint(run, model, optimizer, done, seconds, log)
+                    save_checkpoint(run, model, optimizer, done, log)
                 if stop:
                     break
         if any(gather(bool(received))):
@@ -484,32 +462,25 @@ def windows_at_a_time(T, device):
 
 @torch.no_grad()
 def evaluate(model, windows, count, R=None, tau=None, first=0):
-    """Means over the tokens of `count` windows from the `first` on, in float32.
+    """Means over the tokens of `count` windows from the `first` on, in float32. R, tau: as in forward.
 
-    Args:
-        R, tau: as in PonderLM.forward. Without them: soft masks at the fixed point.
-
-    Returns:
-        dict: loss, in nats; steps, the mean of K-hat at tau (TAU without one); and lists over the depths
-        k = 0 .. K: `stopped`, the share of tokens whose K-hat is k, and `weight`, the mean of s_k.
+    -> dict: loss, in nats; steps, the mean of K-hat at tau (TAU without one); and lists over the depths
+    k = 0 .. K: `stopped`, the share of tokens whose K-hat is k, and `weight`, the mean of s_k.
     """
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
     S, end = model.config.ponder_steps + 1, first + count
-    size = windows_at_a_time(windows.block_size, device)
-    rank, processes = rank_and_size()
-    sums = torch.zeros(2 + 2 * S, dtype=torch.float64)  # tokens, loss, stopped, weight
+    size, (rank, processes) = windows_at_a_time(windows.block_size, device), rank_and_size()
+    sums = torch.zeros(1 + 2 * S, dtype=torch.float64)  # of the loss, of tokens that stop at k, and of s_k
     for i in range(first + rank * size, end, processes * size):
         rows = windows.stack(i, min(i + size, end)).to(device)
         out = model(rows[:, :-1], rows[:, 1:], R=R, tau=tau)
         steps = stop_step(out.log_w, TAU) if tau is None else out.steps
-        stopped = torch.stack([(steps == k).sum() for k in range(S)])
-        found = torch.cat([out.ce.sum()[None], stopped, out.s.sum((0, 1))])
-        sums += torch.cat([torch.tensor([out.ce.numel()]), found.cpu()])
+        stopped = nn.functional.one_hot(steps, S).sum((0, 1))
+        sums += torch.cat([out.ce.sum()[None], stopped, out.s.sum((0, 1))]).cpu()
     model.train(was_training)
-    tokens, *sums = sum(gather(sums)).tolist()
-    loss, *by_depth = [x / tokens for x in sums]
-    stopped, weight = by_depth[:S], by_depth[S:]
+    means = sum(gather(sums)) / (count * windows.block_size)
+    loss, stopped, weight = means[0].item(), means[1 : S + 1].tolist(), means[S + 1 :].tolist()
     steps = sum(k * share for k, share in enumerate(stopped))
     return {"loss": loss, "steps": steps, "stopped": stopped, "weight": weight}
 
@@ -553,15 +524,14 @@ def locked(run, rank):
         raise UserError(f"another process is training {run}; stop that one first") from None
 
 
-def save_checkpoint(run, model, optimizer, step, seconds, log):
+def save_checkpoint(run, model, optimizer, step, log):
     """Replace the checkpoint, then what others read: a kill between the two loses nothing.
     UserError: the disk is full, or the weights are not finite; what was saved before is there."""
     norm = torch.stack([p.detach().norm() for p in model.parameters()]).norm()
     check_finite(run, step, weights=norm.item())
     # No random state: batches and R are functions of the step.
-    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    checkpoint |= {"step": step, "seconds": seconds, "log": log}
-    write_whole(run / "trainer.pt", lambda part: torch.save(checkpoint, part))
+    kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "log": log}
+    write_whole(run / "trainer.pt", lambda part: torch.save(kept, part))
     try:
         save(model, run)
     except (OSError, SafetensorError) as error:
@@ -571,22 +541,17 @@ def save_checkpoint(run, model, optimizer, step, seconds, log):
 
 
 def load_checkpoint(run, model, optimizer):
-    """Restore what `save_checkpoint` kept -> steps done, the seconds they took, the log.
+    """Restore what `save_checkpoint` kept -> steps done, the log.
     UserError: trainer.pt is damaged, of another model, or has code in it, which is not run."""
     file = run / "trainer.pt"
     if not file.exists():  # the training ended before its first checkpoint
-        return 0, 0.0, []
-    try:
+        return 0, []
+    with reading(file, f"; its weights are in {run}/model.safetensors; train anew under another --name"):
         kept = torch.load(file, map_location="cpu", weights_only=True)
         model.load_state_dict(kept["model"])
         # The groups are this training's: a resumed one may run elsewhere.
         optimizer.load_state_dict(optimizer.state_dict() | {"state": kept["optimizer"]["state"]})
-        return kept["step"], kept["seconds"], kept["log"]
-    except Exception as error:  # a foreign file fails in any way
-        raise UserError(
-            f"{file} is damaged or of another model ({one_line(error)}): the training cannot go on, but its "
-            f"weights are still in {run}/model.safetensors; train anew under another --name"
-        ) from None
+        return kept["step"], kept["log"]
 
 
 def check_finite(run, step, **values):

@@ -77,7 +77,7 @@ def parse(argv=None):
 
     config, shape = tyro.cli(flags, prog="python -m lab train", description=__doc__, args=argv)
     if resume:
-        refuse_changes(run, *(asdict(c) | asdict(s) for c, s in (before, (config, shape))))
+        refuse_changes(run, before, (config, shape))
     check(config, shape)
     return config, shape
 
@@ -96,7 +96,7 @@ def read_run(run):
     """As train.read_run of any run: its LabConfig (a TrainConfig, if train.py began it), the settings of
     its model as its method has them, and what its corpus is known by."""
     kind = LabConfig if "init_from" in settings_of(run) else TrainConfig
-    config, shape, corpus = root.read_run(run, kind, {"backend": "attention"})
+    config, shape, corpus = root.read_run(run, kind)
     return config, parse_config(shape, Path(run, "train.json")), corpus
 
 
