@@ -45,7 +45,7 @@ def eager(q, k, v, log_w):
 def augment(q, k, v, log_w):
     """Move log w into the dot product (appendix A): q' . k' / sqrt(d) = q . k / sqrt(d) + log w.
 
-    With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of log w (reading
+    With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of the two (reading
     note 4, docs/reading-notes.md). Zeros fill up to a multiple of 8, which the kernels want.
     (B, *, N, d) -> (B, *, N, d'); without log w nothing changes.
     """

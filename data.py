@@ -17,7 +17,7 @@ A prepared folder holds
 
 A folder of nanoGPT, which has only the first two, is taken as it is: its ids are GPT-2's.
 
-    python data.py FILE      prepare a text and show what is in it; train.py does the first by itself
+    python data.py [FILE [bytes|bpe|gpt2]]      prepare a text (pydocs) and show what is in it
 """
 
 import ast

@@ -64,7 +64,7 @@ class Config:
     num_attention_heads: Size = 4  # H
     num_key_value_heads: Size | None = None  # G; None: H
     head_dim: Size | None = None  # d; None: D / H
-    block_size: Annotated[int, Field(ge=1, le=2**24)] = 64  # T, the window: float32 has so many positions
+    block_size: Annotated[int, Field(ge=1, le=2**24)] = 64  # T, the window; float32 counts no further
     rms_norm_eps: Positive = 1e-5
     rope_theta: Positive = 10_000.0
     tie_word_embeddings: bool = False  # the head is the embedding table
@@ -302,6 +302,7 @@ class PonderLM(nn.Module):
             s, log_w = self.route(h, alpha)  # (B, T, S)
             log_w_of_keys = self.mask_keys(log_w, tau)
             before, latents = latents, self.feed_back(h[:, :, :K], e[:, :, None])
+            # Of the same shape: no pass of the ladder.
             if R is None and before.shape == latents.shape and has_settled(before, latents, tolerance):
                 break
         return h, s, log_w
@@ -338,7 +339,7 @@ class PonderLM(nn.Module):
     def integrate(self, h, s, steps):
         """h_hat = sum over k <= K-hat of s_k h^(k), never renormalised.
 
-        h (..., n, D) and s (..., n) of the first n slots, steps (...) or one number -> (..., D).
+        h (..., n, D) and s (..., n) of the first n slots, steps (...) or () -> (..., D).
         """
         slot = torch.arange(s.size(-1), device=s.device)
         s = s.masked_fill(slot > steps[..., None], 0)

@@ -120,7 +120,6 @@ class TrainConfig:
 # Values of settings that older runs did not record.
 BEFORE = {"router_rate": 1.0, "step_price": 0.0, "price_from": 0.0, "attention": "auto", "compile": False}
 CHECKED = 64  # validation windows at each checkpoint
-LOGGED = "loss", "ce", "penalty", "K_hat", "relaxed", "grad_norm"  # means over the windows of a step
 # What a resumed training may change: anything else would make it another training. The corpus may
 # have moved, but must be the same.
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
@@ -343,13 +342,14 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                 price = config.step_price if step >= config.price_from * config.steps else 0.0
                 parts, means = rows.to(device, non_blocking=True).split(micro), 0.0
                 for part in parts:
-                    apart = processes > 1 and part is not parts[-1]  # processes share the sum of all parts
-                    with loss_of.no_sync() if apart else nullcontext():
+                    shared = part is parts[-1]  # processes share the sum of all parts
+                    with nullcontext() if shared or processes == 1 else loss_of.no_sync():
                         loss, penalty, out = losses(part, R, price)
                         (loss * (micro / share)).backward()
-                    K_hat, relaxed = stop_step(out.log_w, config.tau).float(), relaxed_steps(out.log_w)
-                    numbers = torch.stack([loss, out.loss, penalty, K_hat.mean(), relaxed.mean()])
-                    means += numbers.detach() * (micro / share)
+                    numbers = {"loss": loss, "ce": out.loss, "penalty": penalty}
+                    numbers["K_hat"] = stop_step(out.log_w, config.tau).float().mean()
+                    numbers["relaxed"] = relaxed_steps(out.log_w).mean()
+                    means += torch.stack([*numbers.values()]).detach() * (micro / share)
                 norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
                 for group in optimizer.param_groups:
                     group["lr"] = group["rate"] * learning_rate(step, config)
@@ -361,7 +361,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     logged = torch.cat([means, norm[None]]).cpu()  # waits for a GPU
                 seconds += time.monotonic() - began
                 if is_logged:
-                    row = dict(zip(LOGGED, (sum(gather(logged)) / processes).tolist(), strict=True))
+                    logged = (sum(gather(logged)) / processes).tolist()
+                    row = dict(zip([*numbers, "grad_norm"], logged, strict=True))
                     check_finite(run, done, **row)
                     a_step = seconds / (done - first)
                     speed, left = config.batch_size * T / a_step, int(a_step * (config.steps - done))
