@@ -52,7 +52,7 @@ from train import TrainConfig, pick_tokenizer, windows_at_a_time
 
 BUCKETS = "easy", "medium", "hard"
 ALPHAS = -8, -4, -3, -2, -1, 0, 1, 2, 4
-TAUS = 0, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7, 1
+TAUS = 0, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7  # at 1 rounding decides
 WORDS = "the", "of", "and", "to", "in", "is", "that", "for", "not", "with"
 
 

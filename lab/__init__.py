@@ -3,9 +3,9 @@
 methods/     other methods on the same backbone, one file each: PonderLM-1 and -2, LoopedLM, the grid, ..
 backbones/   GPT-NeoX (Pythia) and Llama 3's RoPE
 kernels.py   further forms of attention, for half precision and for decoding
-engine/      many sequences at once, parallel prompts, compiled passes, few bits, CUDA graphs
+engine/      many sequences at once, parallel prompts, compiled passes, CUDA graphs
 interop/     weights of others in and out; how a Llama learns to think
-corpora/     tokenizers of Hugging Face, JSON lines, streams, the lookup task
+corpora/     tokenizers of Hugging Face, JSON lines, Parquet, the lookup task
 figures/     figures and pages beyond the paper's
 evaluation/  perplexity, bits per byte, two models compared
 bench.py     speed, as ratios, and memory, by the formula of memory.py

@@ -270,8 +270,10 @@ def swapped(model):
         return tuple(x.roll(1, dims=0) for x in own(h, alpha))
 
     model.route = route
-    yield
-    del model.route
+    try:
+        yield
+    finally:
+        del model.route
 
 
 def differences(frame, reference):
