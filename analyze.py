@@ -430,13 +430,13 @@ def main(o: Annotated[Options, tyro.conf.arg(name="")]):
         model, tokenizer = open_model(run, o.device)
         if not model.config.ponder_steps:
             raise UserError(f"{run} is a model without pondering steps: there is nothing to draw")
-        text = open_windows(run, model.config, o.windows, o.data).to(model.lm_head.weight.device)
+        windows = open_windows(run, model.config, o.windows, o.data).to(model.lm_head.weight.device)
         measure = {
-            "converge": lambda: converge(model, text),
-            "buckets": lambda: buckets(model, text, o.tau),
-            "shift": lambda: shift(model, text, o.tau),
-            "tokens": lambda: tokens(model, text, tokenizer, o.tau),
-            "tau": lambda: tau_curve(model, text, {*TAUS, o.tau}),
+            "converge": lambda: converge(model, windows),
+            "buckets": lambda: buckets(model, windows, o.tau),
+            "shift": lambda: shift(model, windows, o.tau),
+            "tokens": lambda: tokens(model, windows, tokenizer, o.tau),
+            "tau": lambda: tau_curve(model, windows, {*TAUS, o.tau}),
         }
         rows, out = measure[o.figure](), o.out or run / "report"
     title, panels, draw = DRAWINGS[o.figure]

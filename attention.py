@@ -8,9 +8,11 @@ model can learn which keys nobody needs.
 
     code     paper    shape
     q        Q        (B, H, N, d)   queries, after RoPE
-    k, v     K, V     (B, G, N, d)   keys (after RoPE) and values; H is a multiple of G
+    k, v     K, V     (B, G, N, d)   keys, after RoPE, and values
     log_w    log w    (B, N)         log of the mask score of each key, at most 0; None: w = 1
     MASKED            scalar         log w of a key that must not be seen at all
+
+B sequences of N slots; H heads of queries share G heads of keys, H a multiple of G, each d numbers wide.
 
     eager    the definition, with the N x N scores in memory
     sdpa     torch's fused kernels, which know nothing of log w: it travels as one more channel
@@ -109,9 +111,9 @@ def soft_mask_attention(q, k, v, log_w=None, backend=auto):
 
 
 def attend_to_cache(q, k, v, d):
-    """The newest slot against all M slots so far, its own included: what decoding does.
+    """The newest slot against all C slots so far, its own included: what decoding does.
 
-    q (B, H, 1, d') and k, v (B, G, M, d'), as `augment` made them of width d -> (B, H, 1, d).
+    q (B, H, 1, d') and k, v (B, G, C, d'), as `augment` made them of width d -> (B, H, 1, d).
     """
     (B, H, _, width), G = q.shape, k.size(1)
     q = q.reshape(B, G, H // G, width)  # the heads of a group as so many queries of their one key head

@@ -17,7 +17,8 @@ A prepared folder holds
 
 A folder of nanoGPT, which has only the first two, is taken as it is: its ids are GPT-2's.
 
-    python data.py [FILE [bytes|bpe|gpt2]]      prepare a text (pydocs) and show what is in it
+    python data.py                                   prepare pydocs and show what is in it
+    python data.py --data my_texts --tokenizer bpe   prepare a text
 """
 
 import ast
@@ -49,6 +50,7 @@ import pydantic
 import regex
 import tiktoken
 import torch
+import tyro
 from safetensors import SafetensorError
 
 # How GPT-2 cuts a text into words, within which BPE merges.
@@ -187,13 +189,10 @@ class Tokenizer:
         )
 
     @classmethod
-    def bytes(cls):
-        """One token a byte."""
-        return cls("bytes", [bytes([i]) for i in range(256)])
-
-    @classmethod
-    def gpt2(cls):
-        """GPT-2's vocabulary, which tiktoken fetches once. UserError: it cannot."""
+    def named(cls, name):
+        """'bytes', one token each, or 'gpt2', which tiktoken fetches once. UserError: it cannot."""
+        if name == "bytes":
+            return cls(name, [bytes([i]) for i in range(256)])
         try:
             gpt2 = tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken passes on whatever its download raised
@@ -515,13 +514,16 @@ class Corpus:
         return known | {"tokenizer": self.tokenizer.digest}
 
 
-def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache="data"):
+def open_corpus(
+    data: str = "pydocs", tokenizer: str | None = None, vocab_size: int = 4096, cache: str = "data"
+):
     """A corpus to train on. A text is encoded once; later calls find it in `cache`.
 
     Args:
         data: 'pydocs', 'pysource', a text file, a folder of texts, or a folder with train.bin and val.bin.
         tokenizer: 'bytes', 'bpe' (trained on the text) or 'gpt2'; None: a .bin folder's own, bytes for text.
         vocab_size: of 'bpe'.
+        cache: the folder of prepared texts.
 
     UserError: no text, ids that are damaged, or a tokenizer that is not known or does not fit.
     """
@@ -567,10 +569,10 @@ def prepare(data, tokenizer, vocab_size, cache):
     digest = hashlib.sha256(f"{source} {kind}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
     folder = cache / f"{path.stem}-{kind}-{digest}"
     if not folder.exists():
-        made = None if tokenizer == "bpe" else getattr(Tokenizer, tokenizer)()  # GPT-2's may be out of reach
+        encoder = None if tokenizer == "bpe" else Tokenizer.named(tokenizer)  # fails before a text is read
         documents = documents or SOURCES[data]()
-        made = made or Tokenizer.train(divide(documents)[0], vocab_size)
-        write_corpus(folder, source, documents, made)
+        encoder = encoder or Tokenizer.train(divide(documents)[0], vocab_size)
+        write_corpus(folder, source, documents, encoder)
     return folder
 
 
@@ -582,7 +584,7 @@ def tokenizer_of(folder, name):
         return load_tokenizer(folder / "tokenizer.json")
     if name is None and (folder / "meta.pkl").exists():
         raise UserError(f"{folder / 'meta.pkl'} is not read: give the text that was encoded, --data FILE")
-    return getattr(Tokenizer, name or "gpt2")()
+    return Tokenizer.named(name or "gpt2")
 
 
 def open_ids(file, stated, vocab_size):
@@ -640,7 +642,7 @@ class Windows:
 
 
 def main():
-    corpus = open_corpus(*sys.argv[1:3])
+    corpus = tyro.cli(open_corpus, description=__doc__)
     print(corpus.source)
     for split, ids in (("train", corpus.train), ("val", corpus.val)):
         entropy = unigram_entropy(ids, corpus.vocab_size)

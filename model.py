@@ -15,8 +15,8 @@ R           R                  scalar          refinement passes of the Jacobi i
 tau         tau                scalar          where decoding stops; None: soft masks, nothing is skipped
 
 s weighs the outputs, log w the keys; beyond K-hat tau removes both. The Jacobi iteration repeats a pass, R
-times in training, in evaluation until nothing changes, and so comes near the states that decoding computes
-one after another.
+times in training, in evaluation until a pass changes next to nothing, and so comes near the states that
+decoding computes one after another.
 
 First comes the backbone (Llama, with the names of Hugging Face's transformers), then the method (PonderLM),
 then how a model is kept in a directory. Other methods and backbones (lab/) override `states`, `route`,
@@ -40,7 +40,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import attend_to_cache, augment, auto, soft_mask_attention
-from router import TAU, Router, key_bias, stop_step, upcast
+from router import TAU, Router, mask_keys, stop_step, upcast
 
 # A dataclass that checks its fields, or raises a ValueError: no "3" for 3, no number out of its range.
 settings = pydantic.dataclasses.dataclass(config={"strict": True, "extra": "forbid"})
@@ -209,7 +209,7 @@ class Llama(nn.Module):
 
 
 class LayerCache:
-    """Keys and values of the slots executed so far in one layer, (B, G, M, d') each."""
+    """Keys and values of the C slots executed so far in one layer, (B, G, C, d') each."""
 
     def __init__(self):
         self.keys = self.values = None
@@ -291,16 +291,16 @@ class PonderLM(nn.Module):
         B, T, D = e.shape
         ladder, exact = K, K * (T - 1)
         refinements = exact if R is None else min(R, exact)
-        latents, log_w_of_keys = e.new_empty(B, T, 0, D), None  # nothing to feed back yet
+        latents, key_log_w = e.new_empty(B, T, 0, D), None  # nothing to feed back yet
         for _ in range(ladder + refinements + 1):
             x = torch.cat([e[:, :, None], latents], dim=2)  # (B, T, slots, D); on the ladder slots < S
             slots = x.size(2)
             # Interleaved: slot k of token t stands at t*slots + k. A token's slots share one position.
             positions = torch.arange(T, device=e.device).repeat_interleave(slots)  # (T*slots,)
-            bias = None if log_w_of_keys is None else log_w_of_keys[..., :slots].flatten(1)  # (B, T*slots)
-            h = self.transform(x.view(B, T * slots, D), positions, bias).view(B, T, slots, D)
+            of_slots = None if key_log_w is None else key_log_w[..., :slots].flatten(1)  # (B, T*slots)
+            h = self.transform(x.view(B, T * slots, D), positions, of_slots).view(B, T, slots, D)
             s, log_w = self.route(h, alpha)  # (B, T, S)
-            log_w_of_keys = self.mask_keys(log_w, tau)
+            key_log_w = self.mask_keys(log_w, tau)
             before, latents = latents, self.feed_back(h[:, :, :K], e[:, :, None])
             # Of the same shape: no pass of the ladder.
             if R is None and before.shape == latents.shape and has_settled(before, latents, tolerance):
@@ -327,7 +327,7 @@ class PonderLM(nn.Module):
         return self.router(h[..., 0, :], alpha)
 
     # What attention adds to the scores of keys: (..., S) -> (..., S); of a method without a mask None.
-    mask_keys = staticmethod(key_bias)
+    mask_keys = staticmethod(mask_keys)
 
     def feed_back(self, h, e):
         """What the next slot reads of an output h (..., D): h itself (reading note 8). e: the embedding,
@@ -339,7 +339,7 @@ class PonderLM(nn.Module):
     def integrate(self, h, s, steps):
         """h_hat = sum over k <= K-hat of s_k h^(k), never renormalised.
 
-        h (..., n, D) and s (..., n) of the first n slots, steps (...) or () -> (..., D).
+        h (..., n, D) and s (..., n) of the first n slots, steps a tensor (...) or () -> (..., D).
         """
         slot = torch.arange(s.size(-1), device=s.device)
         s = s.masked_fill(slot > steps[..., None], 0)
@@ -370,14 +370,14 @@ class PonderLM(nn.Module):
         device = self.lm_head.weight.device
         positions = torch.tensor([position], device=device)  # of all slots of the token
         e = self.embed(torch.tensor([[token]], device=device))  # (1, 1, D)
-        visible = e.new_zeros(1, 1)  # log w_0; not None: this key, too, needs the channel of log w
+        visible = e.new_zeros(1, 1)  # log w = 0; not None: this key, too, needs the channel of log w
         h = [self.model(e, positions, visible, self.backend, cache)]
         s, log_w = self.route(torch.stack(h, dim=2), alpha)  # (1, 1, S)
         steps = stop_step(log_w, tau)  # (1, 1)
-        log_w = self.mask_keys(log_w)  # no tau: what is skipped leaves no key
+        key_log_w = self.mask_keys(log_w)  # no tau: what is skipped leaves no key
         for k in range(1, int(steps) + 1):  # stop as soon as w_k < tau
-            bias = visible if log_w is None else log_w[..., k]
-            h.append(self.model(self.feed_back(h[-1], e), positions, bias, self.backend, cache))
+            of_slot = visible if key_log_w is None else key_log_w[..., k]
+            h.append(self.model(self.feed_back(h[-1], e), positions, of_slot, self.backend, cache))
         h_hat = self.integrate(torch.stack(h, dim=2), s[..., : len(h)], steps)
         return self.lm_head(h_hat)[0, 0], int(steps)
 
@@ -422,7 +422,8 @@ def is_half(x):
 
 
 def has_settled(before, after, tolerance=None):
-    """Did a pass change the latents by less than `tolerance`? None: 1e-2 in half precision, else 1e-4."""
+    """Did a pass change the latents, of the whole batch, by less than `tolerance`, relatively? None: 1e-2 in
+    half precision, else 1e-4."""
     if tolerance is None:
         tolerance = 1e-2 if is_half(after) else 1e-4
     return upcast(after - before).norm() < tolerance * upcast(after).norm()

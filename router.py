@@ -53,10 +53,10 @@ class Router(nn.Module):
             logits = F.linear(upcast(h0), upcast(self.proj.weight)) + self.offset  # (..., K+1)
             logits = logits + alpha * torch.arange(logits.size(-1), device=h0.device)
             log_s = logits.log_softmax(-1)
-            return log_s.exp(), mask_score(log_s)
+            return log_s.exp(), log_mask_score(log_s)
 
 
-def mask_score(log_s):
+def log_mask_score(log_s):
     """log s -> log w, the tail sums w_k = s_k + .. + s_K. (..., K+1) -> (..., K+1).
 
     Summed from the end, as logarithms: log(1 - s_0 - ..) would lose the small tails. Rounding may lift
@@ -81,8 +81,8 @@ def stop_step(log_w, tau):
     return (log_w >= log_tau).sum(-1) - 1  # w never rises with k, so count
 
 
-def key_bias(log_w, tau=None):
-    """What attention adds to the scores of a token's S slots: log w, (..., S) -> (..., S).
+def mask_keys(log_w, tau=None):
+    """What attention adds to the scores of the keys of a token's S slots: log w, (..., S) -> (..., S).
 
     Reading note 1: slot k is the one that executes step k, so log w_k goes onto its key, and slot 0 has 0; in
     the paper's figure it is slot k+1. With tau, keys beyond K-hat are hidden from every query, their own
@@ -109,8 +109,10 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
         form: 'printed', the sigmoid of the mean cross-entropy, which chooses no token at the losses of
             language models (reading note 2); 'token', the mean of the sigmoids.
 
-    -> the penalty, a scalar, and rho (K+1,).
+    -> the penalty, a scalar, and rho (K+1,). ValueError: another form.
     """
+    if form not in ("printed", "token"):
+        raise ValueError(f"form = {form!r}: 'printed' or 'token'")
     ce, n = ce.detach().nan_to_num(nan=math.inf), len(ce)  # a diverged loss resolves nothing
     ce = ce.mean(0, keepdim=True) if form == "printed" else ce
     rho = (1 - torch.sigmoid(10 * (ce - 0.5))).mean(0)  # (K+1,)

@@ -150,7 +150,8 @@ def main(o: Annotated[Options, tyro.conf.arg(name="")]):
     K, window, end = model.config.ponder_steps, model.config.block_size, tokenizer.end_of_text
     ids = tokenizer.encode(text) or [end]
     if len(ids) > window:
-        print(f"note: of {len(ids)} tokens the last {max(window // 2, 1)} are read: the window is {window}")
+        last = max(window // 2, 1)
+        print(f"note: the prompt has {len(ids)} tokens, the window {window}: only its last {last} are read")
     if o.show_steps:
         levels = " ".join(mark(f" {k} ", k, K, True) for k in range(K + 1))
         print(f"steps before each token was chosen: {levels if sys.stdout.isatty() else 'small digits'}")

@@ -85,8 +85,7 @@ class TrainConfig:
     program = "python {}.py"  # as messages name the commands
 
     preset: Literal["tiny", "small", "70m", "410m"] = "tiny"  # what the other flags change
-    # of the run, a folder in --out; None: preset and time
-    name: Annotated[str, Field(pattern=r"^([^/.]|\.[^/.])[^/]*$")] | None = None
+    name: str | None = None  # of the run, a folder in --out; None: preset and time
     out: str = "out"  # where runs are kept
     resume: bool = False  # go on with the run --name, or the newest, with its settings
     data: str = "pydocs"  # or pysource, a file, a folder of texts, or one of .bin files
@@ -115,6 +114,10 @@ class TrainConfig:
     attention: Literal["auto", "eager", "sdpa", "fa2"] = "auto"  # see attention.py
     compile: bool | None = None  # compile the blocks: faster steps, after a minute; None: on CUDA
     recompute: bool = False  # compute each pass again in the backward pass, to save memory
+
+    def __post_init__(self):
+        if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
+            raise ValueError(f"name = {self.name!r} is no name of a folder")
 
 
 # Values of settings that older runs did not record.
@@ -240,14 +243,15 @@ def objective(model, x, y, R, price=0.0):
 
 
 class Objective(nn.Module):
-    """An objective as the forward pass of a module: DistributedDataParallel wraps nothing else."""
+    """An objective of rows of tokens (n, T+1), as a module: DistributedDataParallel wraps nothing else."""
 
-    def __init__(self, model, objective):
+    def __init__(self, model, objective, precision):
         super().__init__()
-        self.model, self.objective = model, objective
+        self.model, self.objective, self.precision = model, objective, precision
 
-    def forward(self, *inputs):
-        return self.objective(self.model, *inputs)
+    def forward(self, rows, R, price=0.0):
+        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            return self.objective(self.model, rows[:, :-1], rows[:, 1:], R, price)
 
 
 def learning_rate(step, config):
@@ -292,19 +296,14 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
         model.param_groups(config.router_rate), config.learning_rate, config.betas,
         weight_decay=config.weight_decay, fused=device.type in ("cpu", "cuda"),
     )  # fmt: skip
-    precision, loss_of = pick_precision(config.precision, device), Objective(model, objective)
-
-    def losses(rows, R, price=0.0):
-        """What the objective returns of rows of tokens (n, T+1)."""
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-            return loss_of(rows[:, :-1], rows[:, 1:], R, price)
-
-    share = config.batch_size // processes  # windows a step of this process
-    micro = pick_micro_batch(config, model, share, lambda n: losses(windows.stack(0, n).to(device), high)[0])
+    precision = pick_precision(config.precision, device)
+    losses = Objective(model, objective, precision)
+    local = config.batch_size // processes  # windows a step of this process
+    micro = pick_micro_batch(config, model, local, lambda n: losses(windows.stack(0, n).to(device), high)[0])
     if compiles := device.type == "cuda" if config.compile is None else config.compile:
         compile_blocks(model)
     if processes > 1:
-        loss_of = DistributedDataParallel(loss_of)  # which `losses` calls from here on
+        losses = DistributedDataParallel(losses)
 
     config = replace(config, name=run.name, micro_batch_size=micro, precision=precision)
     content = {"config": asdict(config), "model": {"method": model.method, **asdict(model_config)}}
@@ -329,12 +328,13 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
         size = sum(p.numel() for p in model.parameters())
         print(f"{corpus.source}\n{windows.count:,} windows of {T} tokens; {size:,} parameters, {precision}")
         print(f"{micro} of {config.batch_size} windows at a time{', blocks compiled' * compiles}")
-        print(f"{run}: resumed at step {first}" if first else f"{run}: a new training", flush=True)
+        begins = f"resumed at step {first} of {config.steps}" if first else "a new training"
+        print(f"{run}: {begins}", flush=True)
 
         with noted_signals() as received:
             for step in range(first, config.steps):
-                began, at = time.monotonic(), (step * processes + rank) * share
-                rows = windows.stack(at, at + share)
+                began, at = time.monotonic(), (step * processes + rank) * local
+                rows = windows.stack(at, at + local)
                 if device.type == "cuda":
                     rows = rows.pin_memory()  # so that the copy does not wait for the step before
                 R = int(np.random.default_rng((config.seed, step)).integers(low, high + 1))
@@ -343,13 +343,13 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                 parts, means = rows.to(device, non_blocking=True).split(micro), 0.0
                 for part in parts:
                     shared = part is parts[-1]  # processes share the sum of all parts
-                    with nullcontext() if shared or processes == 1 else loss_of.no_sync():
+                    with nullcontext() if shared or processes == 1 else losses.no_sync():
                         loss, penalty, out = losses(part, R, price)
-                        (loss * (micro / share)).backward()
+                        (loss * (micro / local)).backward()
                     numbers = {"loss": loss, "ce": out.loss, "penalty": penalty}
                     numbers["K_hat"] = stop_step(out.log_w, config.tau).float().mean()
                     numbers["relaxed"] = relaxed_steps(out.log_w).mean()
-                    means += torch.stack([*numbers.values()]).detach() * (micro / share)
+                    means += torch.stack([*numbers.values()]).detach() * (micro / local)
                 norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
                 for group in optimizer.param_groups:
                     group["lr"] = group["rate"] * learning_rate(step, config)
@@ -417,11 +417,11 @@ def pick_tokenizer(config):
     return automatic if config.tokenizer == "auto" else config.tokenizer
 
 
-def pick_micro_batch(config, model, share, try_loss):
-    """How many of the `share` windows of a step a process takes at once: what is asked for; else on a CPU
+def pick_micro_batch(config, model, local, try_loss):
+    """How many of the `local` windows of a step a process takes at once: what is asked for; else on a CPU
     all, on a GPU as many as fit, by the memory that one window and two take (try_loss: n -> a loss)."""
-    fits = [n for n in range(1, share + 1) if share % n == 0]
-    micro = config.micro_batch_size or share
+    fits = [n for n in range(1, local + 1) if local % n == 0]
+    micro = config.micro_batch_size or local
     if next(model.parameters()).is_cuda and not config.micro_batch_size:
         peaks = []
         for n in (1, 2):
@@ -436,7 +436,7 @@ def pick_micro_batch(config, model, share, try_loss):
     if micro not in fits:
         wrong, micro = micro, max(n for n in fits if n < max(micro, 2))
         if not config.resume:
-            raise UserError(f"micro_batch_size = {wrong} does not divide {share} windows; take {micro}")
+            raise UserError(f"micro_batch_size = {wrong} does not divide {local} windows; take {micro}")
         print(f"note: {micro} windows at a time, not {wrong}: a penalty, which is of these, differs a little")
     return micro
 
@@ -494,8 +494,9 @@ def final_report(model, windows, config):
     results = {"R": R}
     print(f"validation loss in nats per token, {count} windows of {windows.block_size} tokens")
     for (name, how), title in zip(ways.items(), titles, strict=True):
+        print(f"  {title:30}", end="", flush=True)  # before it is computed, which takes a while
         results[name] = evaluate(model, windows, count, **how)
-        print(f"  {title:30}{results[name]['loss']:8.4f}", flush=True)
+        print(f"{results[name]['loss']:8.4f}", flush=True)
     hard = results["hard"]
     print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}")
     print(f"  {'depth':30}" + "".join(f"{k:8d}" for k in range(len(hard["weight"]))))
@@ -510,7 +511,7 @@ def final_report(model, windows, config):
 def check_free(run):
     """Refuse a folder that has anything but a training that ended before its first checkpoint."""
     names = {file.name.removesuffix(".tmp") for file in run.glob("*")} - {".lock"}
-    if names and not {"train.json"} <= names <= {"train.json", "tokenizer.json"}:
+    if names not in (set(), {"train.json"}, {"train.json", "tokenizer.json"}):
         raise UserError(f"{run} exists: go on with --resume, or choose another --name")
 
 

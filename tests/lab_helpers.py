@@ -104,7 +104,7 @@ def same_weights(a, b):
 def save_for_bytes(model, folder):
     """Save a model of bytes with its tokenizer. -> the directory"""
     save(model.float(), folder)
-    Tokenizer.bytes().save(folder / "tokenizer.json")
+    Tokenizer.named("bytes").save(folder / "tokenizer.json")
     return folder
 
 

@@ -29,7 +29,7 @@ COMMAND_LINES = {
     "train.py": f"{SMALL} --name é-root",
     "sample.py": f"{RUN} --prompt é --max-new-tokens 3 --show-steps",
     "analyze.py": f"tau {RUN} --windows 2 --data text.txt",
-    "data.py": "text.txt",
+    "data.py": "--data text.txt",
     "lab train": f"{SMALL} --method grid --name é-lab",
     "lab sample": f"{RUN} --prompt é --max-new-tokens 3 --num-samples 2 --show-steps",
     "lab analyze": "where --runs out/b --windows 2 --data text.txt --device cpu",

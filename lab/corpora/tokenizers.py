@@ -32,7 +32,7 @@ def open_tokenizer(name):
         UserError: there is no such model, or it has none.
     """
     if name in ("bytes", "gpt2"):
-        return getattr(Tokenizer, name)()
+        return Tokenizer.named(name)
     return load_tokenizer(locate(name, FILES) / "tokenizer.json")
 
 

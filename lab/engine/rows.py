@@ -112,9 +112,9 @@ class Rows:
             s, log_w = model.route(self.of(h, at)[:, None], self.alpha)  # (R, S)
             self.put(self.s[:A], at, s)
             self.put(steps, at, stop_step(log_w, self.tau))
-            if (of_keys := model.mask_keys(log_w)) is not None:
-                of_keys = key_channels(of_keys, model.config.d, self.dtype)[..., :2]
-                self.put(self.channels[:A, :, :2], at, of_keys)
+            if (key_log_w := model.mask_keys(log_w)) is not None:
+                key_log_w = key_channels(key_log_w, model.config.d, self.dtype)[..., :2]
+                self.put(self.channels[:A, :, :2], at, key_log_w)
 
         moves = (position < limit).long() if self.static else 1  # else only rows that move run
         length += moves

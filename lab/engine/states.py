@@ -65,11 +65,11 @@ def run_slots(model, e, h, log_w, active, N, cache):
     places, first = order[..., None].expand(-1, -1, e.size(-1)), e[:, :, None]
     x = torch.cat([first, model.feed_back(h[:, :, :-1], first)], dim=2)  # (R, T, S, D)
     x = x.flatten(1, 2).gather(1, places)  # (R, N, D)
-    of_keys = model.mask_keys(log_w)  # (R, T, S), or None
-    if of_keys is not None:
-        of_keys = of_keys.flatten(1).gather(1, order)  # (R, N)
+    key_log_w = model.mask_keys(log_w)  # (R, T, S), or None
+    if key_log_w is not None:
+        key_log_w = key_log_w.flatten(1).gather(1, order)  # (R, N)
     with decoding_kernels(e.device):
-        out = model.model(x, order // h.size(2), of_keys, model.backend, cache)  # (R, N, D)
+        out = model.model(x, order // h.size(2), key_log_w, model.backend, cache)  # (R, N, D)
     return h.flatten(1, 2).scatter(1, places, out.to(h.dtype)).view_as(h)
 
 
@@ -161,14 +161,14 @@ def read_on_grid(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, cache):
         order = (~active).sort(dim=1, stable=True).indices[:, :N]  # (B, N)
         here = active.gather(1, order)
         tokens, executed = [*tokens, order], [*executed, here]
-        of_keys = model.mask_keys(log_w)
-        of_keys = torch.zeros_like(log_w[..., 0]) if of_keys is None else of_keys[..., k]
-        of_keys = of_keys.gather(1, order).masked_fill(~here, MASKED)
+        key_log_w = model.mask_keys(log_w)
+        key_log_w = torch.zeros_like(log_w[..., 0]) if key_log_w is None else key_log_w[..., k]
+        key_log_w = key_log_w.gather(1, order).masked_fill(~here, MASKED)
         for layer in cache:
             layer.mask = (torch.cat(tokens, dim=1)[:, None] <= order[..., None])[:, None]
         rows = order[..., None].expand(-1, -1, x.size(-1))  # (B, N, D)
         with decoding_kernels(idx.device):
-            out = model.model(x.gather(1, rows), order, of_keys, model.backend, cache)
+            out = model.model(x.gather(1, rows), order, key_log_w, model.backend, cache)
         h[:, :, k] = h[:, :, k].scatter(1, rows, (out * here[..., None]).to(h.dtype))
         if k == 0:
             s, log_w = model.route(h[:, :, :1], alpha)

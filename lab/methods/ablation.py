@@ -16,12 +16,12 @@ from attention import MASKED
 from lab.methods import PonderConfig, PonderLM3, last_alone
 from lab.methods.grid import Grid
 from model import Share, settings
-from router import key_bias, relaxed_steps
+from router import mask_keys, relaxed_steps
 
 
 def hide(bias, log_w, tau):
-    """A bias on the keys of slots, with those beyond K-hat hidden, as router.key_bias does."""
-    return bias if tau is None else bias.masked_fill(key_bias(log_w, tau) <= MASKED, MASKED)
+    """A bias on the keys of slots, with those beyond K-hat hidden, as router.mask_keys does."""
+    return bias if tau is None else bias.masked_fill(mask_keys(log_w, tau) <= MASKED, MASKED)
 
 
 class NoMask(PonderLM3):

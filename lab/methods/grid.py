@@ -28,10 +28,10 @@ class OnGrid:
         positions = torch.arange(idx.size(1), device=idx.device)
         log_w = torch.zeros_like(x[..., :1], dtype=torch.float32)  # of slot 0
         for k in range(self.config.ponder_steps + 1):
-            of_keys = self.mask_keys(log_w, tau)  # (B, T, S), or None
-            of_keys = None if of_keys is None else of_keys[..., k]
+            key_log_w = self.mask_keys(log_w, tau)  # (B, T, S), or None
+            key_log_w = None if key_log_w is None else key_log_w[..., k]
             layers = [SlotOfTokens(before) for before in seen]
-            h.append(self.transform(x, positions, of_keys, layers))
+            h.append(self.transform(x, positions, key_log_w, layers))
             seen = [layer.seen for layer in layers]
             if k == 0:
                 s, log_w = self.route(h[0][:, :, None], alpha)  # (B, T, S)

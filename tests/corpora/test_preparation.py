@@ -314,7 +314,7 @@ def test_corpora_of_the_root(monkeypatch):
     monkeypatch.setitem(data.SOURCES, "pydocs", lambda: [(f"{i}", text) for i, text in enumerate(TEXTS)])
     prepare(Options("pydocs", Path("out")))
     assert same_ids(open_corpus("pydocs", "bytes"), open_corpus("out"))
-    assert open_corpus("out").tokenizer.digest == Tokenizer.bytes().digest
+    assert open_corpus("out").tokenizer.digest == Tokenizer.named("bytes").digest
 
 
 def test_two_at_once():

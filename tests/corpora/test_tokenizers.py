@@ -185,7 +185,7 @@ def test_export(tmp_path, kind):
 
 
 OURS = {
-    "bytes": Tokenizer.bytes,
+    "bytes": lambda: Tokenizer.named("bytes"),
     "bpe": lambda: Tokenizer.train([(TEXT[:189] + "日本 naïve\r\n").encode()], 300),
     "two ways": lambda: Tokenizer("bpe", ONE_WAY),
     "lookup": lookup.tokenizer,

@@ -86,7 +86,7 @@ def test_wrong_options(folder, kwargs, words):
 def test_texts(folder):
     """Catches texts of a .jsonl file that are scored as JSON, or as one, and other bytes than a file's."""
     (folder / "two.jsonl").write_text('{"text": "ab"}\n{"text": "café\\r\\n"}\n', encoding="utf-8")
-    name, ids, size = own_texts("two.jsonl", Tokenizer.bytes())
+    name, ids, size = own_texts("two.jsonl", Tokenizer.named("bytes"))
     assert [bytes(x[1:].astype(np.uint8)) for x in ids] == [b"ab", "café\r\n".encode()]
     assert {int(x[0]) for x in ids} == {256} and (name, size) == ("two.jsonl", 9)
 
@@ -94,7 +94,7 @@ def test_texts(folder):
 def test_memory(folder):
     """Catches windows that are made before it is known which are scored: 40 times as much as the text."""
     (folder / "large").write_bytes(b"a line of text\n" * 200_000)
-    model, tokenizer = load("model"), Tokenizer.bytes()
+    model, tokenizer = load("model"), Tokenizer.named("bytes")
     tracemalloc.start()
     score_texts(model, *own_texts("large", tokenizer), 0.3, windows=3)
     peak = tracemalloc.get_traced_memory()[1]
@@ -124,7 +124,7 @@ def test_bytes(folder, kind, config, shape):
 
 def test_windows_are_spread(folder, monkeypatch):
     """Catches windows of the beginning alone where more than half of all are asked for."""
-    texts, scored, model = own_texts("text", Tokenizer.bytes()), [], load("model")
+    texts, scored, model = own_texts("text", Tokenizer.named("bytes")), [], load("model")
     every = cut(texts[1], 16)
     monkeypatch.setattr(
         perplexity, "score", lambda _, cuts, *more: scored.append(cuts) or score(model, cuts[:1])
@@ -145,7 +145,7 @@ def test_difference(folder, capsys):
     main(Options("model", "text", against="other", tau=0.3, device="cpu", out=out))
     found, shown = json.loads(out.read_text()), capsys.readouterr().out
     ours, theirs = (load(folder / name) for name in ("model", "other"))
-    windows = cut(own_texts("text", Tokenizer.bytes())[1], 16)
+    windows = cut(own_texts("text", Tokenizer.named("bytes"))[1], 16)
     for kind in ("soft", "hard"):
         one, two = (getattr(score(model, windows, 0.3), kind) for model in (ours, theirs))
         assert found[kind]["difference"] == pytest.approx((one - two).mean().item(), abs=1e-5)
@@ -180,7 +180,7 @@ def test_unlike_models(folder, config, shape):
     main(Options("out/run", "short.txt", against="out/other", device="cpu"))
     main(Options("out/run", "short.txt", against="narrow", device="cpu", out=Path("narrow.json")))
     found = json.loads(Path("narrow.json").read_text())["soft"]
-    windows = cut(own_texts("short.txt", Tokenizer.bytes())[1], 8)
+    windows = cut(own_texts("short.txt", Tokenizer.named("bytes"))[1], 8)
     one, two = (score(load(name), windows).soft.double().mean() for name in ("out/run", "narrow"))
     assert found["difference"] == pytest.approx((one - two).item(), abs=1e-5)
     assert not same_weights(load("out/run"), load("out/other"))

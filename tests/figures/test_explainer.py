@@ -67,7 +67,7 @@ def model_of(name):
 def write_run(folder, model, tokenizer=None):
     """A finished run of a model: what the page reads of one."""
     save(model.float(), folder)
-    (tokenizer or Tokenizer.bytes()).save(folder / "tokenizer.json")
+    (tokenizer or Tokenizer.named("bytes")).save(folder / "tokenizer.json")
     config = replace(PRESETS["tiny"][0], tau=TAU, data="/home/<b>/text")
     (folder / "train.json").write_text(json.dumps({"config": asdict(config)}))
     return folder

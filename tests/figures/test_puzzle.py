@@ -34,8 +34,8 @@ def attention_by_hand(model, ids, k, tau):
     keys = torch.stack([heads(*slot, layer.self_attn.k_proj) for slot in slots], 1)  # (G, M, d)
     keys = keys.repeat_interleave(len(q) // len(keys), dim=0)
     scores = (keys @ q[..., None])[..., 0] / layer.self_attn.d**0.5
-    of_keys = torch.stack([log_w[0, t, j] * (j > 0) for t, j in slots])
-    return (scores + of_keys).softmax(-1), [t for t, _ in slots]
+    key_log_w = torch.stack([log_w[0, t, j] * (j > 0) for t, j in slots])
+    return (scores + key_log_w).softmax(-1), [t for t, _ in slots]
 
 
 def test_what_a_step_looks_up():

@@ -14,7 +14,7 @@ def test_kinds():
     """Catches a byte of another kind, an end of a word that is not seen, and thirds of other sizes."""
     text = "Ab 4,\nxé e"
     ids = torch.tensor([[*text.encode(), 0]])  # the last token is a target only
-    characters, place, _ = kinds_of(ids, Tokenizer.bytes())
+    characters, place, _ = kinds_of(ids, Tokenizer.named("bytes"))
     assert characters == [
         "vowel", "consonant", "space", "digit", "punctuation", "line end", "consonant", "beyond ASCII",
         "beyond ASCII", "space", "vowel",
@@ -27,7 +27,7 @@ def test_kinds():
     tokenizer = Tokenizer("bpe", words)
     assert kinds_of(torch.arange(5)[None], tokenizer)[1] == ["first", "first", "first", "last"]
     letters = torch.tensor([[*b"aaabbbcde", 0]])
-    assert kinds_of(letters, Tokenizer.bytes())[2] == ["frequent"] * 3 + ["between"] * 3 + ["rare"] * 3
+    assert kinds_of(letters, Tokenizer.named("bytes"))[2] == ["frequent"] * 3 + ["between"] * 3 + ["rare"] * 3
 
 
 @torch.no_grad()

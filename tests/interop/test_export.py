@@ -305,7 +305,7 @@ KINDS = {
 def test_lm_evaluation_harness(tmp_path, method, monkeypatch):
     """Catches answers that are not those of decoding at tau: log-likelihoods to 1e-4, texts exactly."""
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # runs pip
-    model, tokenizer = ponders(method, vocab_size=257, block_size=40), Tokenizer.bytes()
+    model, tokenizer = ponders(method, vocab_size=257, block_size=40), Tokenizer.named("bytes")
     run = save_for_bytes(model, tmp_path / "run")
     convert(str(run), tmp_path / "out", transformers=True, tau=0.3)
     documents = [{"name": name, "animal": animal} for name, animal in (("fox", "hen"), ("ox", "a"))]

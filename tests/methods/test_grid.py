@@ -28,14 +28,14 @@ def obvious(model, idx, tau=None):
     """States by passes over all slots at once, as many as there are slots: then they are exact."""
     S = model.config.ponder_steps + 1
     e, backend = model.embed(idx), model.backend
-    latents, of_keys, model.backend = e.new_zeros(*idx.shape, S - 1, e.size(-1)), None, masked(S)
+    latents, key_log_w, model.backend = e.new_zeros(*idx.shape, S - 1, e.size(-1)), None, masked(S)
     for _ in range(S + 1):  # one more: the scores of the first pass have no log w
         x = torch.cat([e[:, :, None], latents], dim=2).flatten(1, 2)
         positions = torch.arange(idx.size(1)).repeat_interleave(S)
-        bias = None if of_keys is None else of_keys.flatten(1)
+        bias = None if key_log_w is None else key_log_w.flatten(1)
         h = model.model(x, positions, bias, model.backend).view(*idx.shape, S, -1)
         s, log_w = model.route(h)
-        latents, of_keys = h[:, :, :-1], model.mask_keys(log_w, tau)
+        latents, key_log_w = h[:, :, :-1], model.mask_keys(log_w, tau)
     model.backend = backend
     return h, s, log_w
 

@@ -64,7 +64,7 @@ def test_commands(alone):
     """Catches a command that cannot run where only the seven are, and an output that ASCII stops."""
     folder, run = alone
     prepared, trained, resumed, sampled, *_ = run(
-        "data.py text.txt",
+        "data.py --data text.txt",
         f"train.py --preset tiny --steps 2 --name a {SMALL}",
         "train.py --resume --name a --steps 3",
         "sample.py --run out/a --prompt The --max-new-tokens 5 --show-steps --seed 1",
@@ -106,7 +106,7 @@ def test_what_a_training_step_runs():
         sys.setprofile(None)
     method = "train.objective model.PonderLM.forward model.PonderLM.jacobi model.PonderLM.transform"
     method += " model.Attention.forward model.rotate model.SwiGLU.forward model.Block.forward"
-    method += " attention.soft_mask_attention attention.eager router.Router.forward router.mask_score"
-    method += " router.key_bias model.PonderLM.integrate router.bottom_mass_penalty"
+    method += " attention.soft_mask_attention attention.eager router.Router.forward router.log_mask_score"
+    method += " router.mask_keys model.PonderLM.integrate router.bottom_mass_penalty"
     assert set(method.split()) <= entered
     assert type(model.model.norm).forward is torch.nn.RMSNorm.forward

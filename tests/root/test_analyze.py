@@ -189,7 +189,7 @@ def test_tokens(model, monkeypatch):
     steps = torch.tensor([3, 0, 1, 2, 3, 1, 3, 0, 0, 3, 3, 1, 2, 0, 3])
     monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps))
     windows = torch.tensor([[*text, 0]])
-    rows = tokens(model, windows, Tokenizer.bytes(), words=("the", "a", "of"), least=2)
+    rows = tokens(model, windows, Tokenizer.named("bytes"), words=("the", "a", "of"), least=2)
     found = {(row["kind"], row["text"]): row for row in rows}
     names = [("token", c) for c in " eht"] + [("word", w) for w in ("the", "a", "of")]
     assert [*found] == [*names, ("compound", "inside a word"), ("compound", "at its end")]
@@ -203,7 +203,7 @@ def test_tokens(model, monkeypatch):
     assert shares("at its end") == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
     halves = torch.tensor([[*b" the", 0], [*b" ofx", 0]])
     monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[:8]))
-    assert tokens(model, halves, Tokenizer.bytes(), words=("the",), least=1)[-3]["tokens"] == 0
+    assert tokens(model, halves, Tokenizer.named("bytes"), words=("the",), least=1)[-3]["tokens"] == 0
     assert show_token(b"\n\xe2 a") == "\\n\\xe2 a"
     alike = Tokenizer("bpe", [b"\n", b"\\n"])
     monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[:4]))

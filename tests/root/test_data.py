@@ -154,7 +154,7 @@ def test_newest_run_and_devices(monkeypatch):
 @pytest.mark.parametrize("text", [CODE, "", "😀", "日本語\u200d\u0301", "<|endoftext|>", "\x00\r\n\t"])
 def test_round_trip(bpe, text, tmp_path):
     """Catches text that does not come back, through a saved and loaded tokenizer too."""
-    for tokenizer in (Tokenizer.bytes(), bpe):
+    for tokenizer in (Tokenizer.named("bytes"), bpe):
         tokenizer.save(tmp_path / "t.json")
         again = load_tokenizer(tmp_path / "t.json")
         ids = tokenizer.encode(text)
@@ -240,7 +240,7 @@ def test_endless_blanks(bpe):
     assert bpe.decode(bpe.encode(text)).decode() == text
 
 
-OURS = Tokenizer.bytes().fields()
+OURS = Tokenizer.named("bytes").fields()
 BPE = OURS | {"name": "bpe", "pattern": data.WORDS}
 
 
@@ -488,7 +488,7 @@ def test_corpus_of_files(tmp_path):
 def test_fingerprint():
     """Catches a run that resumes on another text, and one that does not on the same."""
     ids = np.arange(100, dtype=np.uint16)
-    corpus = Corpus("a", Tokenizer.bytes(), 257, ids, ids[:50], "from somewhere")
+    corpus = Corpus("a", Tokenizer.named("bytes"), 257, ids, ids[:50], "from somewhere")
     known = corpus.fingerprint
     twice = sha256(np.concatenate([ids, ids]).tobytes()).hexdigest()
     assert known["name"] == "a" and known["sha256"] == twice and known["val_sha256"] != twice
@@ -610,7 +610,7 @@ def test_nanogpt_folders(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"meta\.pkl .* --data FILE"):
         open_corpus(str(tmp_path))
     assert open_corpus(str(tmp_path), "bytes").tokenizer.name == "bytes"
-    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    Tokenizer.named("bytes").save(tmp_path / "tokenizer.json")
     (tmp_path / "meta.json").write_text('{"vocab_size": 65}')  # somebody else's
     assert open_corpus(str(tmp_path)).tokenizer.name == "bytes"
 
@@ -619,7 +619,7 @@ def test_wide_ids(tmp_path):
     """Catches 32-bit ids that are read as half as wide, and a type that is stated and not believed."""
     ids = np.random.default_rng(0).integers(1, 257, 3_000)
     write_bins(tmp_path, ids, np.uint32)
-    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    Tokenizer.named("bytes").save(tmp_path / "tokenizer.json")
     for meta in ({}, {"dtype": "uint16"}):
         (tmp_path / "meta.json").write_text(json.dumps(meta))
         with pytest.raises(UserError, match=r'train\.bin .*"dtype": "uint32"'):
@@ -648,7 +648,7 @@ def test_wide_ids(tmp_path):
 def test_bad_bins(tmp_path, raw, meta, message):
     """Catches .bin files that would train on garbage or crash in the embedding."""
     write_bins(tmp_path, [1, 2, 3])
-    Tokenizer.bytes().save(tmp_path / "tokenizer.json")
+    Tokenizer.named("bytes").save(tmp_path / "tokenizer.json")
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     if raw is not None:
         (tmp_path / "train.bin").write_bytes(raw)

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from attention import MASKED, auto, eager, sdpa
 from data import Tokenizer, UserError
 from model import Config, PonderLM, from_json, has_settled, load, save
-from router import bottom_mass_penalty, key_bias
+from router import bottom_mass_penalty, mask_keys
 from sample import open_model
 from train import objective
 
@@ -35,7 +35,7 @@ class PrintedIndex(PonderLM):
     @staticmethod
     def mask_keys(log_w, tau=None):
         printed = F.pad(log_w[..., :-1], (1, 0))
-        return printed if tau is None else printed.masked_fill(key_bias(log_w, tau) <= MASKED, MASKED)
+        return printed if tau is None else printed.masked_fill(mask_keys(log_w, tau) <= MASKED, MASKED)
 
 
 @pytest.mark.parametrize("kind", [PonderLM, PonderLM2, PrintedIndex])
@@ -361,7 +361,7 @@ def test_damaged_files(damage, message, tmp_path):
     """Catches a damaged model that is read or asks for all memory, and a message without where and what."""
     folder = tmp_path / "run"
     save(small_model(), folder)
-    Tokenizer.bytes().save(folder / "tokenizer.json")
+    Tokenizer.named("bytes").save(folder / "tokenizer.json")
     open_model(folder, "cpu")
     damage(folder)
     with pytest.raises((OSError, ValueError, RuntimeError, SafetensorError, TypeError)):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention import MASKED
-from router import Router, bottom_mass_penalty, key_bias, mask_score, relaxed_steps, stop_step
+from router import Router, bottom_mass_penalty, log_mask_score, mask_keys, relaxed_steps, stop_step
 
 
 def extreme_logits(n=2000):
@@ -27,7 +27,7 @@ def extreme_logits(n=2000):
 def test_mask_score_properties():
     """Catches NaN, w above 1, w_0 below 1 and a w that rises with k, at any logits in float32."""
     for logits in extreme_logits():
-        log_w = mask_score(torch.tensor(logits).log_softmax(-1))
+        log_w = log_mask_score(torch.tensor(logits).log_softmax(-1))
         assert torch.isfinite(log_w).all(), logits
         assert log_w[0] == 0 and (log_w <= 0).all() and (log_w >= MASKED).all(), logits
         assert (log_w.diff() <= 0).all(), logits
@@ -38,7 +38,7 @@ def test_mask_score_is_the_tail_sum():
     for logits in extreme_logits():
         exact = [x - max(logits) for x in logits]
         log_z = math.log(math.fsum(math.exp(x) for x in exact))
-        log_w = mask_score(torch.tensor(logits).log_softmax(-1))
+        log_w = log_mask_score(torch.tensor(logits).log_softmax(-1))
         for k in range(1, len(exact)):
             tail_top = max(exact[k:])
             tail = math.log(math.fsum(math.exp(x - tail_top) for x in exact[k:])) + tail_top - log_z
@@ -49,7 +49,7 @@ def test_mask_score_is_the_tail_sum():
 def test_mask_score_gradient():
     """Catches a wrong gradient of the tail sums, numerically."""
     logits = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: mask_score(x.log_softmax(-1))[:, 1:], logits)
+    assert torch.autograd.gradcheck(lambda x: log_mask_score(x.log_softmax(-1))[:, 1:], logits)
 
 
 def test_stop_step_is_the_last_step_above_tau():
@@ -58,13 +58,13 @@ def test_stop_step_is_the_last_step_above_tau():
     draw = random.Random(1)
     for logits in extreme_logits():
         tau = draw.choice([0.0, 1e-4, 0.3, 1.0, draw.random()])
-        log_w = mask_score(torch.tensor(logits).log_softmax(-1))
+        log_w = log_mask_score(torch.tensor(logits).log_softmax(-1))
         visible = [tau == 0 or bool(w >= math.log(tau) - 1e-6 * (tau < 1)) for w in log_w]
         stop = int(stop_step(log_w, tau))
         assert stop == max(k for k, v in enumerate(visible) if v), (logits, tau)
         assert stop == [*visible, False].index(False) - 1
         expected = [w if k <= stop else MASKED for k, w in enumerate(log_w.tolist())]
-        assert key_bias(log_w, tau).tolist() == expected and key_bias(log_w) is log_w
+        assert mask_keys(log_w, tau).tolist() == expected and mask_keys(log_w) is log_w
 
 
 def test_stop_step_examples_and_refusals():
@@ -74,7 +74,7 @@ def test_stop_step_examples_and_refusals():
     assert stop_step(log_w, 0.99e-4).tolist() == [2, 0]
     assert stop_step(log_w, 0).tolist() == [3, 3]
     for K in range(1, 64):  # of an even distribution w_k is (K+1-k)/(K+1), rounded
-        log_w = mask_score(torch.zeros(K + 1).log_softmax(-1))
+        log_w = log_mask_score(torch.zeros(K + 1).log_softmax(-1))
         assert [int(stop_step(log_w, (K + 1 - k) / (K + 1))) for k in range(K + 1)] == [*range(K + 1)]
     for tau in (-0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="tau"):
@@ -138,7 +138,7 @@ def literal_penalty(w, ce, form):
 def test_penalty_against_loops(form, level):
     """Catches any slip in rho, its positive part, the count or the choice of the smallest."""
     g = torch.Generator().manual_seed(0)
-    log_w = mask_score(torch.randn(7, 9, 4, generator=g, dtype=torch.float64).log_softmax(-1))
+    log_w = log_mask_score(torch.randn(7, 9, 4, generator=g, dtype=torch.float64).log_softmax(-1))
     ce = level * 2 * torch.rand(7, 9, 4, generator=g, dtype=torch.float64)
     ce = ce - 0.15 * level * torch.arange(4)  # deeper is better on average
     actual, _ = bottom_mass_penalty(flat(log_w), flat(ce), form)
@@ -178,7 +178,7 @@ def test_relaxed_steps():
 def test_printed_penalty_is_inactive():
     """Reading note 2: at a mean cross-entropy of 2.6 nats the printed penalty is exactly zero."""
     g = torch.Generator().manual_seed(0)
-    log_w = mask_score(torch.randn(64, 64, 4, generator=g).log_softmax(-1))
+    log_w = log_mask_score(torch.randn(64, 64, 4, generator=g).log_softmax(-1))
     ce = 2.6 + 0.8 * torch.randn(64, 64, 1, generator=g) + 0.2 * torch.arange(3, -1, -1)
     ce += 2.6 - ce[..., -1].mean()
     printed, rho = bottom_mass_penalty(flat(log_w), flat(ce), "printed")
@@ -190,7 +190,7 @@ def test_printed_penalty_is_inactive():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_diverged_losses_resolve_nothing(form, bad):
     """Catches a loss that is not finite taken for one of 0, so that the penalty presses on all steps."""
-    log_w = mask_score(torch.randn(100, 4, generator=torch.Generator().manual_seed(0)).log_softmax(-1))
+    log_w = log_mask_score(torch.randn(100, 4, generator=torch.Generator().manual_seed(0)).log_softmax(-1))
     ce = torch.full((100, 4), 3.0)
     ce[:, -1] = bad
     penalty, rho = bottom_mass_penalty(log_w, ce, form)

@@ -34,7 +34,7 @@ def run(tmp_path):
     with torch.no_grad():
         model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
     save(model, tmp_path / "run")
-    Tokenizer.bytes().save(tmp_path / "run/tokenizer.json")
+    Tokenizer.named("bytes").save(tmp_path / "run/tokenizer.json")
     return str(tmp_path / "run")
 
 
@@ -146,7 +146,7 @@ def test_show_steps(run, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "\naf₁é₃x₂\n" in out
     assert "\n1.00 of 3 pondering steps per token, prompt included, 50% of the slots saved; " in out
-    assert show(iter([(255, 0), *pairs]), Tokenizer.bytes(), 3, {255, 256}) == 6
+    assert show(iter([(255, 0), *pairs]), Tokenizer.named("bytes"), 3, {255, 256}) == 6
     assert capsys.readouterr().out == "féx\n"
 
 

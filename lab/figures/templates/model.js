@@ -100,7 +100,7 @@ function apply_rotary(x, position, frequencies) {
 const logaddexp = (a, b) => Math.max(a, b) + Math.log1p(Math.exp(-Math.abs(a - b)));
 
 /** log s (S) -> log w (S), the tail sums of s: w_k = s_k + .. + s_K, and w_0 = 1. */
-function mask_score(log_s) {
+function log_mask_score(log_s) {
   const log_w = log_s.slice();
   for (let k = log_s.length - 2; k >= 0; k--) log_w[k] = logaddexp(log_s[k], log_w[k + 1]);
   log_w[0] = 0;
@@ -111,7 +111,7 @@ function mask_score(log_s) {
 const stop_step = (log_w, tau) => log_w.filter(value => value >= Math.log(tau) - 1e-6 * (tau < 1)).length - 1;
 
 /** log w (S) -> bias on the keys of a token's slots: no one sees those beyond K-hat. */
-function key_bias(log_w, tau) {
+function mask_keys(log_w, tau) {
   const steps = stop_step(log_w, tau);
   return log_w.map((value, k) => k > steps ? MASKED : value);
 }
@@ -216,7 +216,7 @@ class PonderLM {
     const highest = Math.max(...logits);
     const total = highest + Math.log(logits.reduce((sum, x) => sum + Math.exp(x - highest), 0));
     const log_s = logits.map(value => value - total);
-    return {s: log_s.map(Math.exp), log_w: mask_score(log_s)};
+    return {s: log_s.map(Math.exp), log_w: log_mask_score(log_s)};
   }
 
   /** State (D) -> logits (V) of the next token. */
@@ -263,7 +263,7 @@ class PonderLM {
       yield pass;
       latents = pass.h.map((h_t, t) => h_t.slice(0, K).map(state => this.feed_back(state, e[t])));
       if (p > K && relative_error(before.flat(), latents.flat()) < tolerance) return;
-      bias = pass.log_w.map(log_w => key_bias(log_w, tau));
+      bias = pass.log_w.map(log_w => mask_keys(log_w, tau));
     }
   }
 }
