@@ -25,6 +25,7 @@ from lab.figures.explainer import write_page
 from lab.interop.weights import PUZZLES, load, locate
 from lab.methods.grid import SlotCache
 from model import Share, settings
+from router import TAU
 
 SECONDS, PAUSE = 0.9, 4  # of a step, and behind the last
 
@@ -109,7 +110,7 @@ def open_model(path=PUZZLES):
     return model, tokenizer
 
 
-def show(model, tokenizer, tau=0.1, seed=6):
+def show(model, tokenizer, tau=TAU, seed=6):
     """Print a puzzle, one question of each number of lookups, and what the model does with them."""
     table, letters = puzzle(seed, longest_of(tokenizer))
     print(f"A model reads a table, {' '.join(table)}, and says where a chain ends:\n")
@@ -128,7 +129,7 @@ class Puzzle:
     run: Given | None = None  # a model of the lookup task on the grid; by default models/lookup
     seed: int = 6  # of the puzzle
     number: int | None = None  # lookups of the question that is drawn; by default the most
-    tau: Share = 1e-4  # where pondering stops
+    tau: Share = TAU  # where pondering stops
     out: Path = Path("out/puzzle.svg")
 
 
