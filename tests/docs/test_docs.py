@@ -33,10 +33,6 @@ SHORT = {  # appended to a command, so that it takes seconds
     "lab analyze where": "--data my_texts",
     "lab analyze difficulty": "--windows 2 --data my_texts",
     "lab evaluate": "--windows 3",
-    "lab bench attention": "--lengths 64 --widths 56 --repeats 1",
-    "lab bench step": "--preset tiny --windows 1 --R 1 --repeats 1",
-    "lab bench decoding": "--batch-sizes 1 --prompts 4 --new-tokens 2 --repeats 1",
-    "lab corpus lookup": "--lines 200",
 }
 
 
@@ -83,17 +79,10 @@ def shortened(line):
         short += " --data my_texts"
     if "--data my_texts" in short and "--data" in arguments and not fetched:
         short = short.replace("--data my_texts", "")
-    own = {"lab evaluate": "--corpus", "lab bench": "--data"}.get(" ".join(words[:2]))
-    if (
-        own
-        and not {own, "--data"} & set(arguments)
-        and words[:3] not in (["lab", "bench", kind] for kind in ("attention", "step", "memory"))
-    ):
-        short += f" {own} my_texts"  # the runs here are of these texts
+    if words[:2] == ["lab", "evaluate"] and not {"--corpus", "--data"} & set(arguments):
+        short += " --corpus my_texts"  # the runs here are of these texts
     if "--against" in arguments:
         short = short.replace("--windows 3", "--windows 100")  # fewer have no interval
-    if "medium" in arguments and trains:
-        short += " --block-size 32 --num-hidden-layers 2"
     # Compiling takes minutes: test_compiled_blocks, which is slow, does it.
     return what, [word for word in arguments if word != "--compile"] + shlex.split(short), None
 
@@ -151,13 +140,6 @@ def test_tour():
     for shown in steps:
         block = shown.strip("\n")
         assert f"```\n{block}\n```\n" in PAGES["docs/tour.md"], shown
-
-
-def test_lengths():
-    """Catches a README that is more than a page, and pages that are more than one subject."""
-    assert len(README.splitlines()) <= 250
-    for name, text in PAGES.items():
-        assert len(text.splitlines()) < 300, name
 
 
 def test_every_page_is_listed():
