@@ -76,5 +76,5 @@ def test_where(trained, tmp_path):
     Where(flags([trained / "ponder"]), out=tmp_path, data=str(trained.parent / "text.txt"), windows=4).draw()
     assert len(pd.read_csv(tmp_path / "where.csv").group.unique()) == 5
     assert (tmp_path / "where.png").stat().st_size > 5000
-    with pytest.raises(UserError, match="it has no router"):
+    with pytest.raises(UserError, match="plain"):
         Where(flags([trained / "plain"]), out=tmp_path, data=str(trained.parent / "text.txt")).draw()
