@@ -7,6 +7,7 @@ import torch
 from data import UserError, Windows
 from lab.corpora import lookup
 from lab.corpora.preparation import open_corpus
+from lab.figures.puzzle import chain_from
 
 
 @pytest.fixture(scope="module")
@@ -27,24 +28,18 @@ def test_lines(longest):
         ids = tokenizer.encode(text)
         assert len(ids) == lookup.LINE - 1 and min(ids) >= 256
         assert tokenizer.decode(ids).decode() == text
-        parts = text.split()
-        following = dict(parts[:pairs])
-        assert len(following) == len(set(following.values())) == pairs
-        chains = []
-        for letter in following.keys() - following.values():
-            chains.append(0)
-            while letter in following:
-                letter, chains[-1] = following[letter], chains[-1] + 1
-            assert letter in "STUVXYZ"
-        assert len(chains) == 4 and longest in chains
+        words = text.split()
+        table, following = words[:pairs], dict(words[:pairs])
+        begins = following.keys() - following.values()
+        chains = [chain_from(letter, table) for letter in begins]
+        assert len(following) == pairs and len(chains) == 4 and max(map(len, chains)) == longest + 1
+        assert len({chain[-1] for chain in chains} & {*"STUVXYZ"}) == 4
         for i in range(pairs, 61, 4):
-            number, letter, answer, again = parts[i : i + 4]
-            for _ in range(int(number)):
-                letter = following[letter]
-            assert letter == answer and answer in "STUVXYZ" and number == again
+            number, letter, answer, again = words[i : i + 4]
+            assert chain_from(letter, table)[int(number) :] == answer and number == again
             asked.append(int(number))
             ends.append(answer)
-        assert parts[61:] == ["the", "end"]
+        assert words[61:] == ["the", "end"]
     counts = [asked.count(n) for n in range(1, longest + 1)]
     assert sum(counts) == len(asked) and min(counts) > 0.7 * max(counts)
     assert all(100 < ends.count(end) < 250 for end in "STUVXYZ")

@@ -276,11 +276,15 @@ def test_memory(monkeypatch):
         ("bad.parquet", {}, r"bad\.parquet"),
         *((f"{i}.jsonl", {}, rf"{i}\.jsonl") for i in range(6)),
         ("someone/texts", {"field": "id"}, "someone/texts.*id"),
-        ("someone/broken", {}, "no route to host.*the same command goes on"),
+        ("someone/broken", {}, "no route to host"),
     ],
 )
 def test_refused(monkeypatch, name, flags, words):
     """Catches a stack trace, or a folder that is left, where one line should name the file."""
+
+    def broken(*_, **__):
+        raise ConnectionError("no route to host")
+
     Path("out").mkdir()
     for file, text in (("blank.txt", b" \n"), ("a.txt", b"some text"), ("bad.parquet", b"PAR1")):
         Path(file).write_bytes(text)
@@ -293,10 +297,6 @@ def test_refused(monkeypatch, name, flags, words):
     with pytest.raises(UserError, match=words):
         prepare(Options(name, Path("new"), **flags))
     assert not Path("new.part").exists()
-
-
-def broken(*_, **__):
-    raise ConnectionError("no route to host")
 
 
 def test_corpora_of_the_root(monkeypatch):

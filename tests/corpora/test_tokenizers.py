@@ -105,11 +105,10 @@ def test_prompts(tmp_path, kind, monkeypatch):
         assert ids == theirs(text, add_special_tokens=False)["input_ids"]
         assert ids.count(tokenizer.end_of_text) == text.count("</s>")
         assert tokenizer.end_of_text not in tokenizer.encode(text)
-    for wrong in (KeyboardInterrupt, UserError):
-        with monkeypatch.context() as patch, pytest.raises(wrong):
-            patch.setattr(tokenizer, "encode", Mock(side_effect=wrong))
-            tokenizer.encode_prompt("</s>")
-        assert tokenizer.end_of_text not in tokenizer.encode("</s>")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(tokenizer, "encode", Mock(side_effect=KeyboardInterrupt))
+        tokenizer.encode_prompt("</s>")
+    assert tokenizer.end_of_text not in tokenizer.encode("</s>")
 
 
 # -- Corpora ---------------------------------------------------------------------------------------
@@ -129,8 +128,7 @@ def test_corpus(kind, monkeypatch):
     for split, part in (("train", text[:cut]), ("val", text[cut:])):
         one = [*tokenizer.begin, *tokenizer.encode(part), tokenizer.end_of_text]
         assert getattr(corpus, split).tolist() == 2 * one
-    again = open_corpus(str(Path("data", corpus.name)))  # its own tokenizer
-    assert again.tokenizer.digest == tokenizer.digest and np.array_equal(again.train, corpus.train)
+    assert open_corpus(f"data/{corpus.name}").tokenizer.digest == tokenizer.digest  # its own
     monkeypatch.setattr(preparation, "prepare", lambda o: pytest.fail("it was made again"))
     assert open_corpus("texts", "model").fingerprint == corpus.fingerprint
     assert open_corpus("texts", "bytes").name != corpus.name

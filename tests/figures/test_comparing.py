@@ -3,16 +3,16 @@
 import json
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 from lab_helpers import flags, small_model, tokens
 
 from analyze import pareto
-from data import UserError, open_corpus
+from data import UserError, Windows, open_corpus
 from lab.figures.comparing import (
     Compare,
     by_run,
@@ -76,19 +76,16 @@ def test_other_tau_and_windows_to_choose_by(trained):
     text = str(trained.parent / "text.txt")
     runs, val = read_runs([trained / "ponder", trained / "tau"]), open_corpus(text, "bytes").val
     frame = by_run(runs, lambda run: losses(run, (1e-4, 0.97), 4, CPU, text))
-    order = np.random.default_rng((0, 0)).permutation((len(val) - 1) // 16)
-    stack = lambda part: torch.from_numpy(np.stack([val[16 * i : 16 * i + 17] for i in part]).astype(int))  # noqa: E731
+    rows_of_val, windows = Windows(val, 16, seed=0), {"": (0, 8), "choose": (8, 12)}
     assert len(frame) == 4 and len(over_seeds(frame, ["tau"])) == 4
     for run, (name, rows) in zip(runs, frame.groupby("method", sort=False), strict=True):
         assert ("tau" in name) == (run.config.tau != 1e-4)
-        for row in rows.to_dict("records"):
-            for windows, loss, steps in (
-                (stack(order[8:12]), "choose", "choose_steps"),
-                (stack(order[:8]), "loss", "steps"),
-            ):
-                out = load(run.path)(windows[:, :-1], windows[:, 1:], tau=row["tau"])
-                assert row[loss] == pytest.approx(out.loss.item(), rel=1e-5)
-                assert row[steps] == pytest.approx(out.steps.float().mean().item(), rel=1e-5)
+        for row, (which, part) in product(rows.to_dict("records"), windows.items()):
+            x = rows_of_val.stack(*part)
+            out = load(run.path)(x[:, :-1], x[:, 1:], tau=row["tau"])
+            assert row[which or "loss"] == pytest.approx(out.loss.item(), rel=1e-5)
+            steps = row[f"{which}_steps" if which else "steps"]
+            assert steps == pytest.approx(out.steps.float().mean().item(), rel=1e-5)
     with pytest.raises(UserError, match="are reported"):
         by_run(runs, lambda run: losses(run, (), 10**6, CPU, text))
 

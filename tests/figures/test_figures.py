@@ -8,7 +8,6 @@ from lab_helpers import small_model
 
 import analyze
 from data import UserError
-from lab.figures.__main__ import FIGURES
 from lab.figures.difficulty import Difficulty, gains, shifts
 from lab.figures.subject import decoded, open_subject
 
@@ -48,8 +47,3 @@ def test_difficulty(trained, tmp_path, subject):
     for reference, run, message in (("lookup-0", "ponder", "--reference"), ("ponder", "plain", "vanilla")):
         with pytest.raises(UserError, match=message):
             Difficulty(str(trained / reference), **given | {"run": str(trained / run)}).draw()
-
-
-def test_no_figure_is_the_roots():
-    """Catches a figure in the place of the root's."""
-    assert not {figure.__name__.lower() for figure in FIGURES} & analyze.DRAWINGS.keys()
