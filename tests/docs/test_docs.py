@@ -124,16 +124,6 @@ def test_code_and_output_of_the_readme():
     assert printed in (ROOT / "sample.py").read_text("utf-8")  # whose own test compares it with the command
 
 
-def test_tour():
-    """Catches a tour that shows other numbers than the code computes."""
-    printed = run("docs.tour", [], ROOT)
-    steps = re.split(r"(?m)^\d+\. .*\n\n", printed)[1:]
-    assert len(steps) == 10
-    for shown in steps:
-        block = shown.strip("\n")
-        assert f"```\n{block}\n```\n" in PAGES["docs/tour.md"], shown
-
-
 def test_what_is_listed():
     """Catches a page, script or folder that nobody finds, and a script before one that it imports."""
     assert {f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")} == set(NAMES[1:])

@@ -105,6 +105,7 @@ def test_differences_by_pair(make_run):
     assert found["LoopedLM"].tolist() == pytest.approx([-0.1, -0.2, -0.6]) and found["Pause"].isna().all()
     assert found["PonderLM-2"].tolist() == pytest.approx([0] * 6)
     cells = comparison_table(frame, "PonderLM-2").set_index("method")
+    assert len(cells) == 4  # each K has its own
     within = 4.303 * math.sqrt(0.07 / 3)
     assert cells.loc["LoopedLM"].iloc[-1] == f"-0.3000 ± {within:.4f}" and cells.loc["Pause"].iloc[-1] == "-"
     with pytest.raises(UserError, match="PonderLM-4"):

@@ -125,12 +125,9 @@ class Worker:
 
 @pytest.fixture
 def worker(pages):
-    def worker_of(name="plain"):
-        if name in PUZZLERS:
-            return Worker(pages[PUZZLERS[name]], "puzzle", "puzzle-weights")
-        return Worker(pages[name])
-
-    return worker_of
+    """A worker of the model with this name."""
+    place = {name: (pages[page], "puzzle", "puzzle-weights") for name, page in PUZZLERS.items()}
+    return lambda name="plain": Worker(*place.get(name, (pages.get(name),)))
 
 
 class Page:

@@ -1,10 +1,10 @@
-"""What is measured of one run, and the command line."""
+"""What is measured of one run."""
 
 import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from lab_helpers import small_model
+from lab_helpers import decode, small_model
 
 import analyze
 from data import UserError
@@ -19,15 +19,12 @@ def test_measured_is_what_decoding_does(tau, method, subject):
     """Catches soft masks where hard ones are said, Jacobi on the grid."""
     model = small_model(seed=2, method=method)
     one = subject(model, windows=2, tau=tau)
-    (loss, steps, _), at = decoded(one), 0
-    for row in one.windows:
-        cache = model.new_cache()
-        for t in range(8):
-            logits, k = model.ponder_token(int(row[t]), t, cache, tau)
-            assert loss[at].item() == pytest.approx(F.cross_entropy(logits, row[t + 1]).item(), abs=3e-5)
-            assert steps[at] == k
-            at += 1
-    assert at == len(loss)
+    loss, steps, _ = (x.view(2, 8) for x in decoded(one))
+    for row, losses, taken in zip(one.windows, loss, steps, strict=True):
+        logits, expected, _ = decode(model, row[:-1], tau)
+        by_hand = F.cross_entropy(logits, row[1:], reduction="none")
+        torch.testing.assert_close(losses.double(), by_hand.double(), atol=3e-5, rtol=0)
+        assert taken.tolist() == expected
 
 
 def test_difficulty(trained, tmp_path, subject):
