@@ -88,6 +88,9 @@ def test_more_steps_than_learned(trained):
     assert rows[:7].drop(columns="most").equals(lookup_rows(runs, tau=0.0, **how).drop(columns="most"))
     taken = rows.steps[rows.accuracy.notna()]
     assert taken.tolist() == [n for n in rows.most[rows.accuracy.notna()]]
+    # s is hardly trained: five shares of a fifth, of which w_3 = 0.4 and w_4 = 0.2
+    even = lookup_rows(runs, tau=0.3, **how, most=(4,))
+    assert even.steps[even.accuracy.notna()].tolist() == pytest.approx([3] * (len(taken) // 2))
     with pytest.raises(UserError, match="--most 1"):
         lookup_rows(runs, tau=0.0, **how, most=(1,))
     model = start_from(
