@@ -7,21 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 from lab_helpers import save_for_bytes, small_model
-from pydantic import ValidationError
 
 import train as train_script
 from data import UserError
 from lab import bench
 from lab.engine.batching import Engine
 from model import Llama
-from train import PRESETS, objective
+from train import PRESETS
 
 CPU = torch.device("cpu")
 
 
 def test_measure(monkeypatch):
     """Catches things that do not take turns, a mean in place of a median, one that fails and takes all with
-    it or disappears without a reason, and a peak that counts what was there before, or of another run."""
+    it or disappears without a reason."""
     order, waits = [], iter([0, 0, 0.3] + 10 * [0])
 
     def slow_once():
@@ -38,6 +37,9 @@ def test_measure(monkeypatch):
     turns = "".join(order)[2:]  # the first calls load what is needed
     assert turns == 3 * turns[: len(turns) // 3]
 
+
+def test_peak_of_a_gpu(monkeypatch):
+    """Catches a peak that counts what was there before, or of another run."""
     now = dict(allocated=2**30, peak=2**40)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda: now["allocated"])
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: now["peak"])
@@ -46,34 +48,22 @@ def test_measure(monkeypatch):
     assert bench.measure({"a": grow, "b": lambda: None}, 1, torch.device("cuda"))[1] == {"a": 8, "b": 0}
 
 
-def test_attention(tmp_path, capsys, monkeypatch):
-    """Catches ratios to something else than plain attention, a form without a mask, or one too large."""
-    seen, form = [], bench.BACKENDS["sdpa"]
-
-    def watch(q, k, v, log_w):
-        seen.append(log_w is not None)
-        return form(q, k, v, log_w)
-
-    monkeypatch.setitem(bench.BACKENDS, "sdpa", watch)
+def test_ratios(tmp_path, monkeypatch):
+    """Catches ratios to something else than the plain form or step, and a compiled step that is not."""
     monkeypatch.setitem(bench.SHORT, "eager", 32)
-    bench.attention(bench.Attention(lengths=(32, 64), widths=(8,), repeats=1, device="cpu", out=tmp_path))
+    how = dict(repeats=1, device="cpu", out=tmp_path)
+    bench.attention(bench.Attention(lengths=(32, 64), widths=(8,), **how))
     rows = json.loads((tmp_path / "attention-cpu.json").read_text())["rows"]
     assert [(row["backend"], row["N"]) for row in rows] == [
         *((name, 32) for name in ("plain", "sdpa", "exact", "eager")),
         *((name, 64) for name in ("plain", "sdpa", "exact")),
     ]
-    assert all(seen) and seen
     for row in rows:
         plain = next(x["milliseconds"] for x in rows if (x["backend"], x["N"]) == ("plain", row["N"]))
         assert row["time_ratio"] == pytest.approx(row["milliseconds"] / plain)
-    assert "time_ratio" in capsys.readouterr().out
-
-
-def test_step(tmp_path, monkeypatch):
-    """Catches ratios to something else than the plain step, and a compiled step that is not compiled."""
     compiled = []
     monkeypatch.setattr("torch.compile", lambda form, **how: compiled.append(how) or form)
-    bench.step(bench.Step(preset="tiny", windows=1, R=0, repeats=1, compile=True, device="cpu", out=tmp_path))
+    bench.step(bench.Step(preset="tiny", windows=1, R=0, compile=True, **how))
     assert compiled == [{"dynamic": False}] * 2 * PRESETS["tiny"][1].num_hidden_layers
     rows = json.loads((tmp_path / "train-tiny-cpu.json").read_text())["rows"]
     assert [row["case"] for row in rows[:2]] == ["plain", "PonderLM-3"] and len(rows) == 5
@@ -81,30 +71,21 @@ def test_step(tmp_path, monkeypatch):
         assert row["time_ratio"] == pytest.approx(row["seconds"] / rows[0]["seconds"])
 
 
-@pytest.mark.parametrize("K, R", [(1, 2), (2, 1), (3, 0)])
-@pytest.mark.parametrize("recompute", [True, False])
-def test_what_a_step_runs(K, R, recompute, monkeypatch):
+@pytest.mark.parametrize("K, R", [(1, 2), (3, 0)])
+def test_what_a_step_runs(K, R, monkeypatch):
     """Catches a step that is not train.py's, or a plain one of other slots or without a backward pass."""
-    shape, seen = replace(PRESETS["tiny"][1], block_size=8, ponder_steps=K), {True: [], False: []}
-    made, forward, backward, gradients = [], Llama.forward, torch.Tensor.backward, []
-
-    def watch(model, *inputs):
-        made.append(model)
-        return objective(model, *inputs)
-
-    for plain, slots in seen.items():
-        run = bench.step_run(shape, 1, R, CPU, torch.float32, plain=plain, recompute=recompute)
-        note = lambda llama, x, *rest, slots=slots: slots.append(x.size(1)) or forward(llama, x, *rest)  # noqa: E731
-        with monkeypatch.context() as patch:
-            patch.setattr(bench, "objective", watch)
-            patch.setattr(Llama, "forward", note)
-            patch.setattr("torch.Tensor.backward", lambda *x: gradients.append(x) or backward(*x))
-            run()
-        if not (recompute and not plain):  # which runs each pass once more
-            assert slots == [8 * n for n in bench.slots_of_passes(K, R)]
-    assert len(gradients) == len(bench.slots_of_passes(K, R)) + 1
-    (model,) = made
-    assert model.recompute == recompute and bench.objective is train_script.objective
+    shape, seen, gradients = replace(PRESETS["tiny"][1], block_size=8, ponder_steps=K), [], []
+    forward, backward = Llama.forward, torch.Tensor.backward
+    monkeypatch.setattr(Llama, "forward", lambda *x: seen.append(x[1].size(1)) or forward(*x))
+    monkeypatch.setattr("torch.Tensor.backward", lambda *x: gradients.append(x) or backward(*x))
+    for plain in (True, False):
+        bench.step_run(shape, 1, R, CPU, torch.float32, plain=plain)()
+        assert seen == [8 * n for n in bench.slots_of_passes(K, R)]
+        assert len(gradients) == (len(seen) if plain else 1)
+        seen.clear(), gradients.clear()
+    bench.step_run(shape, 1, R, CPU, torch.float32, recompute=True)()
+    assert len(seen) == 2 * len(bench.slots_of_passes(K, R))  # each pass once more
+    assert bench.objective is train_script.objective
 
 
 def test_goals(tmp_path, capsys):
@@ -115,7 +96,6 @@ def test_goals(tmp_path, capsys):
     results = {
         "attention": {"rows": [{**sdpa, "d": 56, "time_ratio": 1.09}, {**sdpa, "d": 120, "time_ratio": 1.2}]},
         "small": {"preset": "small", "rows": [{"case": "--compile", "MFU": 0.3}, {"case": "plain"}]},
-        "large": {"preset": "410m", "rows": [{"case": "--compile", "MFU": 0.3}]},
         "decode": {"run": "x", "exit": [
             {"batch": 1, "way": "alpha -2", "saved": 0.95}, {"batch": 8, "way": "alpha -2", "saved": 0.8},
             {"batch": 1, "way": "all steps, no graphs", "time_ratio": 2.5},
@@ -126,10 +106,9 @@ def test_goals(tmp_path, capsys):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     bench.goals(bench.Goals(out=tmp_path, run=tmp_path))
     lines = capsys.readouterr().out.splitlines()[1:]
-    failed = [line for line in lines if "FELL SHORT" in line]
-    assert len(lines) == 8 and sum("passed" in line for line in lines) == len(failed) == 4
-    for what in ("d = 120", "410m", "batch 8", "executed steps"):
-        assert any(what in line for line in failed)
+    failed = "".join(line for line in lines if "passed" not in line)
+    assert len(lines) == 7 and failed.count("FELL SHORT") == 3
+    assert all(what in failed for what in ("d = 120", "batch 8", "executed steps"))
 
 
 # -- Decoding --------------------------------------------------------------------------------------
@@ -154,12 +133,8 @@ def test_rows():
         assert row["time_ratio"] == pytest.approx(seconds / (8 / always["tokens_per_second"]))
 
 
-@pytest.mark.parametrize(
-    "method, options, wrong",
-    [("ponderlm3", dict(prompts=(-3,)), "prompts"), ("ponderlm2", {}, "method ponderlm2")],
-)
-def test_refusals(method, options, wrong, tmp_path):
-    """Catches a measurement that breaks off after minutes, or sweeps a router that is not there."""
-    save_for_bytes(small_model(method=method, vocab_size=257), tmp_path)
-    with pytest.raises((UserError, ValidationError), match=wrong):
-        bench.decoding(bench.Decoding(run=str(tmp_path), device="cpu", **options))
+def test_another_method(tmp_path):
+    """Catches a sweep of a router that is not there."""
+    save_for_bytes(small_model(method="ponderlm2", vocab_size=257), tmp_path)
+    with pytest.raises(UserError, match="ponderlm2"):
+        bench.decoding(bench.Decoding(run=str(tmp_path), device="cpu"))

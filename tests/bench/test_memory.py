@@ -52,20 +52,16 @@ def test_peak(form):
 def test_of_a_gpu():
     """Catches a formula that is not what an H200 took: to 1 % plain, 3 % compiled, 5 % if all is computed
     again. Without the weights, which were there before, and AdamW, which was not."""
-    name = ROOT / "docs/figures/train-small-cuda.json"
-    found, (_, shape) = json.loads(name.read_text()), PRESETS["small"]
-    assert (found["windows"], found["R"]) == (64, 2)
-    rows, all_ = {row["case"]: row["MiB"] for row in found["rows"]}, forms(3, 2)["all"]
-    cases = {
-        "PonderLM-3": ({}, 0.01),
-        "--compile": ({"compiled": True}, 0.03),
-        "--recompute": ({"again": all_}, 0.05),
-    }
-    for case, (how, tolerance) in cases.items():
-        parts = bytes_of_step(shape, 64, 2, **how)
-        assert (sum(parts.values()) - parts["weights"] * 3 / 4) / 2**20 == pytest.approx(
-            rows[case], rel=tolerance
-        )
+    found = json.loads((ROOT / "docs/figures/train-small-cuda.json").read_text())
+    rows = {row["case"]: row["MiB"] for row in found["rows"]}
+    for case, how, tolerance in (
+        ("PonderLM-3", {}, 0.01),
+        ("--compile", {"compiled": True}, 0.03),
+        ("--recompute", {"again": forms(3, 2)["all"]}, 0.05),
+    ):
+        parts = bytes_of_step(PRESETS["small"][1], found["windows"], found["R"], **how)
+        expected = (sum(parts.values()) - parts["weights"] * 3 / 4) / 2**20
+        assert expected == pytest.approx(rows[case], rel=tolerance)
 
 
 def test_weights():

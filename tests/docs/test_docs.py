@@ -33,10 +33,6 @@ SHORT = {  # appended to a command, so that it takes seconds
     "lab analyze where": "--data my_texts",
     "lab analyze difficulty": "--windows 2 --data my_texts",
     "lab evaluate": "--windows 3",
-    "lab bench attention": "--lengths 64 --widths 56 --repeats 1",
-    "lab bench step": "--preset tiny --windows 1 --R 1 --repeats 1",
-    "lab bench decoding": "--batch-sizes 1 --prompts 4 --new-tokens 2 --repeats 1",
-    "lab corpus lookup": "--lines 200",
 }
 
 
@@ -73,29 +69,15 @@ def shortened(line):
         at = [word.endswith(".py") for word in words].index(True)
         short = TRAIN.replace("--batch-size 2", "") + " --preset tiny --data my_texts"
         return words[at], [*words[at + 1 :], *short.split()], words[:at]
-    words = words[1:] if words[0] == "-m" else words
-    what, *arguments = words
+    what, *arguments = words = words[1:] if words[0] == "-m" else words
     names = [" ".join(words[:n]) for n in (3, 2, 1)]
-    short = next((SHORT[name] for name in names if name in SHORT), "")
-    trains = words[0] == "train.py" or words[:2] == ["lab", "train"]
-    fetched = "shakespeare" in arguments  # by a network
-    if trains and (fetched or not {"--resume", "--data"} & set(arguments)):
-        short += " --data my_texts"
-    if "--data my_texts" in short and "--data" in arguments and not fetched:
-        short = short.replace("--data my_texts", "")
-    own = {"lab evaluate": "--corpus", "lab bench": "--data"}.get(" ".join(words[:2]))
-    if (
-        own
-        and not {own, "--data"} & set(arguments)
-        and words[:3] not in (["lab", "bench", kind] for kind in ("attention", "step", "memory"))
-    ):
-        short += f" {own} my_texts"  # the runs here are of these texts
+    short = next((SHORT[name] for name in names if name in SHORT), "").split()
+    if not {"--resume", "--data", "--corpus"} & {*arguments, *short}:  # the runs here are of these texts
+        own = {"train.py": "--data", "lab train": "--data", "lab evaluate": "--corpus"}
+        short += [f"{own[name]} my_texts" for name in names if name in own]
     if "--against" in arguments:
-        short = short.replace("--windows 3", "--windows 100")  # fewer have no interval
-    if "medium" in arguments and trains:
-        short += " --block-size 32 --num-hidden-layers 2"
-    # Compiling takes minutes: test_compiled_blocks, which is slow, does it.
-    return what, [word for word in arguments if word != "--compile"] + shlex.split(short), None
+        short[short.index("--windows") + 1] = "100"  # fewer have no interval
+    return what, [*arguments, *" ".join(short).split()], None
 
 
 def run(what, arguments, directory):
@@ -105,13 +87,12 @@ def run(what, arguments, directory):
     return printed
 
 
-def weighed(name, line):
-    """What takes a quarter of a minute is slow."""
-    is_slow = re.search("^torchrun|lab bench", line)
-    return pytest.param(name, line, marks=pytest.mark.slow if is_slow else ())
+def is_slow(line):
+    """Does it take a quarter of a minute?"""
+    return pytest.mark.slow if re.search("^torchrun|lab bench", line) else ()
 
 
-@pytest.mark.parametrize("name, line", [weighed(*command) for command in COMMANDS])
+@pytest.mark.parametrize("name, line", [pytest.param(*x, marks=is_slow(x[1])) for x in COMMANDS])
 def test_command(name, line, directory):
     """Catches a page whose commands have drifted from the code; in the order of the pages, since
     sampling takes the newest run."""
@@ -143,30 +124,9 @@ def test_code_and_output_of_the_readme():
     assert printed in (ROOT / "sample.py").read_text("utf-8")  # whose own test compares it with the command
 
 
-def test_tour():
-    """Catches a tour that shows other numbers than the code computes."""
-    printed = run("docs.tour", [], ROOT)
-    steps = re.split(r"(?m)^\d+\. .*\n\n", printed)[1:]
-    assert len(steps) == 10
-    for shown in steps:
-        block = shown.strip("\n")
-        assert f"```\n{block}\n```\n" in PAGES["docs/tour.md"], shown
-
-
-def test_lengths():
-    """Catches a README that is more than a page, and pages that are more than one subject."""
-    assert len(README.splitlines()) <= 250
-    for name, text in PAGES.items():
-        assert len(text.splitlines()) < 300, name
-
-
-def test_every_page_is_listed():
-    """Catches a page that nobody finds."""
+def test_what_is_listed():
+    """Catches a page, script or folder that nobody finds, and a script before one that it imports."""
     assert {f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")} == set(NAMES[1:])
-
-
-def test_reading_order():
-    """Catches a script or folder that the README leaves out, or a script before one that it imports."""
     text = README.split("## The files")[1].split("\n## ")[0]
     scripts = re.findall(r"(?m)^\| \[`(\w+)\.py`\]", text)
     assert sorted(scripts) == sorted(file.stem for file in ROOT.glob("*.py"))
@@ -174,9 +134,8 @@ def test_reading_order():
         source = (ROOT / f"{script}.py").read_text("utf-8")
         imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
         assert not imported & set(scripts[i + 1 :]), (script, imported)
-    folders = set(re.findall(r"`(\w+)/`", text))
-    there = {file.parent.name for file in (ROOT / "lab").glob("*/__init__.py")} | {"runs"}
-    assert there <= folders
+    folders = {file.parent.name for file in (ROOT / "lab").glob("*/__init__.py")}
+    assert folders <= set(re.findall(r"`(\w+)/`", text))
 
 
 def anchors(text):
@@ -201,15 +160,11 @@ def test_links(name):
         assert file.is_file(), target
         if anchor:
             assert anchor in anchors(file.read_text("utf-8")), target
-        if shown.startswith("`") and file.suffix == ".py" and not shown.strip("`").endswith(".py"):
+        if file.suffix == ".py" and re.fullmatch(r"`[\w.]+`", shown) and not shown.endswith(".py`"):
             function = shown.strip("`").split(".")[-1]
-            if shown.strip("`").endswith("/"):
-                continue
-            source = file.read_text("utf-8")
-            assert re.search(rf"(?m)^ *(def |class )?{function}\b", source), shown
-    for script in re.findall(r"\bbash (\S+\.sh)", text):
-        if name != "docs/log.md":
-            assert (ROOT / script).is_file(), script
+            assert re.search(rf"(?m)^ *(def |class )?{function}\b", file.read_text("utf-8")), shown
+    scripts = re.findall(r"\bbash (\S+\.sh)", text)
+    assert name == "docs/log.md" or all((ROOT / script).is_file() for script in scripts)
 
 
 def test_tests_that_are_named():
@@ -223,19 +178,12 @@ def test_tests_that_are_named():
 def test_tables():
     """Catches a number in a table that is not what its file has, cell by cell (python -m docs.tables writes
     it anew), and a table of numbers that says nothing of where they are from."""
-    for page in tables.pages():
-        text = page.read_text("utf-8")
+    texts = {page: page.read_text("utf-8") for page in tables.pages()}
+    assert len(tables.TABLE.findall("".join(texts.values()))) > 3
+    for page, text in texts.items():
         assert tables.written_anew(text) == text, f"{page}: python -m docs.tables"
         assert not re.search(r"(?m)^\|.*\n[^|\n]", text), f"{page}: text right below a table is a row of it"
         for table in re.finditer(r"(?:^\|.*\n)+", text, re.MULTILINE):
             if re.search(r"(?<![\w.])\d[\d,]*\.\d", table[0]):
                 above = text[: table.start()].rstrip().rsplit("\n\n", 1)[-1]
                 assert above.endswith("-->") and ("<!-- table" in above or "<!-- by hand" in above), table[0]
-
-
-def test_a_wrong_digit():
-    """Catches a comparison of tables that any number passes."""
-    page = (ROOT / "docs/results.md").read_text("utf-8")
-    cell = re.search(r"\| no thinking \| [^|]* \| (1\.\d{4})", page)[1]
-    other = cell[:-1] + str((int(cell[-1]) + 1) % 10)
-    assert tables.written_anew(page.replace(cell, other)) == page

@@ -25,7 +25,8 @@ def test_it_is_what_the_script_makes():
     "directory", [pytest.param(ROOT, marks=pytest.mark.slow), NOTEBOOK.parent], ids=["root", "docs"]
 )
 def test_it_runs(directory):
-    """Catches a cell that fails or prints other numbers, from the root or where Jupyter starts."""
+    """Catches a cell that fails or prints other numbers than docs/tour.md, from the root or where Jupyter
+    starts."""
     notebook = nbformat.reads(build(), as_version=4)
     nbformat.validate(notebook)
     shown = printed(notebook)

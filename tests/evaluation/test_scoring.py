@@ -27,13 +27,11 @@ def test_cut(T):
         assert first > start and all(place - start >= min(place, T // 2 + 1) for place in range(first, end))
     assert np.array_equal(np.concatenate(predicted), np.concatenate([ids[1:] for ids in texts]))
     assert cuts.sizes.tolist() == [*map(len, predicted)]
-    assert cuts[[2, 0]].places.tolist() == [cuts.places[i].tolist() for i in (2, 0)]
-
-
-def decoded_losses(model, text, tau):
-    """The losses of a text's tokens, and the steps before each, by the simple decoder."""
-    logits, steps, _ = decode(model, text[:-1], tau)
-    return F.cross_entropy(logits, torch.tensor(text[1:]), reduction="none"), steps
+    for n in (2, len(cuts) * 6 // 10, len(cuts), 10**6):  # spread over all
+        some = cut(texts, T, n).places.tolist()
+        at = [cuts.places.tolist().index(place) for place in some]
+        assert len({*at}) == min(n, len(cuts)) and (at[0], at[-1]) == (0, len(cuts) - 1)
+        assert max(np.diff(at)) - min(np.diff(at)) <= 1
 
 
 @pytest.mark.parametrize("tau", [0, 0.3])
@@ -42,11 +40,11 @@ def test_against_the_simple_decoder(method, tau):
     """Catches scores that decoding does not give: losses to 1e-4, steps exactly."""
     model, text = method_model(method), ids(20)
     scores = score(model, cut([text], 32), tau)
-    losses, steps = decoded_losses(model, text, tau)
-    torch.testing.assert_close(scores.hard, losses, atol=1e-4, rtol=0)
+    for found, its_tau in ((scores.soft, 0), (scores.hard, tau)):
+        logits, steps, _ = decode(model, text[:-1], its_tau)
+        losses = F.cross_entropy(logits, torch.tensor(text[1:]), reduction="none")
+        torch.testing.assert_close(found, losses, atol=1e-4, rtol=0)
     assert scores.steps.tolist() == steps
-    soft, _ = decoded_losses(model, text, 0)
-    torch.testing.assert_close(scores.soft, soft, atol=1e-4, rtol=0)
     assert scores.soft.std() > 0.1  # states of zeros would score log V everywhere
 
 

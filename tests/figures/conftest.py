@@ -80,9 +80,8 @@ def chromium(tmp_path_factory):
 
     options = webdriver.ChromeOptions()
     options.binary_location = binary
-    flags = "headless=new window-size=1000,900 no-sandbox disable-gpu "
-    flags += f"user-data-dir={tmp_path_factory.mktemp('profile')}"
-    for flag in flags.split():
+    profile = f"user-data-dir={tmp_path_factory.mktemp('profile')}"
+    for flag in ("headless=new", "window-size=1000,900", "no-sandbox", "disable-gpu", profile):
         options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))

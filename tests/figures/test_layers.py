@@ -24,7 +24,7 @@ def test_rows(trained, tmp_path):
         assert row["parameters"] == sum(map(len, (x.flatten() for x in weights)))
         assert row["training"] > 0 < row["decoding"]
     assert (tmp_path / "layers.png").stat().st_size > 5000
-    with pytest.raises(UserError, match="scored on different"):
+    with pytest.raises(UserError, match="other"):
         layer_rows(read_runs([*runs, trained / "other"]), data)
 
 

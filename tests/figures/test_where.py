@@ -64,17 +64,10 @@ def test_permuted():
     assert Permuted(router)(h0[1:])[0].equal(other_s[1:])  # whichever windows a pass holds
 
 
-def test_as_many_steps(subject):
-    """Catches a control with other steps, where they depend on nothing that it changes: on the grid."""
-    one = subject(small_model(method="grid", seed=2, vocab_size=257, block_size=8), V=257)
-    rows = [row for row in records(where_rows(one)) if row["group"] == "step distribution"]
-    assert rows[0]["steps"] == pytest.approx(rows[1]["steps"]) and rows[0]["loss"] != rows[1]["loss"]
-
-
 def test_where(trained, tmp_path):
     """Catches a figure that is not drawn, and a model without a router that is."""
     Where(flags([trained / "ponder"]), out=tmp_path, data=str(trained.parent / "text.txt"), windows=4).draw()
     assert len(pd.read_csv(tmp_path / "where.csv").group.unique()) == 5
     assert (tmp_path / "where.png").stat().st_size > 5000
-    with pytest.raises(UserError, match="it has no router"):
+    with pytest.raises(UserError, match="plain"):
         Where(flags([trained / "plain"]), out=tmp_path, data=str(trained.parent / "text.txt")).draw()

@@ -2,19 +2,15 @@
 
 import pandas as pd
 import pytest
-import torch
 from lab_helpers import records
 
-from data import UserError, Windows
-from lab.corpora.lookup import lookups_asked
-from lab.corpora.preparation import open_corpus
-from lab.corpora.tokenizers import load_tokenizer
+from data import UserError
 from lab.figures import lookup as worth
-from lab.figures.lookup import Worth, summary, trained_steps
-from lab.interop.weights import load
+from lab.figures.comparing import read_runs
+from lab.figures.lookup import Worth, answers, summary, trained_steps
+from lab.figures.subject import open_subject
 
 
-@torch.no_grad()
 def test_rows(trained, tmp_path, monkeypatch):
     """Catches passes of answers alone, layers that do not count, other questions, a run of another method."""
     folder, table = trained.parent / "data/lookup", tmp_path / "x/worth.csv"
@@ -25,29 +21,20 @@ def test_rows(trained, tmp_path, monkeypatch):
     rows = records(pd.read_csv(table))
     assert [(r["model"], r["seed"]) for r in rows[::6]] == [("decides", 0), ("decides", 1), ("plain", 0)]
     assert all(r["seconds"] > 0 for r in rows) and (tmp_path / "worth.png").stat().st_size > 5000
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
-    val = Windows(open_corpus(str(folder)).val, 64, seed=0)
-    model, steps, right = load(runs[1]), [], {}
-    for i in range(val.count):
-        line, cache = torch.from_numpy(val.window(i)), model.new_cache()
-        asked = lookups_asked(line[None, :-1], tokenizer)[0].tolist()
-        for t, (token, n) in enumerate(zip(line[:-1].tolist(), asked, strict=True)):
-            logits, k = model.ponder_token(token, t, cache, 0.3)
-            steps.append(k)
-            right.setdefault(n, []).append(int(logits.argmax()) == int(line[t + 1]))
+    asked, right, _, steps = answers(open_subject(runs[1], 1024, 0.3, data=str(folder)))
     for row in rows[6:12]:
-        assert row["passes"] == pytest.approx(1 + sum(steps) / len(steps))
-        if answers := right.get(row["lookups"]):
-            assert row["right"] == pytest.approx(sum(answers) / len(answers))
+        assert row["passes"] == pytest.approx(1 + steps.double().mean().item())
+        if (mine := asked == row["lookups"]).any():
+            assert row["right"] == pytest.approx(right[mine].double().mean().item())
     gone = pd.DataFrame([row | {"seed": row["seed"] + 7} for row in rows])
     gone.to_csv(table, index=False)
     Worth(runs=(runs[1],), **how).draw()  # keeps what is of other runs
     Worth(runs=(runs[1],), **how).draw()  # and replaces its own
     assert len(records(pd.read_csv(table))) == len(rows) + 6
-    with pytest.raises(UserError, match="is not there: make it of trained runs"):
+    with pytest.raises(UserError, match=r"none\.csv"):
         Worth(table=tmp_path / "none.csv").draw()
     table.write_text("model,seed\nplain,0\n")
-    with pytest.raises(UserError, match="is damaged"):
+    with pytest.raises(UserError, match=r"worth\.csv"):
         Worth(table=table).draw()
 
 
@@ -56,11 +43,9 @@ def test_summary():
     row = dict(layers=1, steps=9, last_stage=3, lookups=1, passes=1.0, seconds=0.5)
     rights = {("plain", 1e-3): (0.5, 0.7), ("plain", 3e-3): (0.9, 0.2), ("decides", 3e-3): (1.0, 0.96)}
     frame = pd.DataFrame(
-        [
-            row | dict(model=model, learning_rate=rate, seed=seed, right=x)
-            for (model, rate), both in rights.items()
-            for seed, x in enumerate(both)
-        ]
+        row | dict(model=model, learning_rate=rate, seed=seed, right=x)
+        for (model, rate), both in rights.items()
+        for seed, x in enumerate(both)
     )
     longer = frame[frame.learning_rate == 1e-3].assign(last_stage=12, right=0.8)
     cells, kept = summary(pd.concat([frame, longer]))
@@ -73,8 +58,6 @@ def test_summary():
 
 def test_steps_of_all_stages(make_run):
     """Catches a training whose earlier stages are left out."""
-    from lab.figures.comparing import read_runs
-
     first = make_run("first", 1.0, 1.0)
     (run,) = read_runs([make_run("second", 1.0, 1.0, init_from=first)])
     assert trained_steps(run) == 200
