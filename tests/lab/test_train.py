@@ -4,10 +4,10 @@ import json
 import os
 import shutil
 import signal
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from foreign import make_llama, make_tokenizer
@@ -104,14 +104,11 @@ def test_resume(config, shape, stops, capsys):
     assert same_weights(load(whole), load(parts))
     found, settings, _ = read_run(parts)
     assert (found.attention, settings) == ("eager", shape) and load(parts).config == shape
-    for *flags, change in (("--accumulate", "accumulate: False -> True"),
-                           ("--method", "ouro", "method: ponderlm1 -> ouro"),
-                           ("--reread", "reread: False -> True")):  # fmt: skip
-        with pytest.raises(UserError, match=f"undo {change}$"):
-            train(*parse(["--resume", "--name", "parts", *flags]))
+    with pytest.raises(UserError, match="method: ponderlm1 -> ouro; accumulate: False -> True"):
+        parse(["--resume", "--name", "parts", "--method", "ouro", "--accumulate"])
 
 
-def test_runs_of_the_root(config, capsys):
+def test_runs_of_the_root(config):
     """Catches a run of train.py that cannot be read here, or goes on with settings that it lacks."""
     _, shape = root.parse(["--preset", "tiny"])
     run, _ = root.train(replace(config, name="plain", steps=2), replace(shape, num_hidden_layers=1))
@@ -126,17 +123,11 @@ def test_runs_of_the_root(config, capsys):
 
 
 def test_help(capsys):
-    """Catches flags that are not listed, and defaults of another preset or method than the chosen ones."""
+    """Catches defaults of another preset or method than the chosen ones, and numbers that stay strings."""
     with pytest.raises(SystemExit):
         parse(["--preset", "70m", "--method", "ouro", "--help"])
     text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for flag in ("--init-from", "--attention", "--compile", "--method", "--exit-entropy"):
-        assert flag in text
-    assert "(default: 28610)" in text and "(default: ouro)" in text
-
-
-def test_backbone_options():
-    """Catches numbers of the command line that stay strings."""
+    assert "(default: 28610)" in text and "(default: ouro)" in text and "--exit-entropy" in text
     flags = ["--backbone", "gpt_neox", "--head-dim", "None", "--backbone-options", "rotary_pct", "0.25"]
     _, shape = parse(["--preset", "tiny", *flags])
     assert build(shape).config.backbone_options == {"rotary_pct": 0.25}
@@ -144,29 +135,16 @@ def test_backbone_options():
         parse(["--preset", "tiny", *flags[:-1], "2"])
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa", "exact"])
+@pytest.mark.parametrize("name", ["eager", "exact"])
 @pytest.mark.parametrize("method", ["ponderlm3", "ponderlm2", "looped", "ouro", "pause", "mor-expert"])
 def test_attention(name, method, config, shape, monkeypatch):
     """Catches a form of attention that is asked for and not entered, or another one that is."""
-    called = dict.fromkeys(BACKENDS, 0)
-
-    def counted(name, form):
-        def run(*inputs):
-            called[name] += 1
-            return form(*inputs)
-
-        return run
-
+    called = []
     for each, form in list(BACKENDS.items()):
-        monkeypatch.setitem(BACKENDS, each, counted(each, form))
+        counted = lambda *x, each=each, form=form: called.append(each) or form(*x)  # noqa: E731
+        monkeypatch.setitem(BACKENDS, each, counted)
     train(of_lab(config, name="x", steps=1, attention=name), configure(shape, method))
-    assert called.pop(name) > 0 and not any(called.values())
-
-
-def test_attention_of_its_own(config, shape):
-    """Catches a form of attention that the grid passes by."""
-    with pytest.raises(UserError, match="attention"):
-        train(of_lab(config, attention="sdpa"), configure(shape, "grid"))
+    assert {*called} == {name}
 
 
 @pytest.mark.slow
@@ -217,17 +195,13 @@ def test_rate_of_g(config, llama, rate):
     flags = ["--steps", "1", "--learning-rate", str(rate), "--warmup", "0", "--name", "g"]
     config, shape = going_on(config, llama, *flags)
     run, _ = train(config, shape)
-    model, before = load(run), start_from(llama, shape)
-    assert float(model.feedback.weight.detach().abs().max()) == pytest.approx(3e-3, rel=0.01)
-    with torch.no_grad():
-        moved = max(
-            float((a - b).abs().max())
-            for a, b in zip(model.model.parameters(), before.model.parameters(), strict=True)
-        )
+    after, before = load(run).state_dict(), start_from(llama, shape).state_dict()
+    assert after["feedback.weight"].abs().max().item() == pytest.approx(3e-3, rel=0.01)
+    moved = max((after[k] - x).abs().max().item() for k, x in before.items() if k.startswith("model."))
     assert moved < 1e-8 if rate < 1 else moved > 0.5
 
 
-def test_training_and_resume(config, llama, stops, capsys):
+def test_training_and_resume(config, llama, stops):
     """Catches a resume that is another training, or that needs the first model again."""
     config, shape = going_on(config, llama)
     whole, results = train(replace(config, name="whole"), shape)
@@ -236,7 +210,6 @@ def test_training_and_resume(config, llama, stops, capsys):
     half = load(parts)
     shutil.rmtree(llama)
     train(*parse(["--resume", "--name", "parts"]))
-    assert "resumed at step 11" in capsys.readouterr().out
     assert same_weights(load(whole), load(parts)) and not same_weights(half, load(parts))
 
 
@@ -270,7 +243,8 @@ def test_every_method(config, llama, method):
 
 
 def test_pondering_model_goes_on(config, llama, tmp_path):
-    """Catches a pondering model that loses its router, its K or its settings."""
+    """Catches a pondering model that loses its router, its K or its settings; another offset for the steps
+    that it has, and a row of a further step that is not the last one's copy."""
     first, _ = train(*going_on(config, llama, "--ponder-steps", "2", "--name", "first"))
     _, shape = going_on(config, first)
     assert shape == read_config(first) and shape.reread and shape.ponder_steps == 2
@@ -281,11 +255,6 @@ def test_pondering_model_goes_on(config, llama, tmp_path):
         start_from(first, going_on(config, first, "--method", "looped")[1])
     with pytest.raises(UserError, match="ponder_steps"):
         start_from(first, replace(shape, ponder_steps=1))
-
-
-def test_more_steps(config, llama):
-    """Catches another offset for the steps that a model has, a row that is not the last one's copy."""
-    first, _ = train(*going_on(config, llama, "--ponder-steps", "2", "--name", "first"))
     config, shape = going_on(config, first, "--ponder-steps", "4")
     before, model = load(first), start_from(first, shape)
     assert shape.offset == (*before.config.offset, *2 * before.config.offset[-1:])
@@ -327,9 +296,8 @@ def test_price_of_a_preset(kind):
     """Catches one that a method without a price would have, or that one with it would lose."""
     flags = ["--preset", "small", "--method", kind.method]
     assert parse(flags)[0].step_price == (root.PRESETS["small"][0].step_price if kind.priced else 0)
-    if not kind.priced:
-        with pytest.raises(UserError, match=r"step_price = 0\.2"):
-            parse([*flags, "--step-price", "0.2"])
+    with nullcontext() if kind.priced else pytest.raises(UserError, match="step_price"):
+        parse([*flags, "--step-price", "0.2"])
 
 
 @pytest.mark.parametrize(
@@ -339,11 +307,12 @@ def test_price_of_a_preset(kind):
         (["--embed-scale", "2"], "embed_scale"),
         (["--block-size", "32"], "block_size"),
         (["--method", "looped", "--reread"], "reread"),
+        (["--method", "grid", "--attention", "sdpa"], "attention"),
         (["--tokenizer", "nowhere"], "nowhere"),
     ],
 )
 def test_refused(config, llama, flags, message):
-    """Catches a setting that the weights do not follow."""
+    """Catches a setting that the weights, or the method, do not follow."""
     with pytest.raises(UserError, match=message):
         train(*going_on(config, llama, *flags))
     assert not any(is_model(run) for run in (llama.parent / "out").iterdir() if run.name != "plain")
@@ -352,7 +321,7 @@ def test_refused(config, llama, flags, message):
 # -- The tokenizer of a trained model --------------------------------------------------------------
 
 
-def test_hugging_face_model(config, tmp_path, capsys):
+def test_hugging_face_model(config, tmp_path):
     """Catches texts cut into other tokens than the Llama's, and a run that needs its directory again."""
     library, tokenizer = make_tokenizer(tmp_path / "llama", "llama 3")
     make_llama(tmp_path / "llama", vocab_size=library.get_vocab_size() + 20)  # a padded table
@@ -365,12 +334,12 @@ def test_hugging_face_model(config, tmp_path, capsys):
     assert corpus.train[0:1].tolist() == tokenizer.begin
     shutil.rmtree(tmp_path / "llama")
     train(*parse(["--resume", "--name", "mine", "--steps", "4"]))
-    assert "resumed at step 2" in capsys.readouterr().out
     assert load(run).config == shape
 
 
-def test_without_a_tokenizer(config, tmp_path):
-    """Catches a Llama that is trained on tokens it never saw, and a corpus of another tokenizer."""
+def test_without_a_tokenizer(config, tmp_path, capsys):
+    """Catches a Llama that is trained on tokens it never saw, a corpus of another tokenizer, and ready ids
+    that are taken for the model's without a word."""
     make_llama(tmp_path / "llama", vocab_size=300)
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         train(*going_on(config, "llama"))
@@ -382,19 +351,8 @@ def test_without_a_tokenizer(config, tmp_path):
     config, shape = going_on(config, "llama")
     with pytest.raises(UserError, match="another tokenizer"):
         corpus_of(replace(config, data=str(folder)), shape)
-    few = replace(shape, vocab_size=100)
+    (folder / "tokenizer.json").unlink()
+    corpus_of(replace(config, data=str(folder)), shape)
+    assert "its ids are taken for those of llama" in capsys.readouterr().out
     with pytest.raises(UserError, match="--tokenizer"):
-        corpus_of(replace(config, tokenizer="bytes"), few)
-
-
-def test_folder_of_ids(config, tmp_path, capsys):
-    """Catches ready ids that need an end of text, or are taken for the model's without a word."""
-    library, _ = make_tokenizer(tmp_path / "llama", "byte-level", model_max_length=5)
-    make_llama(tmp_path / "llama", vocab_size=library.get_vocab_size())
-    (tmp_path / "ids").mkdir()
-    for name in ("train.bin", "val.bin"):
-        (np.arange(5000, dtype=np.uint16) % 250).tofile(tmp_path / "ids" / name)
-    corpus = corpus_of(*going_on(replace(config, data="ids"), "llama"))
-    assert corpus.tokenizer.end_of_text is None
-    taken = "ids has no tokenizer.json; its ids are taken for those of llama"
-    assert taken in capsys.readouterr().out
+        corpus_of(replace(config, tokenizer="bytes"), replace(shape, vocab_size=100))
