@@ -47,22 +47,6 @@ def test_nobody_imports_what_stands_above():
         assert rooms <= allowed, (name, rooms - allowed)
 
 
-def test_no_circles():
-    """Catches modules that import each other, directly or around a corner."""
-    graph, done, path = {name: imports(file) - {name} for name, file in FILES.items()}, set(), []
-
-    def visit(name):
-        assert name not in path, " -> ".join([*path[path.index(name) :], name])
-        if name not in done:
-            path.append(name)
-            for other in sorted(graph[name]):
-                visit(other)
-            done.add(path.pop())
-
-    for name in graph:
-        visit(name)
-
-
 def test_lab_lists_its_commands():
     """Catches a command that the list lacks, or without --help."""
     from lab.__main__ import COMMANDS

@@ -15,7 +15,7 @@ from data import UserError, command_line
 from lab.engine.batching import BESIDE, FOLLOWED, Engine, serves
 from lab.engine.compiled import Compiled, Pass
 from lab.engine.cuda_graphs import rounded
-from lab.engine.request import Sample, choose_finite
+from lab.engine.request import choose_finite
 from lab.engine.simple import generate
 from lab.engine.slot_step import BackboneStep, Product
 from lab.engine.states import settle
@@ -130,10 +130,10 @@ MATRIX += [pytest.param(settings, 0.3) for settings in SETTINGS]
 
 
 @pytest.mark.parametrize("settings, tau", MATRIX, ids=str)
-def test_equals_the_loop(settings, tau, logits, uncompiled):
+def test_equals_the_loop(settings, tau, logits, uncompiled, blocks):
     """Catches any mistake of the engine: prompts of 1 to 21 tokens in a window of 16 that is outgrown, ends
-    at different times, waiting sequences, batches of one, some and all; and a routing, log w, integration or
-    setting of a model that the engine's form of a block, compiled or not, does not follow."""
+    at different times, waiting sequences, batches of one, some and all, a cache that grows; and a routing,
+    log w, integration or setting of a model that the engine does not follow, compiled or not."""
     if settings:
         model = small_model(seed=2, block_size=16, **settings)
     else:
@@ -170,48 +170,47 @@ def overriding():
     return override
 
 
-def changed(name, kind):
-    """A form of one of a method's parts whose numbers, where it has any, are others."""
-    original = getattr(kind, name)
-
-    def form(*args):
-        return tree_map(lambda x: 0.8 * x, original(*args))
-
-    return staticmethod(form) if isinstance(getattr_static(kind, name), staticmethod) else form
-
-
 @pytest.mark.parametrize("name", sorted(FOLLOWED))
 @pytest.mark.parametrize("method", KINDS)
 def test_overrides_that_are_followed(name, method, overriding, logits):
     """Catches a part of a model that the engine computes by rules of its own, or has once and for all."""
     model, texts = small_model(seed=2, method=method), prompts(3, 9)
-    before = decode(model, texts[1], tau=0.3)[0]
-    overriding(model, name, changed(name, KINDS[method]))
+    before, original = decode(model, texts[1], tau=0.3)[0], getattr(KINDS[method], name)
+
+    def changed(*args):
+        return tree_map(lambda x: 0.8 * x, original(*args))
+
+    static = isinstance(getattr_static(KINDS[method], name), staticmethod)
+    overriding(model, name, staticmethod(changed) if static else changed)
     assert (decode(model, texts[1], tau=0.3)[0] - before).abs().max() > 1e-3
     check(model, texts, 6, [(2, JACOBI), (2, SEQUENTIAL)], logits)
 
 
 @pytest.mark.parametrize("method", KINDS)
 def test_overrides_that_are_refused(method, overriding):
-    """Catches a model that is decoded otherwise than it decodes itself: whatever else it overrides, the
-    engine refuses it, or (what is said not to be about decoding) never calls it."""
+    """Catches an override passed by: the engine refuses it, or never calls what is BESIDE decoding."""
 
     def never(*args, **kwargs):
         raise AssertionError("what is not about decoding was called")
 
-    kind, refused = type(small_model(method=method)), set()
     for name in sorted(OWN - FOLLOWED):
         model = small_model(seed=2, method=method)
+        expected = generate(model, [[1, 2]], 4, tau=0.3, seed=0)
         if name not in BESIDE:
             overriding(model, name, never)
             with pytest.raises(UserError, match=f"^{method} "):
                 Engine(model)
-            refused.add(name)
-        elif callable(getattr(kind, name)):
-            expected = generate(model, [[1, 2]], 4, tau=0.3, seed=0)
+        elif callable(getattr(model, name)):
             overriding(model, name, never)
             assert Engine(model, tau=0.3, tolerance=0).generate([[1, 2]], 4, seed=0) == expected, name
-    assert refused >= {"states", "jacobi", "transform", "forward", "ponder_token", "new_cache"}
+    assert {
+        "states",
+        "jacobi",
+        "transform",
+        "forward",
+        "ponder_token",
+        "new_cache",
+    } <= OWN - FOLLOWED - BESIDE
 
 
 def test_which_methods():
@@ -235,12 +234,6 @@ def test_backbones_of_another_form(name, overriding, logits):
 # -- Rows and the cache ----------------------------------------------------------------------------
 
 
-def test_many(model, blocks):
-    """Catches rows that take over another's state, and a cache that loses places as it grows."""
-    expected = check(model, prompts(21, 9), 8, [(1, {}), (21, {})])
-    assert {len(sample.tokens) for sample in expected} > {8}  # some end early
-
-
 @pytest.mark.parametrize("rows, graphs", [(2, False), (6, True)])
 def test_a_row_that_nobody_is_in(rows, graphs, blocks, uncompiled):
     """Catches a row whose text has ended and that writes on, where the next text will read it."""
@@ -257,16 +250,14 @@ def test_a_row_that_nobody_is_in(rows, graphs, blocks, uncompiled):
 
 @pytest.mark.parametrize("method", ["ponderlm3", "grid"])
 def test_beginning_and_ends(method):
-    """Catches a window that slides and loses the tokens before each text (what else the simple decoder does
-    then: root/test_sample.py), and a second end that is passed over."""
+    """Catches a window that slides and loses the tokens before each text, and a second end passed over."""
     model = small_model(method=method, seed=2)
-    T = model.config.block_size
+    T, how = model.config.block_size, dict(begin=[1, 2], temperature=0.0)
     texts = [[1, 2, *(i % 29 for i in range(n))] for n in (T - 4, T + 3)]
-    how = dict(begin=[1, 2], temperature=0.0)
     first, _ = check(model, texts, 12, [(2, {})], **how, ends=())
-    for ends in ([999, first.tokens[3]], [first.tokens[3], 998]):
-        cut, _ = check(model, texts, 12, [(2, {})], **how, ends=ends)
-        assert cut.tokens == first.tokens[: first.tokens.index(first.tokens[3]) + 1]
+    end = first.tokens[3]
+    cut, _ = check(model, texts, 12, [(2, {})], **how, ends=[999, end])
+    assert cut.tokens == first.tokens[: first.tokens.index(end) + 1]
 
 
 def test_a_stream_that_is_not_read_to_its_end(blocks, uncompiled):
@@ -285,44 +276,36 @@ def test_a_stream_that_is_not_read_to_its_end(blocks, uncompiled):
 @pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
 def test_cache_holds_executed_slots(model, prefill):
     """Catches keys, values or log w at other places than the simple decoder's, and leftovers."""
-    texts = prompts(3, 9)
+    texts, read = prompts(3, 9), [[], [], []]
     engine = Engine(model, 3, tau=0.3, prefill=prefill, tolerance=0)
-    read = [[] for _ in texts]
     stream = engine.stream(texts, 50, temperature=0, read=read)
     tokens = [list(text) for text in texts]
     for _ in range(20):  # then stop in the middle of everything
         i, token, _ = next(stream)
         tokens[i].append(token)
     for row, (text, steps) in enumerate(zip(tokens, read, strict=True)):
-        cache = model.new_cache()
-        for t, token in enumerate(text[: len(steps)]):
-            model.ponder_token(token, t, cache, tau=0.3)
-        n = len(steps) + sum(steps)
+        n, d = len(steps) + sum(steps), model.config.d
+        cache = decode(model, torch.tensor(text[: len(steps)]), tau=0.3)[2]
         for simple, kv in zip(cache, engine.cache.layers, strict=True):
             assert simple.keys.size(2) == n
-            both, d = torch.cat([simple.keys, simple.values], dim=1)[0], model.config.d
+            both = torch.cat([simple.keys, simple.values], dim=1)[0]
             both[..., d] *= math.sqrt(d) / bias_unit(d)  # log w, as the engine's channel has it
             assert (kv[row, :, :n] - both).abs().max() < 1e-9
-    expected = Engine(model, 3, tau=0.3, tolerance=0).generate(texts, 5, temperature=0)
+    expected = generate(model, texts, 5, tau=0.3, temperature=0)
     assert engine.generate(texts, 5, temperature=0) == expected  # nothing is left of the first call
 
 
 def test_shared_contexts(model, monkeypatch):
     """Catches a context that is read once more for a row that has the same, or copied to another's."""
-    read = []
-
-    def counted(model, idx, *rest, **options):
-        read.append(len(idx))
-        return settle(model, idx, *rest, **options)
-
+    rows = []
+    counted = lambda model, idx, *rest, **how: rows.append(len(idx)) or settle(model, idx, *rest, **how)  # noqa: E731
     monkeypatch.setattr("lab.engine.batching.settle", counted)
     a, b, c = prompts(3, 9)
     texts = [b, a, b, c, b, a]
     steps, expected = ([[] for _ in texts] for _ in range(2))
-    engine = Engine(model, 6, tau=0.3, prefill="jacobi")
-    found = engine.generate(texts, 8, read=steps, **SAMPLING)
+    found = Engine(model, 6, tau=0.3, prefill="jacobi").generate(texts, 8, read=steps, **SAMPLING)
     assert found == generate(model, texts, 8, tau=0.3, read=expected, **SAMPLING)
-    assert steps == expected and read[0] == 3
+    assert steps == expected and rows[0] == 3
 
 
 # -- How it runs -----------------------------------------------------------------------------------
@@ -350,20 +333,19 @@ def test_nobody_waits(model):
         assert (engine.stats.passes, engine.stats.slots) == (max(busy), sum(slots))
 
 
+@pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-def test_bfloat16(weights, logits):
-    """Agreement in bfloat16, of the products or of the whole model: the first token's logits to 3 %, with
-    either way to read a prompt; and passes that fail."""
+def test_bfloat16(weights, prefill, logits):
+    """Agreement in bfloat16, of the products or the whole model: the first token's logits to 3 %."""
     model, texts = small_model(seed=2).float(), prompts(4, 12)
     generate(model, texts, 1, tau=0.3, seed=0)
     exact = torch.stack(list(logits["simple"].values()))
-    for prefill in ("jacobi", "sequential"):
-        dtype = torch.bfloat16 if weights == torch.float32 else None  # as the weights are
-        engine = Engine(model.to(weights), 4, tau=0.3, dtype=dtype, prefill=prefill)
-        engine.generate(texts, 4, seed=0)
-        assert engine.cache.layers[0].dtype == torch.bfloat16
-        found = torch.stack([logits["engine"][u].float() for u in logits["simple"]])
-        assert 0 < (found - exact).norm() / exact.norm() < 0.03
+    dtype = torch.bfloat16 if weights == torch.float32 else None  # as the weights are
+    engine = Engine(model.to(weights), 4, tau=0.3, dtype=dtype, prefill=prefill)
+    engine.generate(texts, 4, seed=0)
+    assert engine.cache.layers[0].dtype == torch.bfloat16
+    found = torch.stack([logits["engine"][u].float() for u in logits["simple"]])
+    assert 0 < (found - exact).norm() / exact.norm() < 0.03
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -371,8 +353,7 @@ def test_bfloat16(weights, logits):
 @pytest.mark.parametrize("inputs, outputs", [(8, 6), (300, 700), (512, 1376)])
 @torch.inference_mode()
 def test_products(dtype, rows, inputs, outputs):
-    """Catches a form of weights that computes another product, or adds, multiplies or gates otherwise: to
-    1e-5 of its size, in bfloat16 to 2 %."""
+    """Catches a form of weights that computes another product: to 1e-5 of its size, in bfloat16 to 2 %."""
     g = torch.Generator().manual_seed(0)
     shapes = (outputs, inputs), (rows, inputs), (rows, outputs)
     weight, x, other = (torch.randn(shape, generator=g).to(dtype) for shape in shapes)
@@ -397,8 +378,7 @@ def test_rounded():
 @pytest.mark.parametrize("prefill", ["jacobi", "sequential"])
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_static_shapes(ahead, prefill, blocks, monkeypatch):
-    """Catches what only goes wrong where the host looks at a pass when others are under way, and where rows
-    that nobody is in run along: as on CUDA, where these passes are graphs."""
+    """Catches what goes wrong where passes are under way and rows that nobody is in run along, as on CUDA."""
     model, texts = small_model(seed=2, block_size=16), prompts(7, 21)
     expected = generate(model, texts, 14, tau=0.3, **SAMPLING)
     size = 8 if ahead == 1 else 5  # for 7 texts: in one of 8 there is nobody
@@ -406,40 +386,30 @@ def test_static_shapes(ahead, prefill, blocks, monkeypatch):
     engine.ahead, ran, advance = max(ahead, engine.ahead), [], engine.rows.advance
     monkeypatch.setattr(engine.rows, "advance", lambda *key: ran.append(key) or advance(*key))
     for _ in range(2):  # the second time nothing is recorded that was before the cache grew
-        read = [[] for _ in texts]
-        samples = [Sample([], []) for _ in texts]
-        for i, token, steps in engine.stream(texts, 14, read=read, **SAMPLING):
-            samples[i].tokens.append(token)
-            samples[i].steps.append(steps)
-        assert samples == expected
+        assert engine.generate(texts, 14, **SAMPLING) == expected
     assert len({A for A, _, _ in ran}) > 2
     _, _, position, length, _, limit = engine.rows.counters.unbind(1)
     assert (position <= limit).all() and (length <= 4 * limit).all()  # nobody runs on into others
     ran.clear()
     engine.generate([[1]], 3, temperature=0.7)
-    assert {how for _, _, how in ran} == {(0.7, None, None)}
-    if ON_GPU:  # graphs are kept for one way to choose
-        assert {how for _, _, how in engine.passes.recorded} == {(0.7, None, None)}
+    kept = engine.passes.recorded if ON_GPU else ran  # graphs are kept for one way to choose
+    assert {how for _, _, how in kept} == {(0.7, None, None)}
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="to compile takes a C++ compiler: install g++")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["grid", "ponderlm3"])
 def test_compiled(method, blocks):
-    """Catches a program that was made for the sizes of its first pass, or that writes to the places of
-    others: texts that end and wait, a window that is outgrown, a cache that grows; and a copy of the weights
-    that stays in the compiler's folder."""
+    """Catches a program for the sizes of its first pass, or that writes elsewhere; weights that stay."""
     from torch._inductor.codecache import cache_dir  # here, since it takes seconds
 
     kept = lambda: {*Path(cache_dir()).rglob("*.wrapper.so")}  # noqa: E731
-    before = kept()
-    model, texts = small_model(seed=2, method=method, block_size=16), prompts(7, 21)
+    before, model, texts = kept(), small_model(seed=2, method=method, block_size=16), prompts(7, 21)
     engine = Engine(model, 3, tau=0.3, tolerance=0, compile=True)
     for n in (4, 14):
         expected = generate(model, texts, n, tau=0.3, **SAMPLING)
         assert engine.generate(texts, n, **SAMPLING) == expected
-    assert len(engine.passes.programs) == 1
-    assert kept() == before
+    assert len(engine.passes.programs) == 1 and kept() == before
 
 
 @pytest.mark.slow
@@ -467,8 +437,7 @@ BOTH = pytest.mark.parametrize("decoder", [generate, by_engine])
 
 @BOTH
 def test_ends(decoder, model):
-    """Catches a sequence that goes on behind its end, or ends before it; a crash where there is nothing to
-    generate, or nothing to go on from; and ids that are rounded without a word."""
+    """Catches a sequence that ends late or early, a crash where nothing is to do, and rounded ids."""
     samples = decoder(model, prompts(8, 5), 20, seed=0, ends=[5])
     ended = [sample for sample in samples if len(sample.tokens) < 20]
     assert ended and all(s.tokens[-1] == 5 and 5 not in s.tokens[:-1] for s in ended)
@@ -489,8 +458,7 @@ def test_ends(decoder, model):
     ids=str,
 )
 def test_refusals(decoder, prompts, call, words):
-    """Catches settings out of range that would generate something, a prompt that is refused unnamed, and a
-    broken model that goes on to speak."""
+    """Catches settings out of range, a prompt that is refused unnamed, a broken model that speaks."""
     model = small_model()
     if words == "not finite":
         model.lm_head.weight.data[3] = torch.nan

@@ -9,13 +9,12 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from foreign import read_json
 from lab_helpers import LLAMA3, NEOX, decode, save_for_bytes, small_model
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from data import Tokenizer, UserError
 from lab.engine.simple import generate
@@ -224,8 +223,7 @@ def test_going_on_from_a_cache(tmp_path):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_loss(tmp_path, side):
-    """Catches labels that are shifted twice, a first token that is scored from the padding before it, padding
-    that is scored; another order of the outputs than transformers'; a training that would learn nothing."""
+    """Catches labels shifted twice, padding that is scored, another order of outputs, an idle training."""
     model, rows = ponders(), prompts(3, 9, 28)
     theirs, batch = exported(model, tmp_path), padded(rows, side)
     with torch.no_grad():
@@ -323,48 +321,25 @@ def test_lm_evaluation_harness(tmp_path, method, monkeypatch):
 # -- The command -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def directory(tmp_path):
-    """A run with a tokenizer of ours, exported by the command."""
-    model = small_model(vocab_size=257, block_size=64, router_scale=12.0)
-    run = save_for_bytes(model, tmp_path / "run")
-    convert(str(run), to=tmp_path / "exported", transformers=True, tau=0.1)
-    return tmp_path / "exported"
-
-
-def test_pipeline(directory):
-    """Catches a directory that the pipeline of text generation cannot use, alone and in a batch."""
-    pipe = pipeline("text-generation", model=str(directory), trust_remote_code=True)
-    texts, how = ["the quick", "a lazy dog jumps"], dict(max_new_tokens=6, do_sample=False)
-    ids = [list(text.encode()) for text in texts]
-    samples = generate(load(directory), ids, 6, tau=0.1, temperature=0)
-    for size in (1, 2):
-        out = pipe(texts, **how, batch_size=size, return_tensors=True)
-        for row, (one,), sample in zip(ids, out, samples, strict=True):
-            whole = row + sample.tokens
-            assert one["generated_token_ids"][-len(whole) :] == whole  # behind padding
-
-
-def test_command(directory, tmp_path):
-    """Catches a tau of the run that is lost, a directory that is overwritten, flags that are taken and
-    ignored, and a weight that float16 turns into infinity."""
-    run, to = tmp_path / "run", tmp_path / "to"
-
-    def exported_config(source, name, **flags):
-        convert(str(source), to=tmp_path / name, transformers=True, **flags)
-        return json.loads((tmp_path / name / "generation_config.json").read_text())
-
-    config = json.loads((directory / "generation_config.json").read_text())
-    assert config["tau"] == 0.1 and config["eos_token_id"] == config["pad_token_id"] == 256
-    assert exported_config(directory, "again")["tau"] == 0.1
-    (run / "train.json").write_text('{"config": {"tau": 0.25}}')
-    assert exported_config(run, "scored", half=True)["tau"] == 0.25
-    assert read_json(tmp_path / "scored")["dtype"] == "float16"
+def test_command(tmp_path):
+    """Catches a tau that is lost, a directory overwritten, flags that are ignored, infinity in float16."""
+    to, run = tmp_path / "to", save_for_bytes(small_model(vocab_size=257), tmp_path / "run")
     large = load(run)
     large.lm_head.weight.data[0, 0] = 1e5
     save_for_bytes(large, tmp_path / "large")
+
+    def written(source, name, file="generation_config.json", **flags):
+        convert(str(source), to=tmp_path / name, transformers=True, **flags)
+        return json.loads((tmp_path / name / file).read_text())
+
+    config = written(run, "exported", tau=0.1)
+    assert config["tau"] == 0.1 and config["eos_token_id"] == config["pad_token_id"] == 256
+    assert written(tmp_path / "exported", "again")["tau"] == 0.1
+    (run / "train.json").write_text('{"config": {"tau": 0.25}}')
+    assert written(run, "scored")["tau"] == 0.25
+    assert written(run, "half", "config.json", half=True)["dtype"] == "float16"
     for source, flags, words in (
-        (run, dict(to=directory, transformers=True), "exported exists"),
+        (run, dict(to=tmp_path / "exported", transformers=True), "exported exists"),
         *((run, dict(half=True), "--half"), (run, dict(transformers=True), "--transformers")),
         *((run, dict(tau=0.5, to=to), "--tau"), (tmp_path / "large", dict(to=to, half=True), "float16")),
     ):

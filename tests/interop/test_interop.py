@@ -98,9 +98,7 @@ def test_scale_is_folded_in(tmp_path, tied, backbone):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_roots_form(tmp_path, tied):
-    """Catches a model of train.py that is not read, or as another one; one of the lab that the root could
-    read, but for fields that it does not know; weights that only their owner may read; and a model that
-    transformers takes for a Llama."""
+    """Catches a model of train.py that is read as another, one of ours that the root or others misread."""
     model = root.PonderLM(root.Config(31, 32, 48, 2, 4, block_size=32, tie_word_embeddings=tied)).eval()
     root.save(model, tmp_path)
     written, found = read_json(tmp_path), load(tmp_path)
@@ -197,8 +195,7 @@ REFUSED = {  # what is made: what becomes of it, and the words of the refusal
     [(make, *row) for make, rows in REFUSED.items() for row in rows],
 )
 def test_refused(tmp_path, make, damage, words):
-    """Catches a model that is read as another one than it is, or with holes; a stack trace, code that is run,
-    a shard that is passed over, and a path that leads out of the directory."""
+    """Catches a model that is read as another one than it is, or with holes, and a stack trace."""
     make(tmp_path)
     if isinstance(damage, dict):
         write_json(tmp_path, read_json(tmp_path) | damage)

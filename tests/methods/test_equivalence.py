@@ -39,8 +39,7 @@ def test_hard_stopping_parallel_sequential_and_cached_agree(tau, method, K, rere
 @pytest.mark.parametrize("tau", [0, 0.3])
 @pytest.mark.parametrize("ablation", ["mask", "integration", "router"])
 def test_ablations(ablation, tau):
-    """Catches an ablation that leaves in what it should take out, or that decodes otherwise than it scores:
-    logits to 1e-9. By the engine: engine/test_batching.py."""
+    """Catches an ablation that leaves its part in, or decodes otherwise than it scores: logits to 1e-9."""
     scale = 0 if ablation == "router" else 12.0
     model, idx = small_model(method=f"ablation-{ablation}", router_scale=scale), tokens(T=12)
     with torch.no_grad():
@@ -55,6 +54,17 @@ def test_ablations(ablation, tau):
     assert ((s - 0.25).abs().max() < 1e-6) == (ablation == "router")
     model.train().objective(idx, idx, 1)[0].backward()
     assert (model.router.proj.weight.grad is None) == (ablation == "router")
+
+
+def test_price_by_probability():
+    """Catches a price on other tokens, or another share of it on what s expects."""
+    model = small_model(method="ablation-price", by_probability=0.25, penalty_weight=0.0).train()
+    idx = tokens(T=12)
+    y = idx.masked_fill(idx % 3 == 0, -100)
+    loss, _, out = model.objective(idx, y, 1, price=0.3)
+    w = out.log_w[y != -100].exp()[:, 1:]
+    relaxed = (1 + w.log() / math.log(1e4)).clamp(min=0)
+    torch.testing.assert_close(loss, out.loss + 0.3 * (0.25 * w + 0.75 * relaxed).sum(-1).mean())
 
 
 @pytest.mark.parametrize("method, low, high", [("ponderlm3", 0, 1e-7), ("ablation-index", 1e-3, math.inf)])

@@ -48,8 +48,7 @@ CASES += [("vanilla", {}), ("ponderlm3", dict(backbone="llama3", backbone_option
 
 @pytest.mark.parametrize("method, settings", CASES)
 def test_cached_decoding_equals_scoring(method, settings):
-    """Catches keys in another loop's cache, wrong positions, a token that MoR should leave out, a method
-    that knows its backbone: logits to 1e-9 in float64, the same steps, and no key too many."""
+    """Any method and backbone: logits to 1e-9 in float64, the same steps, and no key too many."""
     model, taken = method_model(method, **settings), set()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # which a new model has at 0
@@ -81,8 +80,7 @@ REREAD = dict(reread=True)
     [*((method, {}) for method in METHODS), *(("ponderlm3", kwargs) for kwargs in (TIED, TURNED, REREAD))],
 )
 def test_files(method, kwargs, tmp_path):
-    """Catches a parameter or setting that a file loses, names of compiled blocks, and a class that reads
-    another one's weights."""
+    """Catches a parameter or setting that a file loses, odd names, a class that reads another's weights."""
     model, idx = method_model(method, **kwargs).float(), texts()
     with torch.no_grad():
         expected = model(idx, R=3).logits
@@ -98,8 +96,7 @@ def test_files(method, kwargs, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_training_gradients(method):
-    """Catches a detached path, an unused parameter (which would stop several processes), and
-    `recompute` that changes a gradient."""
+    """Catches a detached path, an unused parameter, and `recompute` that changes a gradient."""
     model, idx = method_model(method).train(), texts()
 
     def loss():
@@ -288,20 +285,6 @@ def test_token_choice(training):
     else:
         steps = compare_scores(model, idx, logits)
         assert steps.flatten().tolist() == [d - 1 for d in depths]
-
-
-def test_verdicts_of_the_active_tokens():
-    """Catches a mean over the others, too, or over none: against the index by a mask, to 1e-12."""
-    model, g = method_model("mor-expert"), torch.Generator().manual_seed(0)
-    logit = torch.randn(2, 9, generator=g, dtype=torch.float64, requires_grad=True)
-    chosen, active = (torch.rand(2, 9, generator=g) < p for p in (0.5, 0.6))
-    losses = [
-        F.binary_cross_entropy_with_logits(logit[active], chosen[active].double()),
-        model.verdict_loss(logit, chosen, active),
-    ]
-    for a, b in zip(*([loss, *torch.autograd.grad(loss, logit)] for loss in losses), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-12, rtol=0)
-    assert model.verdict_loss(logit, chosen, torch.zeros_like(active)) == 0
 
 
 def test_routing_is_not_rounded():

@@ -16,7 +16,6 @@ from analyze import (
     DRAWINGS,
     Options,
     buckets,
-    by_bucket,
     converge,
     decoded,
     exponential_fit,
@@ -123,20 +122,6 @@ def test_exponential_fit():
     assert all(map(math.isnan, exponential_fit([0, 1], [0, 0])))
 
 
-def test_thirds():
-    """Catches buckets in the wrong order, or of unequal size, and the mean of none that is a number."""
-
-    def parts(*difficulty):
-        difficulty = torch.tensor(difficulty)
-        found = [*by_bucket(difficulty, {"sum": difficulty})]
-        assert [row["bucket"] for row in found] == [*analyze.BUCKETS]
-        return [(row["tokens"], row["sum"]) for row in found]
-
-    assert parts(5, 1, 9, 2, 7, 3) == [(2, 1.5), (2, 4), (2, 8)]
-    assert parts(3, 1)[:2] == [(1, 1), (1, 3)] and math.isnan(parts(3, 1)[2][1])
-    assert [n for n, _ in parts(*range(100))] == [34, 33, 33]
-
-
 def test_buckets_and_shift(model):
     """Catches gains of the wrong sign, step or bucket; a change to another alpha, and one not passed on."""
     windows = rows_of(4)
@@ -185,11 +170,14 @@ def test_words():
 
 def test_tokens(model, monkeypatch):
     """Catches counts or shares of the wrong tokens, ends for insides, words across windows, means of none."""
-    text = b" the a the ofx "
     steps = torch.tensor([3, 0, 1, 2, 3, 1, 3, 0, 0, 3, 3, 1, 2, 0, 3])
-    monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps))
-    windows = torch.tensor([[*text, 0]])
-    rows = tokens(model, windows, Tokenizer.bytes(), words=("the", "a", "of"), least=2)
+
+    def rows_of_texts(texts, tokenizer, words, least):
+        windows = torch.tensor([[*text, 0] for text in texts])
+        monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[: windows[:, :-1].numel()]))
+        return tokens(model, windows, tokenizer, words=words, least=least)
+
+    rows = rows_of_texts([b" the a the ofx "], Tokenizer.bytes(), ("the", "a", "of"), 2)
     found = {(row["kind"], row["text"]): row for row in rows}
     names = [("token", c) for c in " eht"] + [("word", w) for w in ("the", "a", "of")]
     assert [*found] == [*names, ("compound", "inside a word"), ("compound", "at its end")]
@@ -201,14 +189,10 @@ def test_tokens(model, monkeypatch):
     # inside: t h, t h, o f; at the end: e, e, x
     assert shares("inside a word") == pytest.approx([3 / 6, 2 / 6, 1 / 6, 0])
     assert shares("at its end") == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
-    halves = torch.tensor([[*b" the", 0], [*b" ofx", 0]])
-    monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[:8]))
-    assert tokens(model, halves, Tokenizer.bytes(), words=("the",), least=1)[-3]["tokens"] == 0
+    assert rows_of_texts([b" the", b" ofx"], Tokenizer.bytes(), ("the",), 1)[-3]["tokens"] == 0
     assert show_token(b"\n\xe2 a") == "\\n\\xe2 a"
-    alike = Tokenizer("bpe", [b"\n", b"\\n"])
-    monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[:4]))
-    found = tokens(model, torch.tensor([[0, 1, 1, 1, 0]]), alike, words=(), least=1)
-    assert [(row["text"], row["tokens"]) for row in found[:2]] == [("\\n", 1), ("\\n", 3)]
+    alike = rows_of_texts([[0, 1, 1, 1]], Tokenizer("bpe", [b"\n", b"\\n"]), (), 1)
+    assert [(row["text"], row["tokens"]) for row in alike[:2]] == [("\\n", 1), ("\\n", 3)]
 
 
 # -- Several runs ----------------------------------------------------------------------------------
@@ -226,8 +210,7 @@ def finish(folder, method="ponderlm3", K=3, steps=1.0, loss=1.0, text="a", eval_
 
 
 def test_pareto(tmp_path, capsys):
-    """Catches numbers of another run or way of stopping, a frontier with or without a wrong point or its
-    ring, and a figure of several runs that goes elsewhere."""
+    """Catches numbers of another run, a frontier or ring with a wrong point, a figure that goes elsewhere."""
     runs = [
         finish(tmp_path / "a", steps=1.0, loss=1.0),
         finish(tmp_path / "b", steps=2.0, loss=1.2),
@@ -317,18 +300,16 @@ def test_draw(run, capsys):
 
 def test_texts_stay_texts(tmp_path):
     """Catches a text with a comma or quote that comes back as another, and dollars as mathematics."""
-    rows = [{"kind": "token", "text": text, "steps": "0.1"} for text in ("nan", "1", ',"', "\\n")]
-    write_csv(tmp_path / "x.csv", rows)
-    assert read_csv(tmp_path / "x.csv") == rows
-    texts = ("token", "$$"), ("compound", "inside a word"), ("compound", "at its end")
     numbers = dict(tokens=9, steps=1.0, share_0=0.5, share_1=0.5)
+    texts = ("token", "$$"), ("token", ',"'), ("compound", "inside a word"), ("compound", "at its end")
     rows = [dict(kind=kind, text=text) | numbers for kind, text in texts]
     draw("tokens", rows).savefig(tmp_path / "x.png")
+    write_csv(tmp_path / "x.csv", rows)
+    assert [row["text"] for row in read_csv(tmp_path / "x.csv")] == [text for _, text in texts]
 
 
 def test_refused(run):
-    """Catches a file that is opened because a stranger's run names it, a figure of another text than the
-    one that the run was scored on, values out of bounds, and a run of the lab that is not drawn."""
+    """Catches a file opened since a stranger names it, a figure of another text, values out of bounds."""
     Path("other.txt").write_text("something else entirely. " * 400)
     make_run("plain", ponder_steps=0)
     given = dict(run=run, data="text.txt")

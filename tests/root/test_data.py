@@ -7,12 +7,11 @@ import random
 import re
 import signal
 import sys
-import time
 import types
+from collections import Counter
 from hashlib import sha1, sha256
 from itertools import groupby, pairwise
 from pathlib import Path
-from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -121,8 +120,7 @@ def test_json_files():
 
 
 def test_newest_run_and_devices():
-    """Catches another run than the one that was trained last, a crash where there is none, runs that cannot
-    be read and so are none, and a device that is not here in more than a line."""
+    """Catches another run than the newest, a crash where there is none, and a device that is not here."""
     with pytest.raises(UserError, match=r"python train\.py"):
         data.newest_run()
     Path("out").touch()  # no folder: it cannot be read
@@ -144,67 +142,56 @@ def test_newest_run_and_devices():
 # -- Tokenizers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [CODE, "", "😀", "日本語\u200d\u0301", "<|endoftext|>", "\x00\r\n\t"])
-def test_round_trip(bpe, text, tmp_path):
+@pytest.mark.parametrize("text", [CODE, "", "日本語\u200d\u0301", "<|endoftext|>", "\x00\r\n\t"])
+def test_round_trip(bpe, text):
     """Catches text that does not come back, through a saved and loaded tokenizer too."""
     for tokenizer in (Tokenizer.bytes(), bpe):
-        tokenizer.save(tmp_path / "t.json")
-        again = load_tokenizer(tmp_path / "t.json")
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids).decode() == text and all(i < tokenizer.end_of_text for i in ids)
+        tokenizer.save("t.json")
+        again, ids = load_tokenizer("t.json"), tokenizer.encode(text)
         assert again.encode(text) == ids and again.digest == tokenizer.digest
+        assert all(i < tokenizer.end_of_text for i in ids)
         assert tokenizer.decode([*ids, tokenizer.vocab_size + 5]).decode() == text  # padding says nothing
-
-
-def any_bytes(n=2000):
-    """Bytes that are UTF-8 and that are not, in any mixture."""
-    draw = random.Random(0)
-    kinds = (
-        lambda: draw.randbytes(draw.randint(0, 4)),
-        lambda: chr(draw.choice([*range(128), *range(0xD7F0, 0xD800), *range(0xE000, 0xE010)])).encode(),
-        lambda: chr(draw.randrange(0xE000, 0x110000)).encode(),
-        lambda: "né😀日".encode()[draw.randint(0, 5) : draw.randint(5, 10)],  # torn characters
-        lambda: draw.choice([b"the ", b" " * 30, b"<|endoftext|>", b"\xff\xfe", b"\x00"]),
-    )
-    for _ in range(n):
-        some = draw.choices(kinds, k=draw.randint(1, 4))
-        yield b"".join(draw.choice(some)() for _ in range(draw.randint(0, 20)))
+    assert len(bpe.encode(CODE)) < len(CODE.encode()) * 2 / 3
 
 
 def test_round_trip_of_any_bytes(bpe):
     """Catches invalid UTF-8 that is replaced, also where it touches valid characters."""
-    for raw in any_bytes():
+    draw = random.Random(0)
+    kinds = (
+        lambda: draw.randbytes(draw.randint(0, 4)),
+        lambda: chr(draw.choice([*range(128), *range(0xD7F0, 0xD800), *range(0xE000, 0xE010)])).encode(),
+        lambda: "né😀日".encode()[draw.randint(0, 5) : draw.randint(5, 10)],  # torn characters
+        lambda: draw.choice([b"the ", b" " * 30, b"<|endoftext|>", b"\xff\xfe", b"\x00"]),
+    )
+    for _ in range(2000):
+        some = draw.choices(kinds, k=draw.randint(1, 4))
+        raw = b"".join(draw.choice(some)() for _ in range(draw.randint(0, 20)))
         assert bpe.decode(bpe.encode(raw)) == raw
         assert bpe.decode(bpe.encode(raw.decode("utf-8", "surrogateescape"))) == raw
 
 
 def slow_merges(words, size):
     """Byte-pair encoding by its definition: all pairs are counted again for each token."""
-    words = {tuple(word.encode()): count for word, count in words.items()}
+    words = [([*word.encode()], count) for word, count in words.items()]
     tokens = [bytes([i]) for i in range(256)]
     while len(tokens) < size:
-        counts = {}
-        for word, count in words.items():
+        counts = Counter()
+        for word, count in words:
             for pair in pairwise(word):
-                counts[pair] = counts.get(pair, 0) + count
+                counts[pair] += count
         if not counts:
             break
         a, b = min(counts, key=lambda pair: (-counts[pair], pair))
-        new, merged = len(tokens), {}
+        for word, _ in words:
+            for i in range(len(word)):
+                if word[i : i + 2] == [a, b]:
+                    word[i : i + 2] = [len(tokens)]
         tokens.append(tokens[a] + tokens[b])
-        for word, count in words.items():
-            out, i = [], 0
-            while i < len(word):
-                two = word[i : i + 2] == (a, b)
-                out, i = [*out, new if two else word[i]], i + 1 + two
-            merged[tuple(out)] = merged.get(tuple(out), 0) + count
-        words = merged
     return tokens
 
 
 def test_merges():
-    """Catches a count of pairs that is not kept up to date, as in "aaa"; ties by chance; the same
-    bytes as two tokens; and words that end before there are as many tokens as asked for."""
+    """Catches pairs that are miscounted, as in "aaa", ties by chance, tokens twice, early ends."""
     draw = random.Random(0)
     for _ in range(400):
         letters = draw.choice(["a", "ab", "abé"])
@@ -214,15 +201,6 @@ def test_merges():
         }
         tokens = data.merge_pairs(words, 290)
         assert tokens == slow_merges(words, 290) and len(set(tokens)) == len(tokens), words
-
-
-def test_bpe_takes_seconds(bpe):
-    """Catches a trainer that looks at all words, or all pairs, for each merge: minutes instead of seconds."""
-    letters = np.random.default_rng(0).choice([*"etaoinshrdlu"], (10_000, 6))
-    began = time.process_time()
-    tokenizer = Tokenizer.train([" ".join(map("".join, letters)).encode()], 1024)
-    assert tokenizer.vocab_size == 1024 and time.process_time() - began < 10
-    assert bpe.vocab_size == 300 and len(bpe.encode(CODE)) < len(CODE.encode()) * 2 / 3
 
 
 def test_endless_blanks(bpe):
@@ -254,40 +232,33 @@ match 1:
 '''
 
 
-def test_docstrings(tmp_path):
-    """Catches docstrings that are missed or in another order, and files of other Pythons that stop it."""
-    file = tmp_path / "m.py"
-    file.write_text(SOURCE)
-    assert data.docstrings(file) == ["M.", "C.", "F.", "G.", "H.", "I."]
-    file.write_text("print 'python 2'")
-    assert data.docstrings(file) == []
-
-
 def test_pydocs(tmp_path, monkeypatch):
-    """Catches a docstring that comes twice, and documents in another order than their files."""
-    for name, text in (("a", '"""One."""'), ("b", '"""One."""'), ("c", "0"), ("d", '"""Two."""')):
-        (tmp_path / name).write_text(text + '\ndef f():\n    """F."""\n' * (name == "d"))
+    """Catches a docstring that is missed or comes twice, another order, and a file of another Python."""
+    for name, text in (("a", SOURCE), ("b", '"""M."""'), ("c", "print 'python 2'"), ("d", '"""Two."""')):
+        (tmp_path / name).write_text(text)
     files = [(file.name, file) for file in sorted(tmp_path.iterdir())]
     monkeypatch.setattr(data, "package_files", lambda: iter(files))
     monkeypatch.setattr(data, "topics", {"lambda": "Two.", "if": "Three."})
-    assert data.pydocs() == [("a", b"One."), ("d", b"Two.\n\nF."), ("topics/if", b"Three.")]
+    assert data.pydocs() == [
+        ("a", b"M.\n\nC.\n\nF.\n\nG.\n\nH.\n\nI."),
+        ("d", b"Two."),
+        ("topics/if", b"Three."),
+    ]
 
 
 def test_package_files(monkeypatch):
     """Catches test files in the default corpus, and an unstable order."""
     monkeypatch.setattr(data, "PACKAGES", ("numpy", "networkx"))
     names = [name for name, _ in data.package_files()]
-    assert len(names) > 900 and len(set(names)) == len(names)
+    assert len({*names}) == len(names) > 900
     assert not any("/tests/" in name or "site-packages" in name for name in names)
-    for _, group in groupby(names, lambda name: name.split("/")[0]):
-        paths = [Path(name) for name in group]
-        assert paths == sorted(paths)
-    assert [p for p, _ in groupby(name.split("/")[0] for name in names)] == ["python", *data.PACKAGES]
+    groups = [(package, [*map(Path, group)]) for package, group in groupby(names, lambda x: x.split("/")[0])]
+    assert [package for package, _ in groups] == ["python", *data.PACKAGES]
+    assert all(paths == sorted(paths) for _, paths in groups)
 
 
 def test_texts_that_are_left_out(tmp_path, capsys):
-    """Catches files left out without a word, tables that are learned, a text in another code than UTF-8; and
-    files of many texts that are learned with their brackets, or left out beside plain text."""
+    """Catches files left out without a word, tables and files of many texts that are learned."""
     folder = tmp_path / "texts"
     (folder / ".git").mkdir(parents=True)
     for name, text in (
@@ -309,8 +280,7 @@ def test_texts_that_are_left_out(tmp_path, capsys):
 
 
 def test_links(tmp_path):
-    """Catches links of a folder that are not followed, followed for ever or twice, and one that leads
-    nowhere and is left out without a word; and a pipe that is read."""
+    """Catches links not followed, followed twice or for ever, that lead nowhere; and a pipe that is read."""
     folder, other = tmp_path / "texts", tmp_path / "other"
     (folder / "sub").mkdir(parents=True)
     (other / "deep").mkdir(parents=True)
@@ -339,29 +309,11 @@ def test_links_in_any_order(tmp_path, monkeypatch):
     (tmp_path / "b/x.txt").write_text("x")
     for name in "ca":
         (tmp_path / name).symlink_to(tmp_path / "b")
-    found, listed = [], Path.iterdir
+    listed = Path.iterdir
     for turned in (False, True):
         in_order = lambda folder, turned=turned: sorted(listed(folder), reverse=turned)  # noqa: E731
         monkeypatch.setattr(Path, "iterdir", in_order)
-        found.append(data.files_below(tmp_path))
-    assert found[0] == found[1] and len(found[0]) == 1
-
-
-@pytest.mark.parametrize("function, name", [("pathlib.Path.iterdir", "sub"), ("io.open", "a.txt")])
-def test_unreadable(tmp_path, monkeypatch, function, name):
-    """Catches a file or folder that cannot be read and is left out without a word."""
-    folder, original = tmp_path / "texts", resolve_name(function)
-    (folder / "sub").mkdir(parents=True)
-    (folder / "a.txt").write_text("a")
-
-    def refuse(path, *rest, **how):  # as others than root are refused
-        if Path(path).name == name:
-            raise PermissionError(13, "Permission denied", str(path))
-        return original(path, *rest, **how)
-
-    monkeypatch.setattr(function, refuse)
-    with pytest.raises(PermissionError, match=name):
-        data.read_texts(folder)
+        assert data.files_below(tmp_path) == [tmp_path / "a/x.txt"]
 
 
 # -- Documents -> ids ------------------------------------------------------------------------------
@@ -385,8 +337,7 @@ def test_divide():
     """Catches documents cut in two without need, and a corpus without any validation or training."""
     documents = [(f"f{i}", f"text {i}".encode()) for i in range(400)]
     train, val = data.divide(documents)
-    assert sorted(train + val) == sorted(text for _, text in documents)
-    assert 8 < len(val) < 40
+    assert sorted(train + val) == sorted(text for _, text in documents) and 8 < len(val) < 40
     held_out = [f"f{i}" for i in range(4000) if int(sha1(b"f%d" % i).hexdigest(), 16) % 20 == 0]
     others = [f"f{i}" for i in range(150) if f"f{i}" not in held_out]
     for names in (held_out, others):  # all would be on one side
@@ -418,8 +369,7 @@ def test_fingerprint():
     ids = np.arange(100, dtype=np.uint16)
     corpus = Corpus("a", Tokenizer.bytes(), 257, ids, ids[:50], "from somewhere")
     known = corpus.fingerprint
-    twice = sha256(np.concatenate([ids, ids]).tobytes()).hexdigest()
-    assert known["name"] == "a" and known["sha256"] == twice and known["val_sha256"] != twice
+    assert known["name"] == "a" and known["sha256"] == sha256(np.tile(ids, 2).tobytes()).hexdigest()
     assert (known["train_tokens"], known["val_tokens"], known["tokenizer"]) == (100, 50, "5801ed9e")
     corpus.val = ids[1:51]
     assert corpus.fingerprint["val_sha256"] != known["val_sha256"]
@@ -430,24 +380,15 @@ def test_fingerprint():
 
 def test_names_in_the_cache(tmp_path):
     """Catches prepared corpora that are not found any more, are others, or need the network again."""
-    file = tmp_path / "text.txt"
-    file.write_text("the quick brown fox. " * 100)
-    corpus = open_corpus(str(file), cache="cache")
+    Path("text.txt").write_text("the quick brown fox. " * 100)
+    corpus = open_corpus("text.txt", cache="cache")
     assert corpus.name == "text-bytes-1f655a00"
     folder = Path("cache") / corpus.name
     assert sha256((folder / "train.bin").read_bytes()).hexdigest().startswith("a13707bc4b08c76b")
-    corpus = open_corpus(str(file), "bpe", 300, "cache")
+    corpus = open_corpus("text.txt", "bpe", 300, "cache")
     assert (corpus.name, corpus.tokenizer.digest) == ("text-bpe300-019e43b6", "86419895")
-    with pytest.raises(UserError, match="--tokenizer bytes or --tokenizer bpe"):
-        open_corpus(str(file), "gpt2", cache="cache")
     folder.rename(folder.with_name("text-gpt2-44cdd419"))
-    assert open_corpus(str(file), "gpt2", cache="cache").name == "text-gpt2-44cdd419"
-
-
-def test_size_of_the_table():
-    """Catches a table of a large vocabulary that is not padded, or a small one that is."""
-    Path("text.txt").write_text(" ".join(f"{i * 7919:x}" for i in range(8_000)))
-    assert [open_corpus("text.txt", "bpe", V).vocab_size for V in (1025, 1023)] == [1088, 1023]
+    assert open_corpus("text.txt", "gpt2", cache="cache").name == "text-gpt2-44cdd419"
 
 
 @pytest.mark.parametrize(
@@ -529,7 +470,7 @@ def test_nanogpt_folders(tmp_path, monkeypatch):
 
 
 def test_wide_ids(tmp_path):
-    """Catches 32-bit ids that are read as half as wide, and a type that is stated and not believed."""
+    """Catches 32-bit ids read as half as wide, a type that is stated and not believed; an entropy in bits."""
     ids = np.random.default_rng(0).integers(1, 257, 3_000)
     write_bins(tmp_path, ids, np.uint32)
     Tokenizer.bytes().save(tmp_path / "tokenizer.json")
@@ -543,7 +484,7 @@ def test_wide_ids(tmp_path):
         corpus = open_corpus(str(tmp_path))
         assert np.array_equal(corpus.train, ids % 256)
         assert Windows(corpus.train, 8, 0).stack(0, 2).dtype == torch.int64
-        assert 5 < data.unigram_entropy(corpus.train, 257) < np.log(257)
+    assert data.unigram_entropy(np.array([0, 1, 0, 1], np.uint16), 5) == pytest.approx(np.log(2))
 
 
 OURS = Tokenizer.bytes().fields()
@@ -595,18 +536,15 @@ def test_damaged_files(tmp_path, name, content, words):
 
 def test_windows():
     """Catches windows that come twice in an epoch or never, targets not shifted, and another order."""
-    tokens = np.arange(101, dtype=np.uint16)
-    windows = Windows(tokens, 10, seed=3)
-    assert windows.count == 10
+    windows = Windows(np.arange(110, dtype=np.uint16), 10, seed=3)
+    assert windows.count == 10  # the 11th would lack its last target
     rows = windows.stack(0, 20)  # (20, T+1), two epochs
     assert rows.diff().eq(1).all()
     epochs = [epoch[:, :-1].flatten() for epoch in rows.split(10)]
     assert all(sorted(epoch.tolist()) == list(range(100)) for epoch in epochs)
     assert not torch.equal(*epochs)
-    again = Windows(tokens, 10, seed=3)
-    assert torch.equal(torch.stack([torch.from_numpy(again.window(i)) for i in range(20)]), rows)
-    assert torch.equal(again.stack(15, 17), rows[15:17]) and torch.equal(again.stack(3, 5), rows[3:5])
-    assert not torch.equal(Windows(tokens, 10, seed=4).stack(0, 20), rows)
+    assert torch.equal(windows.stack(15, 17), rows[15:17]) and torch.equal(windows.stack(3, 5), rows[3:5])
+    assert not torch.equal(Windows(windows.tokens, 10, seed=4).stack(0, 20), rows)
     order = [9, 6, 0, 2, 1, 4, 7, 5, 3, 8]  # in another one a run that is resumed would see some twice
     assert [int(row[0]) // 10 for row in rows[:10]] == order
 
@@ -616,10 +554,5 @@ def test_too_few_tokens(tmp_path):
     write_bins(tmp_path, np.arange(1, 65))
     ids = np.memmap(tmp_path / "val.bin", np.uint16, mode="r")
     assert Windows(ids, 63, seed=0).count == 1
-    with pytest.raises(UserError, match=r"val\.bin has 64 tokens, .*--block-size"):
+    with pytest.raises(UserError, match=r"val\.bin .*--block-size"):
         Windows(ids, 64, seed=0)
-
-
-def test_unigram_entropy():
-    """Catches an entropy in bits, and ids that never come and make it nan."""
-    assert data.unigram_entropy(np.array([0, 1, 0, 1], np.uint16), 5) == pytest.approx(np.log(2))

@@ -47,8 +47,7 @@ def test_jacobi_equals_sequential(kind, K):
 
 @pytest.mark.parametrize("K", [0, 1, 3])
 def test_number_of_passes(K, monkeypatch):
-    """Catches a bound that stops before the last link of the chain is settled, idle passes, and a rule of
-    the evaluation that stops too early or not at all."""
+    """Catches a bound or a tolerance that stops before the chain is settled, and idle passes."""
     model, calls, idx = small_model(ponder_steps=K), [], tokens(T=5, B=2)
     transform = model.transform
     monkeypatch.setattr(model, "transform", lambda *args: calls.append(1) or transform(*args))
@@ -64,8 +63,7 @@ def test_number_of_passes(K, monkeypatch):
 
 
 def test_tolerance_by_type():
-    """Catches an iteration in half precision that waits for float32's tolerance, which rounding never lets
-    it reach: up to K T passes. And one in float32 that stops as early as in bfloat16."""
+    """Catches an iteration in half precision that waits for float32's tolerance, and the reverse."""
     model, idx, calls = small_model(block_size=64).float(), tokens(T=64), []
     model.model.register_forward_pre_hook(lambda *_: calls.append(1))
 
@@ -156,8 +154,7 @@ def test_k0_is_llama():
 
 
 def test_training_loss_and_its_gradient():
-    """Catches a detach in the Jacobi iteration and a wrong loss: the loss is CE + lambda * penalty,
-    and its gradient that of finite differences through all passes (penalty off: it has steps)."""
+    """Catches a detach in the Jacobi iteration: its gradient is that of finite differences."""
     model, idx = small_model(penalty_weight=0.0).train(), tokens(T=6, B=2)
     y = tokens(T=6, B=2, seed=1)
     model(idx, y, R=2).loss.backward()
@@ -245,8 +242,7 @@ def test_initialisation():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_files(tied, tmp_path):
-    """Catches a parameter or setting that is lost on the way to a file and back, weights that are kept
-    twice, or for their owner alone; and a compiled model whose names nobody can read."""
+    """Catches a parameter or setting lost in a file, weights kept twice or for one user, odd names."""
     how = dict(tie_word_embeddings=tied, router_offset=(0.0, 1.0, 2.0, 0.5), refinements=(1, 4))
     model, blocks = (small_model(**how).float() for _ in range(2))
     blocks.model.layers = torch.nn.ModuleList(map(torch.compile, blocks.model.layers))

@@ -24,8 +24,7 @@ def extreme_logits(n=2000):
 
 
 def test_mask_score_is_the_tail_sum():
-    """Catches lost tails: log w against the sum of the exact probabilities, in float32, at any logits; NaN, w
-    above 1, w_0 below 1 and a w that rises with k."""
+    """log w against the exact tail sums, in float32, at any logits: no NaN, w_0 = 1, w never rises."""
     for logits in extreme_logits():
         exact = [x - max(logits) for x in logits]
         log_z = math.log(math.fsum(math.exp(x) for x in exact))
@@ -45,8 +44,7 @@ def test_mask_score_gradient():
 
 
 def test_stop_step_is_the_last_step_above_tau():
-    """Catches an off-by-one in K-hat: max{k : w_k >= tau}, and stopping at the first w_k < tau; and keys
-    that are hidden before it, or seen behind."""
+    """Catches an off-by-one in K-hat = max{k : w_k >= tau}; keys hidden before it, or seen behind."""
     draw = random.Random(1)
     for logits in extreme_logits():
         tau = draw.choice([0.0, 1e-4, 0.3, 1.0, draw.random()])
@@ -134,8 +132,7 @@ def test_penalty_gradient_reaches_only_the_chosen():
 
 
 def test_relaxed_steps():
-    """Catches a relaxed count whose gradient in log w is not the same wherever w > tau, or is there below;
-    one that is not K-hat where each w is 1 or at most tau; and w_0 counted."""
+    """Catches a gradient in log w that differs where w > tau, or is there below; w_0 counted."""
     w = torch.tensor([[1, 1, 0.01, 1e-5], [1, 0.5, 2e-4, 0.9e-4]], dtype=torch.float64)
     log_w = w.log().requires_grad_()
     steps = relaxed_steps(log_w)

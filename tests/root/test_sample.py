@@ -40,8 +40,7 @@ def run(tmp_path):
 
 
 def test_generate_is_greedy_argmax_of_the_parallel_form():
-    """Catches a decoder that goes on from other logits than the model's, and steps of other tokens; and a
-    list of what was read, from which the saving is printed, that misses tokens."""
+    """Catches a decoder with other logits or steps than the model's, and a list of what was read."""
     prompt, differ = [3, 1, 4], 0
     for seed in range(6):
         model, read, how = small_model(seed), [], dict(tau=0.3, alpha=seed / 5)
@@ -121,8 +120,7 @@ def test_marks():
 
 
 def test_show_steps(run, monkeypatch, capsys):
-    """Catches a token that is marked with another one's steps, a character of two tokens that is torn, an end
-    or a beginning that is shown; and a saving that is not of these steps."""
+    """Catches a mark of another token, a torn character, an end that is shown, a saving of other steps."""
     pairs = [(102, 1), (0xC3, 0), (0xA9, 3), (120, 2), (256, 2)]
     monkeypatch.setattr(sample, "stream", lambda *_, read, **__: read.append(1) or iter(pairs))
     sample_main(run=run, prompt="a", show_steps=True)
@@ -134,8 +132,7 @@ def test_show_steps(run, monkeypatch, capsys):
 
 
 def test_samples_and_prompts(run, monkeypatch, capsys):
-    """Catches samples not repeatable or all alike, an empty prompt refused, one cut in silence, stdin not
-    read."""
+    """Catches samples not repeatable or alike, an empty prompt refused, one cut in silence, stdin unread."""
 
     def printed(**options):
         sample_main(run=run, max_new_tokens=9, **options)

@@ -54,10 +54,10 @@ def signals():
         signal.signal(number, handler)
 
 
-def go(flags="", **doors):
+def go(flags=""):
     """A training of a second by the flags of TINY and these, or with --resume by these alone."""
     flags = flags if "--resume" in flags else f"{TINY} {flags}"
-    return train.train(*parse(shlex.split(flags)), **doors)
+    return train.train(*parse(shlex.split(flags)))
 
 
 def interrupt_at(patch, step, number=signal.SIGTERM, function="learning_rate"):
@@ -116,8 +116,7 @@ def test_training_learns_and_leaves_a_run(capsys):
 
 
 def test_the_loop_written_out(monkeypatch):
-    """Catches a step that is not the written-out one: R of (seed, step), the order of windows, the rate of
-    the step and that of the router, the clipped gradient, the decay of matrices alone."""
+    """Catches a step with another R, order of windows, rate, clipped gradient or decay than written out."""
     run, _ = go("--steps 3 --micro-batch-size 8 --seed 5 --step-price 0.1 --price-from 0.4 --router-rate 5")
     corpus = open_corpus("text.txt", "bytes")
     config, shape, _ = read_run(run)
@@ -152,8 +151,7 @@ def test_the_loop_written_out(monkeypatch):
 
 
 def test_micro_batches():
-    """Catches gradients of micro-batches that are summed, not averaged; Adam alone would hide it. Without
-    the penalty, which is of the tokens of each micro-batch."""
+    """Catches gradients of micro-batches that are summed, not averaged; Adam alone would hide it."""
     whole, _ = go("--penalty-weight 0 --steps 3 --micro-batch-size None")
     parts, _ = go("--penalty-weight 0 --steps 3 --micro-batch-size 2 --name parts")
     for a, b in zip(log(whole), log(parts), strict=True):
@@ -161,8 +159,7 @@ def test_micro_batches():
 
 
 def test_micro_batch_of_processes(monkeypatch, capsys):
-    """Catches a micro-batch, and so a penalty, that depends on the number of processes without a word; and
-    a CPU with a number that is taken for a GPU."""
+    """Catches a micro-batch that depends on the number of processes without a word; cpu:0 for a GPU."""
     assert train.join_processes("cpu:0") == (0, 1, torch.device("cpu:0"))
 
     def pick(share, micro=None, resume=False):
@@ -182,8 +179,7 @@ def test_micro_batch_of_processes(monkeypatch, capsys):
 
 @pytest.mark.parametrize("penalty", ["printed", "token"])
 def test_objective(penalty):
-    """CE + lambda penalty + price, by loops: catches a penalty of tokens without a target, of the wrong
-    depths, or of partial states made to sum to 1; lambda twice; a price of other tokens."""
+    """CE + lambda penalty + price by loops: other tokens or depths, states made to sum to 1, lambda twice."""
     torch.manual_seed(0)
     model = PonderLM(Config(31, 32, 48, 1, 2, ponder_steps=2, penalty=penalty, penalty_weight=0.3))
     torch.nn.init.normal_(model.router.proj.weight, std=3)
@@ -212,8 +208,9 @@ def test_objective(penalty):
     assert objective(model, x, y, 1)[1] == 0
 
 
-def test_evaluation_against_the_definitions():
-    """Catches a wrong mean, another tau, windows left out, a model left in evaluation mode."""
+def test_evaluation_against_the_definitions(monkeypatch):
+    """Catches a wrong mean, tau or mode that is left, batches that overlap, windows left out."""
+    monkeypatch.setattr(train, "windows_at_a_time", lambda T, device: 2)
     torch.manual_seed(0)
     model = PonderLM(Config(31, 32, 48, 2, 4, block_size=8, router_offset=(0.0,) * 4)).double().train()
     torch.nn.init.normal_(model.router.proj.weight, std=2)
@@ -231,19 +228,10 @@ def test_evaluation_against_the_definitions():
     assert found["stopped"] == pytest.approx([(steps == k).double().mean().item() for k in range(4)])
     assert found["weight"] == pytest.approx(s.mean((0, 1)).tolist())
     assert 0 < found["steps"] < 3 and model.training
-    soft = train.evaluate(model, windows, 5, first=2)
-    fixed = model(rows[:, :-1], rows[:, 1:])
+    soft = train.evaluate(model, windows, 5, R=21, first=2)
+    fixed = model(rows[:, :-1], rows[:, 1:], R=21)
     assert soft["loss"] == pytest.approx(fixed.loss.item(), abs=1e-9)
     assert soft["steps"] == pytest.approx(((fixed.log_w.exp() >= 1e-4).sum(-1) - 1.0).mean().item())
-
-
-def test_evaluation_in_batches():
-    """Catches batches that overlap, or a mean of means: 1,100 windows are more than one batch."""
-    model = PonderLM(Config(31, 8, 8, 1, 1, block_size=8))
-    windows = Windows(np.random.default_rng(0).integers(31, size=9000).astype("uint16"), 8, seed=0)
-    found = train.evaluate(model, windows, 1100, R=0)["loss"]
-    parts = [train.evaluate(model, windows, n, R=0, first=i)["loss"] * n for i, n in ((0, 300), (300, 800))]
-    assert found == pytest.approx(sum(parts) / 1100, abs=1e-6)
 
 
 def test_learning_rate():
@@ -293,8 +281,7 @@ def compile_by(backend, patch):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_blocks(backend, recompute, dynamo, monkeypatch):
-    """Catches blocks that are not compiled, that compute something else, losses and gradients to 1e-5 in
-    float32, and ones that are compiled anew in each step or in an evaluation."""
+    """Compiled blocks, to 1e-5 in float32: other losses or gradients, or compiled in every step."""
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("inductor needs a compiler of C++")
     compile_by(backend, monkeypatch)
@@ -312,11 +299,9 @@ def test_compiled_blocks(backend, recompute, dynamo, monkeypatch):
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
         counts.append(dynamo())
-    assert counts == 4 * [counts[0]] and counts[0] >= 4  # 1, 2, 3 and 4 slots a token
     with torch.no_grad():
-        for T in (3, 5, 7):
-            assert torch.equal(model.eval()(tokens(T)).logits, plain.eval()(tokens(T)).logits)
-    assert dynamo() == counts[0]
+        assert torch.equal(model.eval()(tokens(7)).logits, plain.eval()(tokens(7)).logits)
+    assert {*counts, dynamo()} == {counts[0]} and counts[0] >= 4  # 1, 2, 3 and 4 slots a token
 
 
 def test_compile(dynamo, monkeypatch, capsys):
@@ -349,11 +334,8 @@ def test_command_line(capsys):
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        *(dict(steps=0), dict(seed=-1), dict(tau=2.0), dict(clip=-1.0), dict(learning_rate=math.nan)),
-        *(dict(warmup=2.0), dict(betas=(0.9, 1.5)), dict(steps="x"), dict(steps=True), dict(init_from="a")),
-        *(dict(name=""), dict(name=".."), dict(name="."), dict(name="a/b"), dict(attention="flash")),
-    ],
+    [dict(learning_rate=math.nan), dict(tau=2.0), dict(seed=-1), dict(steps=True), dict(init_from="a")]
+    + [dict(name=name) for name in ("", "..", ".", "a/b")],
     ids=str,
 )
 def test_settings_refused(wrong):
@@ -408,8 +390,7 @@ def test_nohup(monkeypatch):
 
 
 def test_interrupted_evaluation(monkeypatch):
-    """Catches a checkpoint that a signal within its evaluation prevents, a final evaluation that is waited
-    for, or that takes anything with it, and files of a write that was cut short, which stay for good."""
+    """Catches a signal in an evaluation that is waited for, or takes the checkpoint with it; stale files."""
     whole, results = go("--name whole")
     with monkeypatch.context() as patch:
         interrupt_at(patch, 0, function="evaluate")
@@ -466,8 +447,7 @@ def test_changed_settings_are_refused():
 
 
 def test_nothing_to_resume():
-    """Catches a stack trace where no run is, a damaged one, or the lab's; and an older run that cannot be
-    read."""
+    """Catches a stack trace for no run, a damaged one or the lab's; an older run that cannot be read."""
     with pytest.raises(UserError, match=r"python train\.py"):
         parse(["--resume"])
     with pytest.raises(UserError, match="x is no run"):
@@ -617,7 +597,6 @@ def test_torn_log(damage):
     go("--resume --name x --steps 9")
     assert [row["step"] for row in log(run) if "loss" in row] == list(range(1, 10))
     assert [row["step"] for row in log(run) if "val" in row] == [3, 6, 9] and len(log(run)) == 12
-    assert not any(row.get("loss") == 7.0 for row in log(run))
 
 
 # -- Processes -------------------------------------------------------------------------------------
@@ -670,8 +649,7 @@ def test_signals(number):
 
 
 def test_closed_terminal():
-    """Catches a training that is lost with its terminal: beside the signal, every line fails from then on.
-    And a script that goes on behind a training that was stopped."""
+    """Catches a training that is lost with its terminal, where every line fails; a script that goes on."""
     ours, its = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *shlex.split(f"{TINY} --steps 100000")],
