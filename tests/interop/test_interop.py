@@ -175,8 +175,8 @@ REFUSED = {  # what is made: what becomes of it, and the words of the refusal
         (dict(num_hidden_layers=3), "model.layers.2"),
         (lambda d: (d / interop.SINGLE).unlink(), "has no model.safetensors"),
         (in_bytes(lambda _: b"{", "config.json"), "config.json"),
-        (in_bytes(lambda b: b[: len(b) // 2]), ""),
-        (in_tensors(lambda t: t.update({NORM: t[NORM][:5]})), NORM),
+        (in_bytes(lambda b: b[: len(b) // 2]), "cannot be read"),
+        (in_tensors(lambda t: t.update({NORM: t[NORM][:5]})), "cannot be read"),
         (in_tensors(lambda t: t.update(odd=torch.ones(2))), "odd"),
     ],
     lambda directory: save(small_model(), directory): [

@@ -335,6 +335,7 @@ def test_without_a_tokenizer(config, tmp_path, capsys):
     config, shape = going_on(config, "llama")
     with pytest.raises(UserError, match="another tokenizer"):
         corpus_of(replace(config, data=str(folder)), shape)
+    make_tokenizer(tmp_path / "llama", "byte-level")
     (folder / "tokenizer.json").unlink()
     corpus_of(replace(config, data=str(folder)), shape)
     assert "its ids are taken for those of llama" in capsys.readouterr().out
