@@ -2,15 +2,13 @@
 than its neighbours, the results of the CPU, and how often the host waits."""
 
 import json
-import os
-import re
 from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from lab_helpers import python, small_model
+from lab_helpers import small_model
 from pretended_cuda import Misplaced, pretended_cuda
 from torch.utils._pytree import tree_leaves
 
@@ -219,14 +217,3 @@ def test_waits_of_a_decoded_pass(method, graphs):
     assert not gpu.seen("h2d")
     assert gpu.seen("d2h") == {("lab/engine/cuda_graphs.py", "Fetched.__init__", "copy"): passes}
     assert gpu.seen("wait") == {("lab/engine/cuda_graphs.py", "Fetched.tolist", "synchronize"): passes}
-
-
-@pytest.mark.slow
-def test_device_of_the_tests():
-    """Catches a suite that takes a GPU because there is one, and equivalence tests that do not when told."""
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and not torch.cuda.is_available()
-    files = [f"tests/root/test_{name}.py" for name in ("golden", "train")]
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-    command += ["-k", "golden or learning_rate"]  # three tests, and one that stays on the CPU
-    done = python(*command, PONDERLM_TEST_DEVICE="cuda")
-    assert re.search(r"(?m)^3 failed\b(?!.*passed)", done.stdout) and "CUDA" in done.stdout
