@@ -213,7 +213,7 @@ def test_pareto(tmp_path, capsys):
     """Catches numbers of another run, a frontier or ring with a wrong point, a figure that goes elsewhere."""
     runs = [
         finish(tmp_path / "a", steps=1.0, loss=1.0),
-        finish(tmp_path / "b", steps=2.0, loss=1.2),
+        finish(tmp_path / "b", steps=1.0, loss=1.2),  # no more steps than a, and worse
         finish(tmp_path / "c", "two", K=2, steps=2.0, loss=0.9),
         finish(tmp_path / "d", "two", K=0, steps=0.0, loss=2.0),
         finish(tmp_path / "diverged", K=1, steps=3.0, loss=1e9),
@@ -223,7 +223,7 @@ def test_pareto(tmp_path, capsys):
     assert "unfinished" in capsys.readouterr().out
     assert [row["run"] for row in rows] == ["a", "b", "c", "d", "diverged"]
     assert [row["method"] for row in rows[:4]] == ["ponderlm3", "ponderlm3", "two", "two"]
-    assert [(row["K"], row["steps"], row["loss"]) for row in rows[1:3]] == [(3, 2.0, 1.2), (2, 2.0, 0.9)]
+    assert [(row["K"], row["steps"], row["loss"]) for row in rows[1:3]] == [(3, 1.0, 1.2), (2, 2.0, 0.9)]
     assert rows[2]["perplexity"] == pytest.approx(math.exp(0.9)) and rows[4]["perplexity"] == math.inf
     assert [row["frontier"] for row in rows] == [1, 0, 1, 1, 0]
     (axes,) = draw("pareto", rows).axes
