@@ -11,13 +11,12 @@ the project's line that did it, tensors of both devices in one operation, and wa
 of a CUDA graph. Where a copy to the host does not block, there is garbage until the host waits.
 
 They cannot see: waits inside a kernel of CUDA, in a package that is not torch, in another thread or
-process; streams that race; memory that a kernel takes for itself, or the allocator keeps; rounding.
+process; streams that race; memory; rounding.
 Autocast does nothing.
 """
 
 import re
 import sys
-import weakref
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -66,10 +65,7 @@ def place(x):
 
 def put(x, where):
     """Mark the storage of a tensor. -> x"""
-    storage = x.untyped_storage()
-    if where == "cuda" and place(x) != "cuda":
-        MEMORY.hold(storage)
-    storage.place = where
+    x.untyped_storage().place = where
     return x
 
 
@@ -80,30 +76,6 @@ def on_cuda(x):
 def tensors_of(*found):
     """The tensors in nested lists, tuples and dicts."""
     return [x for x in tree_leaves(found) if isinstance(x, T)]
-
-
-class Memory:
-    """Bytes of the storages that are on the device: now, and at most since the last reset."""
-
-    total = 2**40  # of the device; a test may say less
-
-    def __init__(self):
-        self.now = self.peak = 0
-
-    def hold(self, storage):
-        size = storage.nbytes()
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self.release, size)
-
-    def release(self, size):
-        self.now -= size
-
-    def reset(self):
-        self.peak = self.now
-
-
-MEMORY = Memory()
 
 
 class Gpu(TorchDispatchMode):
@@ -290,9 +262,8 @@ def pretended_cuda():
     cuda = MagicMock(synchronize=wait, Event=lambda **_: event, CUDAGraph=Graph)
     cuda.graph = lambda graph, **_: patch.object(gpu, "captured", graph.operations)
     cuda.device_count.return_value = 1
-    cuda.memory_allocated = cuda.memory_reserved = lambda device=None: MEMORY.now
-    cuda.max_memory_allocated, cuda.reset_peak_memory_stats = lambda device=None: MEMORY.peak, MEMORY.reset
-    cuda.mem_get_info = lambda device=None: (MEMORY.total - MEMORY.now, MEMORY.total)
+    cuda.memory_allocated.return_value = cuda.memory_reserved.return_value = 0
+    cuda.max_memory_allocated.return_value, cuda.mem_get_info.return_value = 0, (2**40, 2**40)
     cuda._is_compiled.return_value = cuda.is_current_stream_capturing.return_value = False
     cuda.get_rng_state.return_value = torch.zeros(16, dtype=torch.uint8)
     with (

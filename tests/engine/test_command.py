@@ -45,23 +45,21 @@ def test_many_prompts(decoder, byte_model, tmp_path, capsys):
     file, out = tmp_path / "prompts.txt", tmp_path / "samples.jsonl"
     file.write_text("one\n\ntwo, which is longer than the window\r\nthree\n", encoding="utf-8")
     options = dict(prompts=str(file), num_samples=2, max_new_tokens=6, seed=4)
-    ways = [dict(batch_size=3), dict(batch_size=5, prefill="sequential")] if decoder == "engine" else [{}, {}]
-    decode(byte_model, out=out, **options, **ways[0])
+    decode(byte_model, out=out, **options, **dict(batch_size=3) if decoder == "engine" else {})
     written = [json.loads(line) for line in out.read_text().splitlines()]
     assert f"written: {out}, 6 of 6 samples" in capsys.readouterr().out
     texts = ["one", "two, which is longer than the window", "three"]
     prompts = [text for text in texts for _ in range(2)]
-    assert [line.pop("prompt") for line in written] == prompts
-    for line, (one, text) in zip(written, samples(byte_model, prompts, 6, seed=4), strict=True):
-        assert line == {"tokens": one.tokens, "steps": one.steps, "text": text}
+    for line, prompt, (one, text) in zip(
+        written, prompts, samples(byte_model, prompts, 6, seed=4), strict=True
+    ):
+        assert line == {"prompt": prompt, "tokens": one.tokens, "steps": one.steps, "text": text}
     assert written[0]["tokens"] != written[1]["tokens"]
     assert any(line["tokens"][-1] == 256 for line in written)
     before = out.read_text()
     with pytest.raises(FileExistsError):  # what is there stays
         decode(byte_model, out=out, **options)
-    other = tmp_path / "other.jsonl"
-    decode(byte_model, out=other, **options, **ways[1])
-    assert other.read_text() == out.read_text() == before
+    assert out.read_text() == before
 
 
 @both
@@ -95,31 +93,18 @@ def test_another_method(tmp_path, capsys):
     decode(run, max_new_tokens=3)
     assert "decoder simple" in capsys.readouterr().out
     wishes = dict(batch_size=2, precision="bfloat16", prefill="jacobi", compile=True)
-    for name, value in wishes.items():
-        with pytest.raises(UserError, match=f"looped .*leave out --{name.replace('_', '-')}$"):
-            decode(run, **{name: value})
-    with pytest.raises(UserError, match=r"leave out --batch-size, --precision, --prefill, --compile$"):
+    with pytest.raises(UserError, match=r"looped .* --batch-size, --precision, --prefill, --compile$"):
         decode(run, **wishes)
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_precision(fast, byte_model, monkeypatch, capsys):
-    """Catches an `auto` that is another precision than in train.py."""
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast, raising=False)
-    decode(byte_model, max_new_tokens=2, precision="auto")
-    precision = pick_precision("auto", torch.device("cpu"))
-    assert f"precision {precision}" in capsys.readouterr().out and (precision == "bfloat16") == fast
-
-
-def test_tau(byte_model, capsys):
-    """Catches a tau that is not the one asked for, or said."""
-    steps = []
+def test_tau_and_precision(byte_model, capsys):
+    """Catches a tau or a precision that is not the one asked for, or said."""
     for tau in (0.0, 1.0):
-        decode(byte_model, tau=tau, max_new_tokens=4, prompt="fox")
+        decode(byte_model, tau=tau, max_new_tokens=4, prompt="fox", precision="auto")
         said = capsys.readouterr().out
-        assert f"tau = {tau:g}," in said
-        steps.append(float(re.search(r"(\S+) of 3 pondering steps", said)[1]))
-    assert steps == [3, 0]
+        precision = pick_precision("auto", torch.device("cpu"))  # as train.py's
+        assert f"tau = {tau:g}," in said and f"precision {precision}" in said
+        assert float(re.search(r"(\S+) of 3 pondering steps", said)[1]) == 3 * (1 - tau)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +112,12 @@ def test_tau(byte_model, capsys):
     [
         ("", {}, "has no prompt in it"),
         (b"\xff\xfe", {}, "is not UTF-8 text"),
-        ("a", dict(prompt="b"), "--prompt and --prompts exclude each other"),
+        ("a", dict(prompt="b"), "--prompt and --prompts"),
         ("a", dict(prompts=None, prompt="a\udcff"), "the prompt is not UTF-8 text"),
-        ("a", dict(prompts="none.txt"), r"none\.txt: No such file or directory"),
+        ("a", dict(prompts="none.txt"), r"none\.txt"),
         ("a", dict(num_samples=0), "num_samples = 0"),
-        ("a", dict(tau=-1.0), "tau = -1.0"),
         ("a", dict(out="prompts.txt"), r"prompts\.txt: File exists"),
-        ("a", dict(out="."), "File exists"),
-        ("a", dict(out="none/new"), "No such file or directory"),
+        ("a", dict(out="none/new"), "none/new"),
     ],
 )
 def test_refused_commands(content, options, message, byte_model):
@@ -168,7 +151,7 @@ def test_interrupted(decoder, byte_model, tmp_path, monkeypatch, capsys):
 def test_full_disk(byte_model, tmp_path, capsys):
     """Catches a line that a full disk cut, at the end of a file."""
     out = tmp_path / "out.jsonl"
-    with full_disk(1000), pytest.raises(UserError, match=r"cannot write .*out\.jsonl: File too large"):
+    with full_disk(1000), pytest.raises(UserError, match=r"cannot write .*out\.jsonl: "):
         decode(byte_model, num_samples=60, max_new_tokens=9, out=out)
     lines = out.read_text().splitlines()
     assert f"written: {out}, {len(lines)} of 60 samples" in capsys.readouterr().out

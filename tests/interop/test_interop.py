@@ -98,9 +98,7 @@ def test_scale_is_folded_in(tmp_path, tied, backbone):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_roots_form(tmp_path, tied):
-    """Catches a model of train.py that is not read, or as another one; one of the lab that the root could
-    read, but for fields that it does not know; weights that only their owner may read; and a model that
-    transformers takes for a Llama."""
+    """Catches a model of train.py that is read as another, one of ours that the root or others misread."""
     model = root.PonderLM(root.Config(31, 32, 48, 2, 4, block_size=32, tie_word_embeddings=tied)).eval()
     root.save(model, tmp_path)
     written, found = read_json(tmp_path), load(tmp_path)
@@ -143,27 +141,21 @@ def test_official_ponderlm2(tmp_path, name, K, J):
 
 def test_official_settings(tmp_path):
     """Catches a setting that is passed over, no refinement as another model, or another range of them."""
-    for name, drawn in (("fwd_K2_J1", (2, 3)), ("neox_K1_J3", (2, 4))):
-        official(tmp_path, f"{name}.safetensors", random_jacobi_iterations=True)
-        assert read_config(tmp_path).refinements == drawn
-    official(tmp_path, "fwd_K2_J1.safetensors", num_jacobi_iterations=0)
-    config = read_config(tmp_path)
-    assert config.method == "ponderlm2" and config.refinements == (0, 0)
-    official(tmp_path, "fwd_K2_J1.safetensors", scale_embeds=False)
-    assert read_config(tmp_path).scale == 1
-    official(tmp_path, "fwd_K2_J1.safetensors", recurrent_model=False)
-    config = read_config(tmp_path)
-    assert config.method == "vanilla" and config.scale == (2.5 * 32) ** 0.5
+    for name, changes, found in (
+        ("fwd_K2_J1", dict(random_jacobi_iterations=True), dict(refinements=(2, 3))),
+        ("neox_K1_J3", dict(random_jacobi_iterations=True), dict(refinements=(2, 4))),
+        ("fwd_K2_J1", dict(num_jacobi_iterations=0), dict(method="ponderlm2", refinements=(0, 0))),
+        ("fwd_K2_J1", dict(scale_embeds=False), dict(scale=1)),
+        ("fwd_K2_J1", dict(recurrent_model=False), dict(method="vanilla", scale=(2.5 * 32) ** 0.5)),
+    ):
+        official(tmp_path, f"{name}.safetensors", **changes)
+        config = read_config(tmp_path)
+        assert {key: getattr(config, key) for key in found} == found
 
 
 # -- What cannot be read -----------------------------------------------------------------------
 
 
-def make_ours(directory):
-    save(small_model(), directory)
-
-
-NORM = "model.norm.weight"
 REFUSED = {  # what is made: what becomes of it, and the words of the refusal
     make_neox: [
         (dict(hidden_act="gelu_new"), "hidden_act"),
@@ -176,19 +168,16 @@ REFUSED = {  # what is made: what becomes of it, and the words of the refusal
         (dict(quantization_config={"bits": 4}), "quantization_config"),
         (dict(interpolation=True), "interpolation"),
         (dict(rope_parameters={"rope_type": "yarn"}), "rope_parameters.*'yarn'"),
-        (
-            dict(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
-            "partial_rotary_factor",
-        ),
+        (dict(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary"),
         (dict(recurrent_model=True), "num_latent_thoughts"),
         (dict(num_hidden_layers=3), "model.layers.2"),
         (lambda d: (d / interop.SINGLE).unlink(), "has no model.safetensors"),
-        (lambda d: (d / "config.json").write_text("{"), "config.json"),
-        (in_bytes(lambda b: b[: len(b) // 2]), "header|deserializ|incomplete"),
-        (in_tensors(lambda t: t.update({NORM: t[NORM][:5]})), NORM),
+        (in_bytes(lambda _: b"{", "config.json"), "config.json"),
+        (in_bytes(lambda b: b[: len(b) // 2]), "cannot be read"),
+        (in_tensors(lambda t: t.update({"model.norm.weight": torch.ones(5)})), "cannot be read"),
         (in_tensors(lambda t: t.update(odd=torch.ones(2))), "odd"),
     ],
-    make_ours: [
+    lambda directory: save(small_model(), directory): [
         (dict(method=None), "config.json.*method"),
         (dict(head_dim="x"), "config.json.*head_dim"),
         (dict(backbone="gpt"), "config.json.*backbone"),
@@ -201,11 +190,10 @@ REFUSED = {  # what is made: what becomes of it, and the words of the refusal
 
 @pytest.mark.parametrize(
     "make,damage,words",
-    [pytest.param(make, *row, id=row[1]) for make, rows in REFUSED.items() for row in rows],
+    [(make, *row) for make, rows in REFUSED.items() for row in rows],
 )
 def test_refused(tmp_path, make, damage, words):
-    """Catches a model that is read as another one than it is, or with holes; a stack trace, code that is run,
-    a shard that is passed over, and a path that leads out of the directory."""
+    """Catches a model that is read as another one than it is, or with holes, and a stack trace."""
     make(tmp_path)
     if isinstance(damage, dict):
         write_json(tmp_path, read_json(tmp_path) | damage)

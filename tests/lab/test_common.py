@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from data import UserError
-from lab.common import locate, progress
+from lab.common import locate
 
 
 def test_hub(tmp_path, monkeypatch):
@@ -28,11 +28,3 @@ def test_hub(tmp_path, monkeypatch):
         with pytest.raises(UserError, match=path):
             locate(path)
     assert locate("out") == Path("out") and len(asked) == 2
-
-
-def test_progress(capsys, monkeypatch):
-    """Catches bars in a file, and none in a terminal."""
-    assert list(progress(range(3))) == [0, 1, 2] and not capsys.readouterr().err
-    monkeypatch.delenv("TQDM_DISABLE", raising=False)
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert list(progress(range(3))) == [0, 1, 2] and "3/3" in capsys.readouterr().err

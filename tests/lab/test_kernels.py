@@ -25,8 +25,6 @@ from lab.kernels import (
     query_channels,
 )
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-11), (torch.float32, 5e-5)])
 @pytest.mark.parametrize("G", [4, 2, 1])
@@ -51,16 +49,6 @@ def to_slots_by_hand(q, k, v, log_w):
     return torch.stack(out, dim=2)
 
 
-def inputs_of_slots(T, n, G=2, d=16):
-    q, k, v, log_w = attention_inputs(4, G, n * T, d, log_w=(-8, 0))
-    return [q.detach()[:, :, :T].requires_grad_(), k, v, log_w]
-
-
-def assert_same(forms, leaves, tolerance):
-    for a, b in zip(*(outputs_and_gradients(form, leaves) for form in forms), strict=True):
-        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.parametrize("G", [4, 2])
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("short", [True, False])
@@ -68,7 +56,11 @@ def test_attend_to_slots(short, n, G, monkeypatch):
     """Catches a slot seen too early or without its log w, and mixed-up heads, in short and long texts."""
     assert n * 11 <= SHORT
     monkeypatch.setattr("lab.kernels.SHORT", SHORT if short else 0)
-    assert_same((attend_to_slots, to_slots_by_hand), inputs_of_slots(11, n, G), 1e-11)
+    q, k, v, log_w = attention_inputs(4, G, n * 11, 16, log_w=(-8, 0))
+    leaves = [q.detach()[:, :, :11].requires_grad_(), k, v, log_w]
+    found, expected = (outputs_and_gradients(form, leaves) for form in (attend_to_slots, to_slots_by_hand))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
 
 
 # -- log w in half precision -----------------------------------------------------------------------
@@ -95,19 +87,14 @@ def test_masked_in_half_precision(d, dtype):
 
 def test_decoding_kernels():
     """Catches decoding that waits for a cuDNN plan at each slot, and training that loses cuDNN."""
-    with decoding_kernels(CUDA):
+    with decoding_kernels(torch.device("cuda")):
         assert not flags.cudnn_sdp_enabled()
         assert flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled()
     assert flags.cudnn_sdp_enabled()
-    with decoding_kernels(CPU):
-        assert flags.cudnn_sdp_enabled()
 
 
-@pytest.mark.parametrize(
-    "dtype, masked, shares",
-    [("bfloat16", False, True), ("bfloat16", True, False), ("float32", 0, 0)],
-)
-def test_keys_that_heads_share(dtype, masked, shares, monkeypatch):
+@pytest.mark.parametrize("dtype, masked", [("bfloat16", False), ("bfloat16", True), ("float32", False)])
+def test_keys_that_heads_share(dtype, masked, monkeypatch):
     """Catches N x N scores on CUDA, which the form has that shares keys in float32, or with a mask."""
     own, asked = F.scaled_dot_product_attention, []
 
@@ -120,4 +107,5 @@ def test_keys_that_heads_share(dtype, masked, shares, monkeypatch):
         q, k, v, _ = (x.detach().to("cuda", getattr(torch, dtype)) for x in attention_inputs(G=2))
         mask = torch.ones(17, 17, dtype=torch.bool, device="cuda").tril() if masked else None
         found, expected = attend(q, k, v, 8, mask), eager(q, k, v, None)
-    assert asked == [shares] and (found - expected).norm() < 1e-2 * expected.norm()
+    assert asked == [dtype == "bfloat16" and not masked]
+    assert (found - expected).norm() < 1e-2 * expected.norm()

@@ -57,13 +57,3 @@ def test_states_and_gradients(method, K, tau, form, monkeypatch):
         found.append([h, s, log_w, *torch.autograd.grad(loss, list(model.model.parameters()))])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-10)
-
-
-@pytest.mark.parametrize("K", [1, 3])
-def test_passes(K):
-    """Catches a pass too many, or of more than one slot a token."""
-    model, rows = small_model(method="grid", ponder_steps=K), []
-    layer = model.model.layers[0]
-    layer.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].size(1)))
-    model(tokens(T=9, B=2), R=5)
-    assert rows == [9] * (K + 1)

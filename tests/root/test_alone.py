@@ -80,15 +80,6 @@ def test_commands(alone):
         assert (folder / file).stat().st_size > 5000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["train", "sample", "analyze"])
-def test_help(alone, script):
-    """Catches a script without --help, and one that runs otherwise in a process of its own."""
-    folder, _ = alone
-    done = python(f"{script}.py", "--help", cwd=folder, PYTHONPATH="")
-    assert not done.returncode and "--device" in done.stdout
-
-
 def test_what_a_training_step_runs():
     """Catches a training in which functions of the root, which a reader reads, are replaced."""
     model = PonderLM(Config(257, 32, 48, 1, 2, head_dim=16, block_size=16)).train()

@@ -16,7 +16,6 @@ from analyze import (
     DRAWINGS,
     Options,
     buckets,
-    by_bucket,
     converge,
     decoded,
     exponential_fit,
@@ -123,20 +122,6 @@ def test_exponential_fit():
     assert all(map(math.isnan, exponential_fit([0, 1], [0, 0])))
 
 
-def test_thirds():
-    """Catches buckets in the wrong order, or of unequal size, and the mean of none that is a number."""
-
-    def parts(*difficulty):
-        difficulty = torch.tensor(difficulty)
-        found = [*by_bucket(difficulty, {"sum": difficulty})]
-        assert [row["bucket"] for row in found] == [*analyze.BUCKETS]
-        return [(row["tokens"], row["sum"]) for row in found]
-
-    assert parts(5, 1, 9, 2, 7, 3) == [(2, 1.5), (2, 4), (2, 8)]
-    assert parts(3, 1)[:2] == [(1, 1), (1, 3)] and math.isnan(parts(3, 1)[2][1])
-    assert [n for n, _ in parts(*range(100))] == [34, 33, 33]
-
-
 def test_buckets_and_shift(model):
     """Catches gains of the wrong sign, step or bucket; a change to another alpha, and one not passed on."""
     windows = rows_of(4)
@@ -144,15 +129,15 @@ def test_buckets_and_shift(model):
     order = sorted(range(len(ce)), key=lambda i: ce[i, 0].item())
     parts = [[i for rank, i in enumerate(order) if rank * 3 // len(order) == b] for b in range(3)]
     found, moved = buckets(model, windows, 0.3), shift(model, windows, 0.3, alphas=(-3, 3))
-    assert len(found) == 3 and [row["alpha"] for row in moved] == 3 * [-3] + 3 * [0] + 3 * [3]
+    assert [row["bucket"] for row in found] == [*analyze.BUCKETS]
+    assert [row["alpha"] for row in moved] == 3 * [-3] + 3 * [0] + 3 * [3]
     before, _ = decoded(model, windows, 0.3)
     for name, mine, row in zip(analyze.BUCKETS, parts, found, strict=True):
-        assert (row["bucket"], row["tokens"]) == (name, len(mine))
-        assert row["difficulty"] == pytest.approx(average(ce[i, 0].item() for i in mine))
-        assert row["steps"] == pytest.approx(average(steps[i].item() for i in mine))
-        for k in range(1, K + 1):
-            gains = [(ce[i, k - 1] - ce[i, k]).item() for i in mine]
-            assert row[f"gain_{k}"] == pytest.approx(average(gains))
+        expected = {f"gain_{k}": average((ce[i, k - 1] - ce[i, k]).item() for i in mine) for k in (1, 2, 3)}
+        expected |= {"difficulty": average(ce[i, 0].item() for i in mine)}
+        expected |= {"steps": average(steps[i].item() for i in mine)}
+        close = {key: pytest.approx(value) for key, value in expected.items()}
+        assert row == close | {"bucket": name, "tokens": len(mine)}
         for alpha in (-3, 0, 3):
             (row,) = [row for row in moved if (row["alpha"], row["bucket"]) == (alpha, name)]
             loss, taken = decoded(model, windows, 0.3, alpha)
@@ -185,11 +170,14 @@ def test_words():
 
 def test_tokens(model, monkeypatch):
     """Catches counts or shares of the wrong tokens, ends for insides, words across windows, means of none."""
-    text = b" the a the ofx "
     steps = torch.tensor([3, 0, 1, 2, 3, 1, 3, 0, 0, 3, 3, 1, 2, 0, 3])
-    monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps))
-    windows = torch.tensor([[*text, 0]])
-    rows = tokens(model, windows, Tokenizer.named("bytes"), words=("the", "a", "of"), least=2)
+
+    def rows_of_texts(texts, tokenizer, words, least):
+        windows = torch.tensor([[*text, 0] for text in texts])
+        monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[: windows[:, :-1].numel()]))
+        return tokens(model, windows, tokenizer, words=words, least=least)
+
+    rows = rows_of_texts([b" the a the ofx "], Tokenizer.named("bytes"), ("the", "a", "of"), 2)
     found = {(row["kind"], row["text"]): row for row in rows}
     names = [("token", c) for c in " eht"] + [("word", w) for w in ("the", "a", "of")]
     assert [*found] == [*names, ("compound", "inside a word"), ("compound", "at its end")]
@@ -201,35 +189,31 @@ def test_tokens(model, monkeypatch):
     # inside: t h, t h, o f; at the end: e, e, x
     assert shares("inside a word") == pytest.approx([3 / 6, 2 / 6, 1 / 6, 0])
     assert shares("at its end") == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
-    halves = torch.tensor([[*b" the", 0], [*b" ofx", 0]])
-    monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[:8]))
-    assert tokens(model, halves, Tokenizer.named("bytes"), words=("the",), least=1)[-3]["tokens"] == 0
+    assert rows_of_texts([b" the", b" ofx"], Tokenizer.named("bytes"), ("the",), 1)[-3]["tokens"] == 0
     assert show_token(b"\n\xe2 a") == "\\n\\xe2 a"
-    alike = Tokenizer("bpe", [b"\n", b"\\n"])
-    monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[:4]))
-    found = tokens(model, torch.tensor([[0, 1, 1, 1, 0]]), alike, words=(), least=1)
-    assert [(row["text"], row["tokens"]) for row in found[:2]] == [("\\n", 1), ("\\n", 3)]
+    alike = rows_of_texts([[0, 1, 1, 1]], Tokenizer("bpe", [b"\n", b"\\n"]), (), 1)
+    assert [(row["text"], row["tokens"]) for row in alike[:2]] == [("\\n", 1), ("\\n", 3)]
 
 
 # -- Several runs ----------------------------------------------------------------------------------
 
 
-def finish(folder, method="ponderlm3", K=3, seed=0, steps=1.0, loss=1.0, text="a", **settings):
+def finish(folder, method="ponderlm3", K=3, steps=1.0, loss=1.0, text="a", eval_windows=8):
     """What a finished run leaves, as far as it is compared."""
     folder.mkdir()
-    config = {"seed": seed, "eval_windows": 8, "learning_rate": 0.1, "name": folder.name} | settings
     shape = {"method": method, "ponder_steps": K, "block_size": 16}
-    content = {"config": config, "model": shape, "corpus": {"val_sha256": text, "tokenizer": "t"}}
+    content = {"config": {"eval_windows": eval_windows}, "model": shape}
+    content["corpus"] = {"val_sha256": text, "tokenizer": "t"}
     (folder / "train.json").write_text(json.dumps(content))
     (folder / "results.json").write_text(json.dumps({"hard": {"steps": steps, "loss": loss}}))
     return folder
 
 
 def test_pareto(tmp_path, capsys):
-    """Catches numbers of another run or way of stopping, and a frontier with or without a wrong point."""
+    """Catches numbers of another run, a frontier or ring with a wrong point, a figure that goes elsewhere."""
     runs = [
         finish(tmp_path / "a", steps=1.0, loss=1.0),
-        finish(tmp_path / "b", steps=2.0, loss=1.2, seed=1),
+        finish(tmp_path / "b", steps=1.0, loss=1.2),  # no more steps than a, and worse
         finish(tmp_path / "c", "two", K=2, steps=2.0, loss=0.9),
         finish(tmp_path / "d", "two", K=0, steps=0.0, loss=2.0),
         finish(tmp_path / "diverged", K=1, steps=3.0, loss=1e9),
@@ -239,20 +223,23 @@ def test_pareto(tmp_path, capsys):
     assert "unfinished" in capsys.readouterr().out
     assert [row["run"] for row in rows] == ["a", "b", "c", "d", "diverged"]
     assert [row["method"] for row in rows[:4]] == ["ponderlm3", "ponderlm3", "two", "two"]
-    assert [(row["K"], row["steps"], row["loss"]) for row in rows[1:3]] == [(3, 2.0, 1.2), (2, 2.0, 0.9)]
-    assert rows[2]["perplexity"] == pytest.approx(math.exp(0.9))
+    assert [(row["K"], row["steps"], row["loss"]) for row in rows[1:3]] == [(3, 1.0, 1.2), (2, 2.0, 0.9)]
+    assert rows[2]["perplexity"] == pytest.approx(math.exp(0.9)) and rows[4]["perplexity"] == math.inf
     assert [row["frontier"] for row in rows] == [1, 0, 1, 1, 0]
-    assert rows[4]["perplexity"] == math.inf
-    draw("pareto", rows).savefig(tmp_path / "x.png")
+    (axes,) = draw("pareto", rows).axes
+    (rings,) = axes.collections[-1:]
+    assert [x for x, _ in rings.get_offsets().tolist()] == [1, 2, 0]
+    command("pareto", runs=tuple(map(str, runs)))
+    assert "ponderlm3" in capsys.readouterr().out and Path("out/analyze/pareto.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("other", [dict(text="b"), dict(eval_windows=9)])
 def test_pareto_refuses(other, tmp_path):
-    """Catches a comparison of what cannot be compared."""
+    """Catches a comparison of what cannot be compared, and a stack trace for a damaged run."""
     runs = [finish(tmp_path / "a"), finish(tmp_path / "b", **other)]
     with pytest.raises(UserError, match="scored on different windows"):
         pareto(runs)
-    with pytest.raises(UserError, match="no finished run among --runs"):
+    with pytest.raises(UserError, match="--runs"):
         pareto([tmp_path])
     for hard in ({}, {"steps": 1, "loss": "1.0.0"}, {"steps": [1], "loss": 1}, None):
         (runs[0] / "results.json").write_text(json.dumps({"hard": hard}))
@@ -261,17 +248,6 @@ def test_pareto_refuses(other, tmp_path):
 
 
 # -- The command -----------------------------------------------------------------------------------
-
-
-def draw(figure, rows):
-    title, panels, into = DRAWINGS[figure]
-    drawn, axes = sheet(title, panels)
-    into(rows, *axes)
-    return drawn
-
-
-def command(figure, **options):
-    main(Options(figure, device="cpu", **options))
 
 
 @pytest.fixture
@@ -298,6 +274,17 @@ def read_csv(file):
         return [*csv.DictReader(stream)]
 
 
+def draw(figure, rows):
+    title, panels, into = DRAWINGS[figure]
+    drawn, axes = sheet(title, panels)
+    into(rows, *axes)
+    return drawn
+
+
+def command(figure, **options):
+    main(Options(figure, device="cpu", **options))
+
+
 def test_draw(run, capsys):
     """Catches a figure that cannot be drawn, and a number of windows that changes nothing."""
     for figure in FIGURES:
@@ -311,47 +298,23 @@ def test_draw(run, capsys):
     assert "0.45" in [row["tau"] for row in read_csv("run/report/tau.csv")]
 
 
-def test_pareto_command(tmp_path, capsys):
-    """Catches a figure of several runs that goes elsewhere, and a point of the frontier without its ring."""
-    runs = [finish(tmp_path / "a"), finish(tmp_path / "b", K=1, loss=2.0)]
-    command("pareto", runs=tuple(map(str, runs)))
-    assert "ponderlm3" in capsys.readouterr().out and Path("out/analyze/pareto.png").stat().st_size > 5000
-    (axes,) = draw("pareto", pareto(runs)).axes
-    (rings,) = axes.collections[-1:]
-    assert rings.get_offsets().tolist() == [[1, pytest.approx(math.e)]]
-
-
-def test_alpha_0_is_marked():
-    """Catches a ring that is said to be at alpha = 0 and is elsewhere, or nowhere."""
-    rows = [
-        dict(alpha=a, bucket=b, tokens=1, steps=a + i, change=a / 2 - i)
-        for a in (-1, 0, 1)
-        for i, b in enumerate(analyze.BUCKETS)
-    ]
-    (axes,) = draw("shift", rows).axes
-    marked = [x.get_offsets().tolist() for x in axes.collections]
-    assert [x for x in marked if x] == [[[0, 0]], [[1, -1]], [[2, -2]]]
-
-
 def test_texts_stay_texts(tmp_path):
     """Catches a text with a comma or quote that comes back as another, and dollars as mathematics."""
-    rows = [{"kind": "token", "text": text, "steps": "0.1"} for text in ("nan", "1", ',"', "\\n")]
-    write_csv(tmp_path / "x.csv", rows)
-    assert read_csv(tmp_path / "x.csv") == rows
-    texts = ("token", "$$"), ("compound", "inside a word"), ("compound", "at its end")
     numbers = dict(tokens=9, steps=1.0, share_0=0.5, share_1=0.5)
+    texts = ("token", "$$"), ("token", ',"'), ("compound", "inside a word"), ("compound", "at its end")
     rows = [dict(kind=kind, text=text) | numbers for kind, text in texts]
     draw("tokens", rows).savefig(tmp_path / "x.png")
+    write_csv(tmp_path / "x.csv", rows)
+    assert [row["text"] for row in read_csv(tmp_path / "x.csv")] == [text for _, text in texts]
 
 
 def test_refused(run):
-    """Catches a file that is opened because a stranger's run names it, a figure of another text than the
-    one that the run was scored on, values out of bounds, and a run of the lab that is not drawn."""
+    """Catches a file opened since a stranger names it, a figure of another text, values out of bounds."""
     Path("other.txt").write_text("something else entirely. " * 400)
     make_run("plain", ponder_steps=0)
     given = dict(run=run, data="text.txt")
     for changed, message in (
-        (dict(data=None), "run was trained on 'text.txt': .*--data"),
+        (dict(data=None), "'text.txt'.*--data"),
         (dict(data="other.txt"), "other.txt is not the text"),
         (dict(windows=0), "windows"),
         (dict(tau=2.0), "tau"),

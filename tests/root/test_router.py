@@ -17,28 +17,19 @@ def extreme_logits(n=2000):
         lambda: draw.uniform(-90, 90),
         lambda: draw.choice([0.0, 88.5, -88.5, 2.0**-100, 2.0**100, -(2.0**100)]),
         lambda: draw.choice([-1, 1]) * 2.0 ** draw.uniform(-100, 100),
-        lambda: draw.gauss(0, 1),
     )
     for _ in range(n):
         some = draw.choices(kinds, k=draw.randint(1, 4))  # of one kind alone as well
         yield torch.tensor([draw.choice(some)() for _ in range(draw.randint(1, 6))]).tolist()
 
 
-def test_mask_score_properties():
-    """Catches NaN, w above 1, w_0 below 1 and a w that rises with k, at any logits in float32."""
-    for logits in extreme_logits():
-        log_w = log_mask_score(torch.tensor(logits).log_softmax(-1))
-        assert torch.isfinite(log_w).all(), logits
-        assert log_w[0] == 0 and (log_w <= 0).all() and (log_w >= MASKED).all(), logits
-        assert (log_w.diff() <= 0).all(), logits
-
-
 def test_mask_score_is_the_tail_sum():
-    """Catches lost tails: log w against the sum of the exact probabilities, in float32."""
+    """log w against the exact tail sums, in float32, at any logits: no NaN, w_0 = 1, w never rises."""
     for logits in extreme_logits():
         exact = [x - max(logits) for x in logits]
         log_z = math.log(math.fsum(math.exp(x) for x in exact))
         log_w = log_mask_score(torch.tensor(logits).log_softmax(-1))
+        assert log_w[0] == 0 and (log_w.diff() <= 0).all(), logits
         for k in range(1, len(exact)):
             tail_top = max(exact[k:])
             tail = math.log(math.fsum(math.exp(x - tail_top) for x in exact[k:])) + tail_top - log_z
@@ -53,8 +44,7 @@ def test_mask_score_gradient():
 
 
 def test_stop_step_is_the_last_step_above_tau():
-    """Catches an off-by-one in K-hat: max{k : w_k >= tau}, and stopping at the first w_k < tau; and keys
-    that are hidden before it, or seen behind."""
+    """Catches an off-by-one in K-hat = max{k : w_k >= tau}; keys hidden before it, or seen behind."""
     draw = random.Random(1)
     for logits in extreme_logits():
         tau = draw.choice([0.0, 1e-4, 0.3, 1.0, draw.random()])
@@ -67,12 +57,8 @@ def test_stop_step_is_the_last_step_above_tau():
         assert mask_keys(log_w, tau).tolist() == expected and mask_keys(log_w) is log_w
 
 
-def test_stop_step_examples_and_refusals():
+def test_stop_step_at_tau_itself():
     """Catches a wrong comparison at tau itself, and a tau that is no probability."""
-    log_w = torch.tensor([[1.0, 0.5, 1e-4, 1e-5], [1.0, 1e-6, 0.0, 0.0]]).log().clamp(min=MASKED)
-    assert stop_step(log_w, 0.5).tolist() == [1, 0]
-    assert stop_step(log_w, 0.99e-4).tolist() == [2, 0]
-    assert stop_step(log_w, 0).tolist() == [3, 3]
     for K in range(1, 64):  # of an even distribution w_k is (K+1-k)/(K+1), rounded
         log_w = log_mask_score(torch.zeros(K + 1).log_softmax(-1))
         assert [int(stop_step(log_w, (K + 1 - k) / (K + 1))) for k in range(K + 1)] == [*range(K + 1)]
@@ -82,24 +68,15 @@ def test_stop_step_examples_and_refusals():
 
 
 def test_alpha_shifts_and_a_scalar_would_not():
-    """Catches an alpha that cancels in the softmax (reading note 3)."""
+    """Catches an alpha that cancels in the softmax (reading note 3), and an offset that is not added."""
     torch.manual_seed(0)
-    router, h0 = Router(16, 3, [0.0] * 4), torch.randn(5, 16)
+    router, h0 = Router(16, 3, [0.0, 2.0, 4.0, 6.0]), torch.randn(5, 16)
     torch.nn.init.normal_(router.proj.weight)
     k = torch.arange(4)
     means = [(router(h0, alpha)[0] * k).sum(-1).mean().item() for alpha in (-4, -1, 0, 1, 4)]
     assert means == sorted(means) and means[-1] - means[0] > 1
     s, _ = router(h0, 0.7)
-    logits = h0 @ router.proj.weight.T + 0.7 * k
-    torch.testing.assert_close(s, logits.softmax(-1))
-
-
-def test_router_start():
-    """Catches an offset that is not added to the logits."""
-    router = Router(16, 3, (0.0, 2.0, 4.0, 6.0))
-    torch.nn.init.zeros_(router.proj.weight)
-    s, _ = router(torch.randn(2, 3, 16))
-    torch.testing.assert_close(s[0, 0], torch.tensor([0.0, 2.0, 4.0, 6.0]).softmax(-1))
+    torch.testing.assert_close(s, (h0 @ router.proj.weight.T + 0.7 * k + 2.0 * k).softmax(-1))
 
 
 def test_router_keeps_float32_under_autocast():
@@ -110,10 +87,6 @@ def test_router_keeps_float32_under_autocast():
         _, log_w = router(h0)
     assert log_w.dtype == torch.float32
     torch.testing.assert_close(log_w, router(h0)[1], atol=0, rtol=0)
-
-
-def flat(x):
-    return x.flatten(0, -2)
 
 
 def literal_penalty(w, ce, form):
@@ -138,14 +111,13 @@ def literal_penalty(w, ce, form):
 def test_penalty_against_loops(form, level):
     """Catches any slip in rho, its positive part, the count or the choice of the smallest."""
     g = torch.Generator().manual_seed(0)
-    log_w = log_mask_score(torch.randn(7, 9, 4, generator=g, dtype=torch.float64).log_softmax(-1))
-    ce = level * 2 * torch.rand(7, 9, 4, generator=g, dtype=torch.float64)
-    ce = ce - 0.15 * level * torch.arange(4)  # deeper is better on average
-    actual, _ = bottom_mass_penalty(flat(log_w), flat(ce), form)
-    expected = literal_penalty(log_w.exp().reshape(-1, 4).tolist(), ce.reshape(-1, 4).tolist(), form)
+    log_w = log_mask_score(torch.randn(63, 4, generator=g, dtype=torch.float64).log_softmax(-1))
+    ce = level * 2 * torch.rand(63, 4, generator=g, dtype=torch.float64)
+    ce -= 0.15 * level * torch.tensor([0, 3, 0, 3])  # deeper is better, but for one step
+    actual, _ = bottom_mass_penalty(log_w, ce, form)
+    expected = literal_penalty(log_w.exp().tolist(), ce.tolist(), form)
     assert actual.item() == pytest.approx(expected, abs=1e-12)
-    if level == 0.6:
-        assert expected > 0
+    assert expected > 0 or level != 0.6
 
 
 def test_penalty_gradient_reaches_only_the_chosen():
@@ -160,8 +132,7 @@ def test_penalty_gradient_reaches_only_the_chosen():
 
 
 def test_relaxed_steps():
-    """Catches a relaxed count whose gradient in log w is not the same wherever w > tau, or is there below;
-    one that is not K-hat where each w is 1 or at most tau; and w_0 counted."""
+    """Catches a gradient in log w that differs where w > tau, or is there below; w_0 counted."""
     w = torch.tensor([[1, 1, 0.01, 1e-5], [1, 0.5, 2e-4, 0.9e-4]], dtype=torch.float64)
     log_w = w.log().requires_grad_()
     steps = relaxed_steps(log_w)
@@ -172,18 +143,17 @@ def test_relaxed_steps():
     assert log_w.grad.flatten().tolist() == pytest.approx([0, slope, slope, 0, 0, slope, slope, 0], abs=1e-12)
     decided = torch.tensor([[1, 1, 1, 1], [1, 1, 1e-4, 0], [1, 1e-4, 1e-9, 0]]).double().log().clamp(min=-1e4)
     assert relaxed_steps(decided).tolist() == pytest.approx([3, 1, 0], abs=1e-12)
-    assert stop_step(decided, 1.1e-4).tolist() == [3, 1, 0]
 
 
 def test_printed_penalty_is_inactive():
     """Reading note 2: at a mean cross-entropy of 2.6 nats the printed penalty is exactly zero."""
     g = torch.Generator().manual_seed(0)
-    log_w = log_mask_score(torch.randn(64, 64, 4, generator=g).log_softmax(-1))
-    ce = 2.6 + 0.8 * torch.randn(64, 64, 1, generator=g) + 0.2 * torch.arange(3, -1, -1)
+    log_w = log_mask_score(torch.randn(4096, 4, generator=g).log_softmax(-1))
+    ce = 2.6 + 0.8 * torch.randn(4096, 1, generator=g) + 0.2 * torch.arange(3, -1, -1)
     ce += 2.6 - ce[..., -1].mean()
-    printed, rho = bottom_mass_penalty(flat(log_w), flat(ce), "printed")
+    printed, rho = bottom_mass_penalty(log_w, ce, "printed")
     assert printed.item() == 0 and rho.max() < 1e-8
-    assert bottom_mass_penalty(flat(log_w), flat(ce), "token")[0].item() > 0
+    assert bottom_mass_penalty(log_w, ce, "token")[0].item() > 0
 
 
 @pytest.mark.parametrize("form", ["token", "printed"])

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import termios
-from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +21,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import ROOT, full_disk, in_bytes, small_model, tokens
 
-import attention
 import train
 from data import UserError, Windows, open_corpus
 from model import Config, PonderLM, from_json, load
@@ -57,10 +54,10 @@ def signals():
         signal.signal(number, handler)
 
 
-def go(flags="", **doors):
+def go(flags=""):
     """A training of a second by the flags of TINY and these, or with --resume by these alone."""
     flags = flags if "--resume" in flags else f"{TINY} {flags}"
-    return train.train(*parse(shlex.split(flags)), **doors)
+    return train.train(*parse(shlex.split(flags)))
 
 
 def interrupt_at(patch, step, number=signal.SIGTERM, function="learning_rate"):
@@ -112,18 +109,14 @@ def test_training_learns_and_leaves_a_run(capsys):
     assert {p.name for p in run.iterdir()} == names | {"log.jsonl", "results.json", ".lock"}
     assert [row["step"] for row in log(run) if "loss" in row] == [20, 30]
     assert [row["step"] for row in log(run) if "val" in row] == [10, 20, 30]
-    again, _ = go("--log-every 20 --name again")
-    assert_same(run, again)
-    with pytest.raises(UserError, match="--resume, or choose another --name"):
-        go()
+    assert_same(run, go("--log-every 20 --name again")[0])
     shape = lambda text: [re.sub(r"[\d.,:]+| +|out/.*", "", x) for x in text.strip().splitlines()]  # noqa: E731
     promised = shape(train.__doc__[train.__doc__.index("step 40/40  loss") :])
     assert promised == shape(printed)[-len(promised) :]
 
 
 def test_the_loop_written_out(monkeypatch):
-    """Catches a step that is not the written-out one: R of (seed, step), the order of windows, the rate of
-    the step and that of the router, the clipped gradient, the decay of matrices alone."""
+    """Catches a step with another R, order of windows, rate, clipped gradient or decay than written out."""
     run, _ = go("--steps 3 --micro-batch-size 8 --seed 5 --step-price 0.1 --price-from 0.4 --router-rate 5")
     corpus = open_corpus("text.txt", "bytes")
     config, shape, _ = read_run(run)
@@ -158,19 +151,15 @@ def test_the_loop_written_out(monkeypatch):
 
 
 def test_micro_batches():
-    """Catches gradients of micro-batches that are summed, not averaged; Adam alone would hide it. Without
-    the penalty, which is of the tokens of each micro-batch."""
+    """Catches gradients of micro-batches that are summed, not averaged; Adam alone would hide it."""
     whole, _ = go("--penalty-weight 0 --steps 3 --micro-batch-size None")
     parts, _ = go("--penalty-weight 0 --steps 3 --micro-batch-size 2 --name parts")
     for a, b in zip(log(whole), log(parts), strict=True):
         assert a == pytest.approx(b, rel=1e-4)
-    with pytest.raises(UserError, match=r"micro_batch_size = 3 .* 8 .* take 2"):
-        go("--micro-batch-size 3 --name y")
 
 
 def test_micro_batch_of_processes(monkeypatch, capsys):
-    """Catches a micro-batch, and so a penalty, that depends on the number of processes without a word; and
-    a CPU with a number that is taken for a GPU."""
+    """Catches a micro-batch that depends on the number of processes without a word; cpu:0 for a GPU."""
     assert train.join_processes("cpu:0") == (0, 1, torch.device("cpu:0"))
 
     def pick(share, micro=None, resume=False):
@@ -179,18 +168,18 @@ def test_micro_batch_of_processes(monkeypatch, capsys):
 
     assert pick(8) == 8 and pick(8, 4) == pick(4) == pick(4, 4) == 4 and not capsys.readouterr().out
     for share, micro, other in ((4, 8, 4), (8, 3, 2), (1, 8, 1)):
-        with pytest.raises(UserError, match=f"micro_batch_size = {micro} .* {share} .* take {other}"):
+        with pytest.raises(UserError, match=f"micro_batch_size = {micro} .* take {other}"):
             pick(share, micro)
         assert pick(share, micro, resume=True) == other
-        assert f"note: {other} windows at a time, not {micro}" in capsys.readouterr().out
+        assert f"{other} windows at a time, not {micro}" in capsys.readouterr().out
     monkeypatch.setattr(train, "join_processes", lambda _: (0, 3, torch.device("cpu")))
-    with pytest.raises(UserError, match="batch_size = 8: 3 processes"):
+    with pytest.raises(UserError, match="batch_size = 8"):
         go("--micro-batch-size None")
 
 
 @pytest.mark.parametrize("penalty", ["printed", "token"])
 def test_objective(penalty):
-    """Catches a penalty of tokens without a target, one without its weight, or of the wrong depths."""
+    """CE + lambda penalty + price by loops: other tokens or depths, states made to sum to 1, lambda twice."""
     torch.manual_seed(0)
     model = PonderLM(Config(31, 32, 48, 1, 2, ponder_steps=2, penalty=penalty, penalty_weight=0.3))
     torch.nn.init.normal_(model.router.proj.weight, std=3)
@@ -199,26 +188,29 @@ def test_objective(penalty):
     with torch.no_grad():  # the more of a token is integrated, the better 0 is predicted
         direction = model(x, R=1).h.mean((0, 1, 2))
         model.lm_head.weight.zero_()[0] = 2 * direction
-    loss, found, out = objective(model, x, y, 1)
+    loss, found, out = objective(model, x, y, 1, price=0.2)
     w = out.log_w[y != -100].exp()  # (n, 3)
     partial = [
         model.cross_entropy((out.s[..., :i][..., None] * out.h[:, :, :i]).sum(2), y) for i in (1, 2, 3)
     ]
     ce = torch.stack(partial, dim=-1)[y != -100]  # (n, 3)
+    torch.testing.assert_close(out.loss, ce[:, -1].mean())
     solved = lambda x: 1 - torch.sigmoid(10 * (x - 0.5))  # noqa: E731
     rho = solved(ce).mean(0) if penalty == "token" else solved(ce.mean(0))
     counts = [int(max(rho[k] - rho[k - 1], 0) * len(w)) for k in (1, 2)]
     assert max(counts) > 0
     expected = sum(w[:, k].sort().values[:n].mean() for k, n in zip((1, 2), counts, strict=True) if n)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(loss, out.loss + 0.3 * expected)
-    assert objective(model, x, torch.full_like(y, -100), 1)[0] == 0  # nothing to predict
+    executed = (1 + w[:, 1:].log() / math.log(1e4)).clamp(min=0).sum(-1).mean()
+    torch.testing.assert_close(loss, out.loss + 0.3 * expected + 0.2 * executed)
+    assert objective(model, x, torch.full_like(y, -100), 1, 0.2)[0] == 0  # nothing to predict
     model.config.penalty_weight = 0.0
     assert objective(model, x, y, 1)[1] == 0
 
 
-def test_evaluation_against_the_definitions():
-    """Catches a wrong mean, another tau, windows left out, a model left in evaluation mode."""
+def test_evaluation_against_the_definitions(monkeypatch):
+    """Catches a wrong mean, tau or mode that is left, batches that overlap, windows left out."""
+    monkeypatch.setattr(train, "windows_at_a_time", lambda T, device: 2)
     torch.manual_seed(0)
     model = PonderLM(Config(31, 32, 48, 2, 4, block_size=8, router_offset=(0.0,) * 4)).double().train()
     torch.nn.init.normal_(model.router.proj.weight, std=2)
@@ -236,52 +228,10 @@ def test_evaluation_against_the_definitions():
     assert found["stopped"] == pytest.approx([(steps == k).double().mean().item() for k in range(4)])
     assert found["weight"] == pytest.approx(s.mean((0, 1)).tolist())
     assert 0 < found["steps"] < 3 and model.training
-    soft = train.evaluate(model, windows, 5, first=2)
-    fixed = model(rows[:, :-1], rows[:, 1:])
+    soft = train.evaluate(model, windows, 5, R=21, first=2)
+    fixed = model(rows[:, :-1], rows[:, 1:], R=21)
     assert soft["loss"] == pytest.approx(fixed.loss.item(), abs=1e-9)
     assert soft["steps"] == pytest.approx(((fixed.log_w.exp() >= 1e-4).sum(-1) - 1.0).mean().item())
-
-
-def test_evaluation_in_batches():
-    """Catches batches that overlap, or a mean of means: 1,100 windows are more than one batch."""
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert [train.windows_at_a_time(T, cpu) for T in (64, 2048)] == [16, 1]
-    assert [train.windows_at_a_time(T, gpu) for T in (256, 32_768)] == [64, 1]
-    model = PonderLM(Config(31, 8, 8, 1, 1, block_size=8))
-    windows = Windows(np.random.default_rng(0).integers(31, size=9000).astype("uint16"), 8, seed=0)
-    found = train.evaluate(model, windows, 1100, R=0)["loss"]
-    parts = [train.evaluate(model, windows, n, R=0, first=i)["loss"] * n for i, n in ((0, 300), (300, 800))]
-    assert found == pytest.approx(sum(parts) / 1100, abs=1e-6)
-
-
-def test_rates_and_doors():
-    """Catches a group whose rate is not applied, and arguments that the loop passes by."""
-
-    class Other(PonderLM):
-        method = "other"
-
-        def param_groups(self, router_rate):
-            decided = [self.router.proj.weight, self.model.norm.weight]
-            rest = [p for p in self.parameters() if all(p is not x for x in decided)]
-            return [{"params": rest, "rate": 1.0}, {"params": decided, "rate": 0.0}]
-
-    seen, asked = [], []
-
-    def own(model, x, y, R, price):
-        seen.append((type(model), len(x)))
-        return objective(model, x, y, R)
-
-    def corpus(data, tokenizer, vocab_size):
-        asked.append((data, tokenizer, vocab_size))
-        return open_corpus("text.txt", tokenizer, vocab_size)
-
-    run, _ = go("--steps 2 --data its-own", make_model=Other, objective=own, open_text=corpus)
-    assert seen == [(Other, 4)] * 4
-    assert asked == [("its-own", "bytes", 257)]
-    assert checkpoint(run)["model"]["router.proj.weight"].count_nonzero() == 0
-    assert checkpoint(run)["model"]["model.norm.weight"].unique().tolist() == [1]
-    with pytest.raises(UserError, match="method 'other': go on with python -m lab"):
-        go("--resume")
 
 
 def test_learning_rate():
@@ -299,34 +249,15 @@ def test_learning_rate():
 @pytest.mark.parametrize("choice", ["auto", "eager", "sdpa", "fa2"])
 def test_attention(choice, monkeypatch):
     """Catches a form of attention that is asked for and not taken, or not here and ends in a stack trace."""
-
-    def flash(q, k, v, causal, softmax_scale):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale).transpose(1, 2)
-
+    calls, form = [], train.BACKENDS["sdpa" if choice == "fa2" else choice]
+    monkeypatch.setitem(train.BACKENDS, choice, lambda *x: calls.append(1) or form(*x))
     if choice == "fa2":
-        with monkeypatch.context() as patch, pytest.raises(UserError, match="--attention fa2"):
-            patch.setattr(train, "flash_attn_func", None)
+        monkeypatch.setattr(train, "flash_attn_func", None)
+        with pytest.raises(UserError, match="--attention fa2"):
             go("--attention fa2")
-        for module in (attention, train):
-            monkeypatch.setattr(module, "flash_attn_func", flash)
-    calls = Counter()
-
-    def count(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename == attention.__file__:
-            calls[frame.f_code.co_name] += 1
-
-    sys.setprofile(count)
-    try:
-        run, _ = go(f"--steps 2 --attention {choice}")
-    finally:
-        sys.setprofile(None)
-    names = {"auto": {"auto", "eager"}, "fa2": {"fa2"}}.get(choice, {choice})
-    assert calls.keys() & train.BACKENDS.keys() == names
-    assert len({calls[name] for name in (*names, "soft_mask_attention")}) == 1 and calls[choice] > 20
-    assert read_run(run)[0].attention == choice
-    expected, _ = go("--steps 2 --name plain")
-    assert [row for row in log(run)] == [pytest.approx(row, abs=1e-5) for row in log(expected)]
+        monkeypatch.setattr(train, "flash_attn_func", form)
+    run, _ = go(f"--steps 1 --attention {choice}")
+    assert len(calls) > 10 and read_run(run)[0].attention == choice
 
 
 @pytest.fixture
@@ -350,8 +281,7 @@ def compile_by(backend, patch):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_blocks(backend, recompute, dynamo, monkeypatch):
-    """Catches blocks that are not compiled, that compute something else, losses and gradients to 1e-5 in
-    float32, and ones that are compiled anew in each step or in an evaluation."""
+    """Compiled blocks, to 1e-5 in float32: other losses or gradients, or compiled in every step."""
     if backend == "inductor" and not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("inductor needs a compiler of C++")
     compile_by(backend, monkeypatch)
@@ -369,26 +299,22 @@ def test_compiled_blocks(backend, recompute, dynamo, monkeypatch):
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
         counts.append(dynamo())
-    assert counts == 4 * [counts[0]] and counts[0] >= 4  # 1, 2, 3 and 4 slots a token
     with torch.no_grad():
-        for T in (3, 5, 7):
-            assert torch.equal(model.eval()(tokens(T)).logits, plain.eval()(tokens(T)).logits)
-    assert dynamo() == counts[0]
+        assert torch.equal(model.eval()(tokens(7)).logits, plain.eval()(tokens(7)).logits)
+    assert {*counts, dynamo()} == {counts[0]} and counts[0] >= 4  # 1, 2, 3 and 4 slots a token
 
 
 def test_compile(dynamo, monkeypatch, capsys):
-    """Catches --compile that is taken and does nothing, or leaves a run that is not the plain one's."""
+    """Catches --compile that does nothing, is forgotten by --resume, or leaves a run that nobody can read."""
     compile_by("eager", monkeypatch)
-    plain, _ = go("--steps 4 --name plain")
+    go("--steps 1 --name plain")
     assert not dynamo() and "compiled" not in capsys.readouterr().out
-    config, shape = parse(shlex.split(f"{TINY} --steps 4"))
+    config, shape = parse(shlex.split(f"{TINY} --steps 2"))
     run, _ = train.train(replace(config, compile=True), shape)
-    assert dynamo() == 3 and "blocks compiled" in capsys.readouterr().out  # 1, 2 and 3 slots a token
-    for a, b in zip(log(plain), log(run), strict=True):
-        assert a == pytest.approx(b, abs=1e-5)
+    assert dynamo() and "blocks compiled" in capsys.readouterr().out
     load(run)
-    go("--resume --name x --steps 12")  # as it was begun
-    assert "blocks compiled" in capsys.readouterr().out and dynamo() <= 6
+    go("--resume --name x --steps 4")
+    assert "blocks compiled" in capsys.readouterr().out
 
 
 # -- Settings --------------------------------------------------------------------------------------
@@ -397,30 +323,19 @@ def test_compile(dynamo, monkeypatch, capsys):
 def test_command_line(capsys):
     """Catches preset values that a flag does not change or --help not show, and unknown flags that pass."""
     config, shape = parse(shlex.split("--preset 70m --steps 7 --ponder-steps 5"))
-    assert config.steps == 7 and config.preset == "70m"
-    assert shape.ponder_steps == 5 and shape.hidden_size == 512 and len(shape.offset) == 6
+    assert (config.steps, config.preset) == (7, "70m")
+    assert (shape.ponder_steps, shape.hidden_size, len(shape.offset)) == (5, 512, 6)
     assert parse(["--device", "cpu"]) == (TrainConfig(device="cpu"), train.PRESETS["tiny"][1])
-    for argv in (["--ponder-step", "5"], ["--preset", "huge"], ["--steps", "many"], ["--method", "looped"]):
+    for argv in (["--ponder-step", "5"], ["--preset", "huge"], ["--preset", "70m", "--help"]):
         with pytest.raises(SystemExit):
             parse(argv)
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        parse(["--preset", "70m", "--help"])
     assert "28610" in capsys.readouterr().out
-    for flags, field in (("--preset 70m --hidden-size 33", "hidden_size = 33"), ("--tau 2", "tau")):
-        with pytest.raises(ValueError, match=field):
-            parse(shlex.split(flags))
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        *(dict(steps=0), dict(micro_batch_size=0), dict(seed=-1), dict(tau=2.0), dict(clip=-1.0)),
-        *(dict(learning_rate=math.nan), dict(warmup=2.0), dict(betas=(0.9, 1.5)), dict(precision="int8")),
-        *(dict(steps="x"), dict(tau="x"), dict(data=5), dict(seed=[1]), dict(steps=True), dict(resume=1)),
-        *(dict(name=""), dict(name=".."), dict(name="."), dict(name="a/b"), dict(eval_every=2.5)),
-        *(dict(attention="flash"), dict(compile=1), dict(price_from=-0.1), dict(init_from="a")),
-    ],
+    [dict(learning_rate=math.nan), dict(tau=2.0), dict(seed=-1), dict(steps=True), dict(init_from="a")]
+    + [dict(name=name) for name in ("", "..", ".", "a/b")],
     ids=str,
 )
 def test_settings_refused(wrong):
@@ -430,15 +345,12 @@ def test_settings_refused(wrong):
 
 
 def test_folder_of_ids():
-    """Catches a preset's tokenizer that is forced upon a folder of ids, and a text without a window."""
+    """Catches a preset's tokenizer that is forced upon a folder of ids."""
     Path("ids").mkdir()
-    for name in ("train.bin", "val.bin"):
-        np.arange(500, dtype=np.uint16).tofile(f"ids/{name}")
+    Path("ids/train.bin").touch()
     assert train.pick_tokenizer(TrainConfig(data="ids")) is None
     assert train.pick_tokenizer(TrainConfig(data="ids", tokenizer="gpt2")) == "gpt2"
     assert train.pick_tokenizer(TrainConfig("small", data="text.txt")) == "bpe"
-    with pytest.raises(UserError, match="smaller --block-size"):
-        go("--block-size 100000")
 
 
 # -- It goes on exactly ----------------------------------------------------------------------------
@@ -478,8 +390,7 @@ def test_nohup(monkeypatch):
 
 
 def test_interrupted_evaluation(monkeypatch):
-    """Catches a checkpoint that a signal within its evaluation prevents, a final evaluation that is waited
-    for, or that takes anything with it, and files of a write that was cut short, which stay for good."""
+    """Catches a signal in an evaluation that is waited for, or takes the checkpoint with it; stale files."""
     whole, results = go("--name whole")
     with monkeypatch.context() as patch:
         interrupt_at(patch, 0, function="evaluate")
@@ -506,15 +417,13 @@ def test_a_signal_in_the_last_save(monkeypatch):
 def test_more_steps(capsys):
     """Catches a longer training that starts anew or is refused, and a shorter one that passes."""
     run, _ = go("--steps 20")
-    with pytest.raises(UserError, match=r"has done 20 steps already: .*--steps"):
+    with pytest.raises(UserError, match="--steps"):
         go("--resume --steps 10")
     go("--resume --name x --steps 24 --learning-rate 0.001")
     assert "resumed at step 20" in capsys.readouterr().out
     assert [row["step"] for row in log(run) if "loss" in row] == list(range(1, 25))
     starts = [json.loads(x) for x in (run / "log.jsonl").read_text().splitlines() if "torch" in x]
-    assert [row["step"] for row in starts] == [0, 20]
-    assert [row["config"]["learning_rate"] for row in starts] == [0.01, 0.001]
-    assert starts[0].keys() == {"step", "torch", "device", "processes", "config"}
+    assert [(x["step"], x["config"]["learning_rate"]) for x in starts] == [(0, 0.01), (20, 0.001)]
     assert read_run(run)[0].steps == 24
 
 
@@ -522,27 +431,26 @@ def test_changed_settings_are_refused():
     """Catches a resumed training that is another one, without a word, or touched; a flag not named."""
     run, _ = go("--steps 2")
     before = times(run)
-    with pytest.raises(UserError, match="without --resume") as error:
-        go("--resume --batch-size 3 --ponder-steps 1 --log-every 7 --router-offset 0 1 --data nowhere")
+    with pytest.raises(UserError) as error:
+        go("--resume --batch-size 3 --router-offset 0 1 --ponder-steps 1 --log-every 7 --data nowhere")
     for change in ("batch_size: 8 -> 3", "ponder_steps: 2 -> 1", "router_offset: None -> (0.0, 1.0)"):
         assert change in str(error.value)
     assert "log_every" not in str(error.value) and "nowhere" not in str(error.value)
-    for flags, change in (("batch-size 4", "batch_size: 8 -> 4"), ("preset small", "preset: tiny -> small")):
-        with pytest.raises(UserError, match=f"undo {change}$"):
-            go(f"--resume --{flags}")
+    with pytest.raises(UserError, match="preset: tiny -> small"):
+        go("--resume --preset small")
     Path("text.txt").rename("moved.txt")
     Path("text.txt").write_text("another text, longer than the one before. " * 300)
-    with pytest.raises(UserError, match=r"text\.txt is not the text of out/x, .* --data$"):
+    with pytest.raises(UserError, match=r"text\.txt .* --data"):
         go("--resume")
     assert before == times(run)
     go("--resume --data moved.txt --steps 3 --attention sdpa")
 
 
 def test_nothing_to_resume():
-    """Catches a stack trace where no run is, or a damaged one, and an older run that cannot be read."""
+    """Catches a stack trace for no run, a damaged one or the lab's; an older run that cannot be read."""
     with pytest.raises(UserError, match=r"python train\.py"):
         parse(["--resume"])
-    with pytest.raises(UserError, match=r"x is no run, .*: train one, without --resume"):
+    with pytest.raises(UserError, match="x is no run"):
         parse(shlex.split("--resume --name x"))
     run, _ = go("--steps 1")
     content = json.loads((run / "train.json").read_text())
@@ -551,13 +459,14 @@ def test_nothing_to_resume():
         kept = {k: v for k, v in content["config"].items() if k not in names}
         return json.dumps({**content, "config": kept | more})
 
-    (run / "train.json").write_text(without(init_from=None))
-    with pytest.raises(UserError, match=r"init_from.*; go on with the program that began it"):
-        parse(shlex.split("--resume --name x"))
-    odd = without("steps"), without(tau="x"), '{"config": {"model": {'
-    for text in ("", "[]", "5", '{"config": {}}', '{"config": 5, "model": 5, "corpus": 5}', *odd):
+    for text, words in (
+        *((x, r"train\.json") for x in ("", "[]", "5", '{"config": {}}', '{"config": {"model": {')),
+        *(('{"config": 5, "model": 5, "corpus": 5}', r"train\.json"), (without(init_from=None), "init_from")),
+        *((without("steps"), "steps"), (without(tau="x"), "tau")),
+        (json.dumps(content | {"model": content["model"] | {"method": "other"}}), "'other'.*python -m lab"),
+    ):
         (run / "train.json").write_text(text)
-        with pytest.raises(UserError, match=r"train\.json"):
+        with pytest.raises(UserError, match=words):
             parse(["--resume"])
     (run / "train.json").write_text(without(*train.BEFORE))
     config, _, _ = read_run(run)
@@ -602,8 +511,6 @@ def in_content(change):
         in_bytes(lambda _: pickle.dumps(Malice(), protocol=2), "trainer.pt"),
         in_bytes(lambda b: b[: len(b) // 2], "trainer.pt"),
         in_bytes(lambda _: b"", "trainer.pt"),
-        in_bytes(lambda _: b"hello", "trainer.pt"),
-        in_content(lambda content: content.clear()),
         in_content(lambda content: content.pop("log")),
         in_content(lambda content: content["model"].popitem()),
         in_content(lambda content: content["model"].update({"model.norm.weight": torch.ones(3)})),
@@ -614,7 +521,7 @@ def test_damaged_checkpoint(damage):
     run, _ = go("--steps 2 --eval-every 2")
     damage(run)
     before = times(run)
-    with pytest.raises(UserError, match=r"trainer\.pt .*model\.safetensors; .*--name"):
+    with pytest.raises(UserError, match=r"trainer\.pt .*--name"):
         go("--resume --steps 4")
     assert not Path("malice").exists()
     assert before == times(run)
@@ -623,18 +530,16 @@ def test_damaged_checkpoint(damage):
 def test_one_process_a_run():
     """Catches two processes that write one run, and a new one that overwrites what is there."""
     go("--steps 10")
-    with pytest.raises(UserError, match="out/x exists"):
+    with pytest.raises(UserError, match=r"out/x exists.*--resume"):
         go("--data not-read")
-    with train.locked(Path("out/x"), 0), pytest.raises(UserError, match="another process is training"):
+    with train.locked(Path("out/x"), 0), pytest.raises(UserError, match="another process"):
         go("--resume --steps 30")
+    Path("out/own").mkdir()
     for name in ("model.safetensors.index.json", "model.safetensors", "tokenizer.json", "step-00000250"):
-        Path("out/own").mkdir()
         Path("out/own", name).write_text("kept")
         with pytest.raises(UserError, match="own exists"):
             train.check_free(Path("out/own"))
         Path("out/own", name).unlink()
-        Path("out/own").rmdir()
-    Path("out/own").mkdir()
     for name in (".lock", "train.json.tmp", "train.json", "tokenizer.json"):
         train.check_free(Path("out/own"))  # a training that was killed before its first checkpoint
         Path("out/own", name).touch()
@@ -646,12 +551,12 @@ def test_divergence_stops():
     with pytest.raises(UserError, match=r"step \d+ is not finite .*--learning-rate"):
         go("--steps 5 --learning-rate 1e12")
     run, _ = go("--steps 5")
-    with pytest.raises(UserError, match=r"last checkpoint.* --resume --name x"):
+    with pytest.raises(UserError, match="--resume --name x"):
         go("--resume --steps 10 --learning-rate 1e12")
     assert checkpoint(run)["step"] == 5
 
 
-@pytest.mark.parametrize("log_every, noticed", [(1, 6), (4, 8), (100, 10)])
+@pytest.mark.parametrize("log_every, noticed", [(4, 8), (100, 10)])
 def test_gradients_that_are_not_finite(monkeypatch, log_every, noticed):
     """Catches a checkpoint of what a gradient of nan has made, and a training that goes on."""
     real, done = torch.nn.utils.clip_grad_norm_, []
@@ -692,7 +597,6 @@ def test_torn_log(damage):
     go("--resume --name x --steps 9")
     assert [row["step"] for row in log(run) if "loss" in row] == list(range(1, 10))
     assert [row["step"] for row in log(run) if "val" in row] == [3, 6, 9] and len(log(run)) == 12
-    assert not any(row.get("loss") == 7.0 for row in log(run))
 
 
 # -- Processes -------------------------------------------------------------------------------------
@@ -745,8 +649,7 @@ def test_signals(number):
 
 
 def test_closed_terminal():
-    """Catches a training that is lost with its terminal: beside the signal, every line fails from then on.
-    And a script that goes on behind a training that was stopped."""
+    """Catches a training that is lost with its terminal, where every line fails; a script that goes on."""
     ours, its = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *shlex.split(f"{TINY} --steps 100000")],
