@@ -24,7 +24,6 @@ import csv
 import math
 import re
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -48,12 +47,12 @@ from data import (
 from model import Count, Share, settings
 from router import TAU, stop_step
 from sample import open_model
-from train import TrainConfig, pick_tokenizer, windows_at_a_time
+from train import pick_tokenizer, windows_at_a_time
 
 BUCKETS = "easy", "medium", "hard"
 ALPHAS = -8, -4, -3, -2, -1, 0, 1, 2, 4
 TAUS = 0, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7  # at 1 rounding decides
-WORDS = "the", "of", "and", "to", "in", "is", "that", "for", "not", "with"
+WORDS = "a", "the", "of", "and", "to", "in", "is", "that", "for", "not", "with"
 
 
 # -- What each token costs and takes ---------------------------------------------------------------
@@ -62,15 +61,9 @@ WORDS = "the", "of", "and", "to", "in", "is", "that", "for", "not", "with"
 @torch.no_grad()
 def by_token(windows, find):
     """Apply find(x, y) -> tensors (B, T, ..) to batches of windows (W, T+1). -> each (n, ..), on the CPU"""
-    size = windows_at_a_time(windows.size(1), windows.device)
+    size = windows_at_a_time(windows.size(1) - 1, windows.device)
     found = [find(rows[:, :-1], rows[:, 1:]) for rows in windows.split(size)]
     return [torch.cat([x.flatten(0, 1).cpu() for x in part]) for part in zip(*found, strict=True)]
-
-
-def truncate(h, s, i):
-    """sum over k <= i of s_k h^(k), the weights made to sum to 1 again. -> (B, T, D)"""
-    s = s[..., : i + 1] + 1e-30  # the first ones may have underflowed
-    return ((s / s.sum(-1, keepdim=True))[..., None] * h[:, :, : i + 1]).sum(2).to(h.dtype)
 
 
 def losses_by_depth(model, windows, tau):
@@ -78,7 +71,9 @@ def losses_by_depth(model, windows, tau):
 
     def find(x, y):
         h, s, log_w = model.states(x)
-        ce = [model.cross_entropy(truncate(h, s, i), y) for i in range(s.size(-1))]
+        s = s + 1e-30  # the first ones may have underflowed
+        truncated = (s[..., None] * h).cumsum(2) / s.cumsum(-1)[..., None]  # (B, T, K+1, D)
+        ce = [model.cross_entropy(state, y) for state in truncated.unbind(2)]
         return torch.stack(ce, dim=-1), stop_step(log_w, tau)
 
     return by_token(windows, find)
@@ -100,7 +95,7 @@ def mean(x):
 
 def by_bucket(difficulty, columns):
     """Of each third by difficulty: its name, its tokens, and the mean of each column. All (n,)."""
-    rank = difficulty.argsort(stable=True).argsort()
+    rank = difficulty.argsort(stable=True).argsort()  # of each token
     bucket = rank * len(BUCKETS) // len(rank)
     for b, name in enumerate(BUCKETS):
         chosen = bucket == b
@@ -159,10 +154,11 @@ def shift(model, windows, tau=TAU, alphas=ALPHAS):
     """Steps of each bucket, and how its loss changes, with the router shifted by alpha."""
     ce, _ = losses_by_depth(model, windows, tau)
     found = {alpha: decoded(model, windows, tau, alpha) for alpha in sorted({0, *alphas})}
+    unshifted, _ = found[0]
     return [
         {"alpha": alpha, **row}
         for alpha, (loss, steps) in found.items()
-        for row in by_bucket(ce[:, 0], {"steps": steps, "change": loss - found[0][0]})
+        for row in by_bucket(ce[:, 0], {"steps": steps, "change": loss - unshifted})
     ]
 
 
@@ -230,7 +226,7 @@ def pareto(runs):
     """Perplexity against executed steps, as each run scored itself: a row a run. frontier is 1 where no other
     run has fewer steps or less perplexity without more of the other. UserError: no finished run, or scores
     on different windows."""
-    rows, scored = [], {}  # by the windows and tokens that runs were scored on: one of them
+    rows, scored = [], {}  # text, tokens, T and number of windows -> a run that was scored on them
     for run in map(Path, runs):
         if not (run / "results.json").is_file():
             print(f"left out, not a finished run: {run}")
@@ -239,7 +235,7 @@ def pareto(runs):
         with reading(f"{run}: train.json or results.json"):
             shape, corpus, hard = content["model"], content["corpus"], results["hard"]
             text = corpus["val_sha256"], corpus["tokenizer"], shape["block_size"]
-            scored[*text, content["config"]["eval_windows"]] = run
+            scored[*text, results.get("windows", content["config"]["eval_windows"])] = run
             row = {"run": run.name, "method": shape["method"], "K": int(shape["ponder_steps"])}
             row |= {"steps": float(hard["steps"]), "loss": float(hard["loss"])}
         rows.append(row | {"perplexity": perplexity(row["loss"])})
@@ -377,14 +373,14 @@ def open_windows(run, model_config, count, data=None):
     """
     content = read_json(file := Path(run, "train.json"))
     with reading(file):  # also of a run that the lab began, which has more settings
-        about = {name: content["config"][name] for name in ("preset", "data", "tokenizer")}
-        config, known = TrainConfig(**about), dict(content["corpus"])
-    if data is None and config.data not in SOURCES:
-        raise UserError(f"{run} was trained on {config.data!r}: give this text again, by --data")
-    config = replace(config, data=data or config.data)
-    corpus = open_corpus(config.data, pick_tokenizer(config), model_config.vocab_size)
+        preset, named, tokenizer = (content["config"][name] for name in ("preset", "data", "tokenizer"))
+        known = dict(content["corpus"])
+    if data is None and named not in SOURCES:
+        raise UserError(f"{run} was trained on {named!r}: give this text again, by --data")
+    data = data or named
+    corpus = open_corpus(data, pick_tokenizer(preset, data, tokenizer), model_config.vocab_size)
     if any(corpus.fingerprint[key] != known.get(key) for key in ("val_sha256", "tokenizer")):
-        raise UserError(f"{config.data} is not the text, or not in the tokens, that {run} was scored on")
+        raise UserError(f"{data} is not the text, or not in the tokens, that {run} was scored on")
     val = Windows(corpus.val, model_config.block_size, seed=0)
     return val.stack(0, min(count, val.count))
 

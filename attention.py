@@ -12,7 +12,8 @@ model can learn which keys nobody needs.
     log_w    log w    (B, N)         log of the mask score of each key, at most 0; None: w = 1
     MASKED            scalar         log w of a key that must not be seen at all
 
-B sequences of N slots; H heads of queries share G heads of keys, H a multiple of G, each d numbers wide.
+B sequences of N slots (of which a token has several, see model.py); H heads of queries share G heads of keys,
+H a multiple of G, each d numbers wide.
 
     eager    the definition, with the N x N scores in memory
     sdpa     torch's fused kernels, which know nothing of log w: it travels as one more channel
@@ -41,15 +42,15 @@ def eager(q, k, v, log_w):
     M = torch.full((N, N), -torch.inf, device=q.device).triu(1)  # -inf where j > i, else 0
     bias = M if log_w is None else log_w[:, None, None, :] + M
     scores = (q / math.sqrt(d)) @ k.mT + bias.to(q.dtype)  # (B, H, N, N)
-    return scores.softmax(-1).to(v.dtype) @ v
+    return scores.softmax(-1).to(v.dtype) @ v  # autocast made them float32
 
 
 def augment(q, k, v, log_w):
     """Move log w into the dot product (appendix A): q' . k' / sqrt(d) = q . k / sqrt(d) + log w.
 
-    With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, up to the rounding of the two (reading
-    note 4, docs/reading-notes.md). Zeros fill up to a multiple of 8, which the kernels want.
-    (B, *, N, d) -> (B, *, N, d'); without log w nothing changes.
+    With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, but for the rounding of sqrt(d) and
+    log w (reading note 4, docs/reading-notes.md). Zeros fill up to a multiple of 8, which the kernels want;
+    values have nothing else. (B, *, N, d) -> (B, *, N, d'); without log w nothing changes.
     """
     if log_w is None:
         return q, k, v
@@ -113,7 +114,7 @@ def soft_mask_attention(q, k, v, log_w=None, backend=auto):
 def attend_to_cache(q, k, v, d):
     """The newest slot against all C slots so far, its own included: what decoding does.
 
-    q (B, H, 1, d') and k, v (B, G, C, d'), as `augment` made them of width d -> (B, H, 1, d).
+    q (B, H, 1, d') and k, v (B, G, C, d'), augmented; d is the width before -> (B, H, 1, d).
     """
     (B, H, _, width), G = q.shape, k.size(1)
     q = q.reshape(B, G, H // G, width)  # the heads of a group as so many queries of their one key head

@@ -60,11 +60,11 @@ PATTERNS = {"bytes": r"[\s\S]", "bpe": WORDS, "gpt2": WORDS}
 BLANKS = re.compile(r"(\s{100000})")  # so long a run overflows tiktoken's stack
 INVALID = re.compile("([\udc80-\udcff]+)")  # how surrogateescape writes bytes that are not UTF-8
 
-PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # of SOURCES; torch brings two
+PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # of SOURCES; torch brings the last two
 LINES = (".jsonl", ".parquet")  # many texts in a file, for python -m lab corpus
 NO_TEXT = (".json", ".csv")  # data with a structure, which nobody wants to learn
 ID_TYPES = ("uint8", "uint16", "uint32", "uint64")  # that a .bin file may have
-MOST = 10**7  # bytes that a BPE is trained on
+BPE_BYTES = 10**7  # that a BPE is trained on
 
 
 # -- Errors, files, devices ------------------------------------------------------------------------
@@ -204,11 +204,11 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts, vocab_size):
-        """A BPE of `vocab_size` tokens, the end of a text included. texts: bytes; of more than MOST every
-        n-th piece."""
+        """A BPE of `vocab_size` tokens, the end of a text included. texts: bytes; of more than BPE_BYTES
+        every n-th piece."""
         if vocab_size <= 257:  # the 256 bytes, the end of a text, and no merge
             raise UserError(f"--vocab-size {vocab_size} is too small for a BPE: give over 257")
-        every = -(-sum(map(len, texts)) // MOST) or 1
+        every = -(-sum(map(len, texts)) // BPE_BYTES) or 1
         pieces = [piece for text in texts for piece in pieces_of(text)][::every]  # from everywhere
         words = Counter(x for piece in pieces for x in regex.findall(WORDS, piece.decode("utf-8", "ignore")))
         return cls("bpe", merge_pairs(words, vocab_size - 1))
@@ -353,19 +353,15 @@ def pydocs():
 
 def docstrings(file):
     """The docstrings of one Python file, in the order of the source."""
-
-    def below(node):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield ast.get_docstring(node)
-        for child in ast.iter_child_nodes(node):
-            if not isinstance(child, ast.expr):  # which are most of a tree, and hold none
-                yield from below(child)
-
     try:
         with warnings.catch_warnings(action="ignore"):  # invalid escapes in other people's strings
-            return [text for text in below(ast.parse(file.read_bytes())) if text]
+            tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # of another Python
         return []
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes.sort(key=lambda node: getattr(node, "lineno", 0))  # ast.walk goes level by level
+    return [text for text in map(ast.get_docstring, nodes) if text]
 
 
 SOURCES = {"pydocs": pydocs, "pysource": pysource}
@@ -395,8 +391,8 @@ def read_texts(path):
         if file.suffix.lower() in LINES:
             raise UserError(f"{file} holds many texts: python -m lab corpus prepares such files, alone")
         name = str(file.relative_to(path.parent))
-        text = b"\0" if file.suffix.lower() in NO_TEXT else file.read_bytes()
-        if b"\0" in text:
+        text = file.read_bytes()
+        if file.suffix.lower() in NO_TEXT or b"\0" in text:
             others.append(name)
         elif text.strip():
             texts.append((name, text))

@@ -14,9 +14,9 @@ steps       K-hat_t            (B, T)          pondering steps that are executed
 R           R                  scalar          refinement passes of the Jacobi iteration
 tau         tau                scalar          where decoding stops; None: soft masks, nothing is skipped
 
-s weighs the outputs, log w the keys; beyond K-hat tau removes both. The Jacobi iteration repeats a pass, R
-times in training, in evaluation until a pass changes next to nothing, and so comes near the states that
-decoding computes one after another.
+s weighs the outputs, log w the keys; with a tau, outputs and keys beyond K-hat are removed. The Jacobi
+iteration runs K passes that build up the slots, R that refine them (in evaluation until one changes next to
+nothing), and one whose outputs count. So it comes near the states that decoding computes one after another.
 
 First comes the backbone (Llama, with the names of Hugging Face's transformers), then the method (PonderLM),
 then how a model is kept in a directory. Other methods and backbones (lab/) override `states`, `route`,
@@ -64,7 +64,7 @@ class Config:
     num_attention_heads: Size = 4  # H
     num_key_value_heads: Size | None = None  # G; None: H
     head_dim: Size | None = None  # d; None: D / H
-    block_size: Annotated[int, Field(ge=1, le=2**24)] = 64  # T, the window; float32 counts no further
+    block_size: Annotated[int, Field(ge=1, le=2**24)] = 64  # T, the window; RoPE counts in float32
     rms_norm_eps: Positive = 1e-5
     rope_theta: Positive = 10_000.0
     tie_word_embeddings: bool = False  # the head is the embedding table
@@ -292,7 +292,7 @@ class PonderLM(nn.Module):
         ladder, exact = K, K * (T - 1)
         refinements = exact if R is None else min(R, exact)
         latents, key_log_w = e.new_empty(B, T, 0, D), None  # nothing to feed back yet
-        for _ in range(ladder + refinements + 1):
+        for n in range(ladder + refinements + 1):
             x = torch.cat([e[:, :, None], latents], dim=2)  # (B, T, slots, D); on the ladder slots < S
             slots = x.size(2)
             # Interleaved: slot k of token t stands at t*slots + k. A token's slots share one position.
@@ -302,8 +302,7 @@ class PonderLM(nn.Module):
             s, log_w = self.route(h, alpha)  # (B, T, S)
             key_log_w = self.mask_keys(log_w, tau)
             before, latents = latents, self.feed_back(h[:, :, :K], e[:, :, None])
-            # Of the same shape: no pass of the ladder.
-            if R is None and before.shape == latents.shape and has_settled(before, latents, tolerance):
+            if R is None and n >= ladder and has_settled(before, latents, tolerance):
                 break
         return h, s, log_w
 
@@ -370,14 +369,14 @@ class PonderLM(nn.Module):
         device = self.lm_head.weight.device
         positions = torch.tensor([position], device=device)  # of all slots of the token
         e = self.embed(torch.tensor([[token]], device=device))  # (1, 1, D)
-        visible = e.new_zeros(1, 1)  # log w = 0; not None: this key, too, needs the channel of log w
-        h = [self.model(e, positions, visible, self.backend, cache)]
+        visible = e.new_zeros(1, 1)  # log w of slot 0; not None, since all keys of a cache have width d'
+        h = [self.transform(e, positions, visible, cache)]
         s, log_w = self.route(torch.stack(h, dim=2), alpha)  # (1, 1, S)
         steps = stop_step(log_w, tau)  # (1, 1)
         key_log_w = self.mask_keys(log_w)  # no tau: what is skipped leaves no key
         for k in range(1, int(steps) + 1):  # stop as soon as w_k < tau
             of_slot = visible if key_log_w is None else key_log_w[..., k]
-            h.append(self.model(self.feed_back(h[-1], e), positions, of_slot, self.backend, cache))
+            h.append(self.transform(self.feed_back(h[-1], e), positions, of_slot, cache))
         h_hat = self.integrate(torch.stack(h, dim=2), s[..., : len(h)], steps)
         return self.lm_head(h_hat)[0, 0], int(steps)
 

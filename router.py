@@ -8,7 +8,7 @@ stop_step     K-hat      (...)         the last step whose mask score is at leas
 tau           tau        scalar        where decoding stops; None: soft masks, nothing is skipped
 alpha         alpha      scalar        shifts the distribution to more or fewer steps
 ce            ce_k       (..., K+1)    cross-entropy if integration stops after step k, in nats
-rho           rho_k      (K+1,)        how far k steps are enough for the tokens, 0 to 1
+rho           rho_k      (K+1,)        how far k steps are enough for the tokens: 0, not at all, to 1
 relaxed_steps            (...)         K-hat made differentiable, which --step-price charges
 
 Reading notes, on what the paper leaves open or prints otherwise, are in docs/reading-notes.md.
@@ -77,12 +77,12 @@ def stop_step(log_w, tau):
         raise ValueError(f"tau = {tau}: it must lie in [0, 1]")
     log_tau = math.log(tau) if tau else -math.inf
     if log_tau < 0:
-        log_tau -= 1e-6  # so that w = tau counts, rounded; at tau = 1 only w = 1 does
+        log_tau -= 1e-6  # rounding must not exclude w = tau; at tau = 1 this would admit w < 1
     return (log_w >= log_tau).sum(-1) - 1  # w never rises with k, so count
 
 
 def mask_keys(log_w, tau=None):
-    """What attention adds to the scores of the keys of a token's S slots: log w, (..., S) -> (..., S).
+    """What attention adds to the scores of the keys of a token's slots: log w, (..., K+1) -> (..., K+1).
 
     Reading note 1: slot k is the one that executes step k, so log w_k goes onto its key, and slot 0 has 0; in
     the paper's figure it is slot k+1. With tau, keys beyond K-hat are hidden from every query, their own
@@ -113,8 +113,10 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
     """
     if form not in ("printed", "token"):
         raise ValueError(f"form = {form!r}: 'printed' or 'token'")
-    ce, n = ce.detach().nan_to_num(nan=math.inf), len(ce)  # a diverged loss resolves nothing
-    ce = ce.mean(0, keepdim=True) if form == "printed" else ce
+    n = len(ce)
+    ce = ce.detach().nan_to_num(nan=math.inf)  # a diverged loss resolves nothing
+    if form == "printed":
+        ce = ce.mean(0, keepdim=True)  # the sigmoid of the mean, else the mean of the sigmoids
     rho = (1 - torch.sigmoid(10 * (ce - 0.5))).mean(0)  # (K+1,)
     counts = (rho.diff().clamp(min=0) * n).int().tolist()  # rounded down: a small share of few tokens is none
     penalty = log_w.new_zeros(())
@@ -125,11 +127,11 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
 
 
 def relaxed_steps(log_w):
-    """What a price on steps counts: K-hat at TAU, made differentiable along log w. (..., K+1) -> (...).
+    """K-hat at tau = TAU, made differentiable: what --step-price charges. (..., K+1) -> (...).
 
         relaxed(w) = sum over k >= 1 of max(0, 1 - log w_k / log tau)
 
-    Not the paper's. A step costs 1 at w = 1, 1/2 at 0.01, 0 from tau down, and is pushed equally all the way,
-    in log w; w_1 + .. + w_K would push small tails too weakly to fall below tau (reading note 2).
+    Not the paper's. A step counts 1 at w = 1, 1/2 at 0.01, 0 from tau down, and is pushed equally all the
+    way, in log w; w_1 + .. + w_K would push small tails too weakly to fall below tau (reading note 2).
     """
     return (1 - log_w[..., 1:] / math.log(TAU)).clamp(min=0).sum(-1)

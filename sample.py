@@ -115,16 +115,6 @@ def show(pairs, tokenizer, K, hidden=(), marked=False):
     return n
 
 
-def find_run(run=None):
-    """The directory of a model: the one given, the newest run, or what comes with the code."""
-    if run:
-        return Path(run)
-    found = newest_run(otherwise=INCLUDED if INCLUDED.is_dir() else None)
-    if found == INCLUDED:
-        print("there is no run in out/ yet: this is the model that comes with the code")
-    return found
-
-
 def open_model(directory, device="auto"):
     """A model and its tokenizer. UserError: files that are missing, damaged, or of another kind."""
     with reading(directory, ": give the directory of a model, or train one"):
@@ -144,7 +134,7 @@ class Options(Sampling):
 
 def main(o: Annotated[Options, tyro.conf.arg(name="")]):
     text = sys.stdin.buffer.read().removesuffix(b"\n") if o.prompt == "-" else os.fsencode(o.prompt)
-    directory = find_run(o.run)
+    directory = Path(o.run) if o.run else newest_run(otherwise=INCLUDED)
     print(f"model: {directory}")
     model, tokenizer = open_model(directory, o.device)
     K, window, end = model.config.ponder_steps, model.config.block_size, tokenizer.end_of_text

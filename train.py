@@ -1,4 +1,5 @@
-"""Train a PonderLM-3: next-token cross-entropy plus the bottom-mass penalty (section 3.4.2).
+"""Train a PonderLM-3: next-token cross-entropy plus the bottom-mass penalty (section 3.4.2), and, where
+--step-price asks for it, as `small` does, a price on executed steps, which is not the paper's.
 
     python train.py                                       'tiny' on a CPU, 'small' on a GPU
     python train.py --data my_texts/ --steps 2000
@@ -13,22 +14,6 @@ Every flag and its default: python train.py --help. Ctrl-C saves. A run is a dir
     train.json      every setting, and hashes of its corpus
     log.jsonl       settings of each start, then numbers each --log-every steps, as of the last checkpoint
     results.json    the final evaluation
-
-The last lines that python train.py --steps 40 prints on a CPU (relaxed: router.relaxed_steps; on the way
-validation reads 64 windows, in the end 512):
-
-    step 40/40  loss 2.722  ce 2.722  K-hat 3.00  relaxed 2.65  4,039 tok/s  left 0:00
-    step 40/40  validation 2.782
-    validation loss in nats per token, 512 windows of 64 tokens
-      as trained, R = 1               2.8317
-      at the fixed point              2.8316
-      hard-stopped at tau = 0.0001    2.8316
-    executed steps per token: 3.00 of 3
-      depth                                0       1       2       3
-      mean of s                        0.000   0.006   0.936   0.058
-      tokens that stop there           0.000   0.000   0.000   1.000
-    unigram entropy 3.414
-    next: python sample.py --run out/tiny-1126-193438
 """
 
 import json
@@ -38,7 +23,7 @@ import shlex
 import signal
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -54,7 +39,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from attention import BACKENDS, flash_attn_func
+from attention import BACKENDS, auto, flash_attn_func
 from data import (
     UserError,
     Windows,
@@ -121,8 +106,9 @@ class TrainConfig:
 
 
 # Values of settings that older runs did not record.
-BEFORE = {"router_rate": 1.0, "step_price": 0.0, "price_from": 0.0, "attention": "auto", "compile": False}
-CHECKED = 64  # validation windows at each checkpoint
+OLD_DEFAULTS = {"router_rate": 1.0, "step_price": 0.0, "price_from": 0.0}
+OLD_DEFAULTS |= {"attention": "auto", "compile": False}
+CHECKPOINT_WINDOWS = 64  # of validation, at each checkpoint
 # What a resumed training may change: anything else would make it another training. The corpus may
 # have moved, but must be the same.
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
@@ -207,7 +193,7 @@ def read_run(run, kind=TrainConfig):
     content = read_json(file)
     with reading(file, "; go on with the program that began it"):
         config, shape, corpus = (dict(content[part]) for part in ("config", "model", "corpus"))
-        return from_json(kind, BEFORE | config), shape, corpus
+        return from_json(kind, OLD_DEFAULTS | config), shape, corpus
 
 
 # -- Training --------------------------------------------------------------------------------------
@@ -218,8 +204,8 @@ def objective(model, x, y, R, price=0.0):
 
         L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)) + price mean(relaxed(w))
 
-    As printed the penalty is 0 above 1.1 to 1.5 nats (reading note 2): there CE alone teaches the router,
-    through log w, and through s, which weighs what predicts.
+    As printed the penalty of n tokens is 0 where CE is above 0.5 + log(n) / 10, 1.1 nats for n = 512 (reading
+    note 2). There CE alone teaches the router, through log w, and through s, which weighs what predicts.
 
     Args:
         x, y: (B, T) tokens, and those that follow them; -100 where there is none to predict.
@@ -277,7 +263,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
         check_free(run)
     if rank:  # the first process prepares the corpus, the others find it
         dist.barrier()
-    corpus = open_text(config.data, pick_tokenizer(config), model_config.vocab_size)
+    tokenizer = pick_tokenizer(config.preset, config.data, config.tokenizer)
+    corpus = open_text(config.data, tokenizer, model_config.vocab_size)
     if processes > 1 and not rank:
         dist.barrier()
     T, (low, high) = model_config.block_size, model_config.refinements
@@ -289,14 +276,14 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
 
     torch.manual_seed(config.seed)
     model = make_model(replace(model_config, vocab_size=corpus.vocab_size)).to(device).train()
-    if config.attention == "fa2" and flash_attn_func is None:
-        raise UserError("--attention fa2 needs the package flash-attn and a GPU; sdpa is as exact")
+    precision = pick_precision(config.precision, device)
+    if config.attention == "fa2" and (flash_attn_func is None or precision != "bfloat16"):
+        raise UserError("--attention fa2 needs the package flash-attn, a GPU and bfloat16; sdpa is as exact")
     model.backend, model.recompute = BACKENDS[config.attention], config.recompute
     optimizer = torch.optim.AdamW(
         model.param_groups(config.router_rate), config.learning_rate, config.betas,
         weight_decay=config.weight_decay, fused=device.type in ("cpu", "cuda"),
     )  # fmt: skip
-    precision = pick_precision(config.precision, device)
     losses = Objective(model, objective, precision)
     local = config.batch_size // processes  # windows a step of this process
     micro = pick_micro_batch(config, model, local, lambda n: losses(windows.stack(0, n).to(device), high)[0])
@@ -319,8 +306,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
         about = {"torch": str(torch.__version__), "device": device.type, "processes": processes}
         log.append({"step": first, **about, "config": asdict(config)})
         if not rank:
-            for stale in (run / "results.json", *run.glob("*.tmp")):
-                stale.unlink(missing_ok=True)
+            (run / "results.json").unlink(missing_ok=True)
             write_json(run / "train.json", content)
             corpus.tokenizer.save(run / "tokenizer.json")
             if first:  # a kill may have come between the checkpoint and what others read
@@ -342,14 +328,15 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                 price = config.step_price if step >= config.price_from * config.steps else 0.0
                 parts, means = rows.to(device, non_blocking=True).split(micro), 0.0
                 for part in parts:
-                    shared = part is parts[-1]  # processes share the sum of all parts
-                    with nullcontext() if shared or processes == 1 else losses.no_sync():
+                    is_last_part, weight = part is parts[-1], len(part) / local
+                    # Processes share the sum over all parts.
+                    with nullcontext() if is_last_part or processes == 1 else losses.no_sync():
                         loss, penalty, out = losses(part, R, price)
-                        (loss * (micro / local)).backward()
+                        (loss * weight).backward()
                     numbers = {"loss": loss, "ce": out.loss, "penalty": penalty}
                     numbers["K_hat"] = stop_step(out.log_w, config.tau).float().mean()
                     numbers["relaxed"] = relaxed_steps(out.log_w).mean()
-                    means += torch.stack([*numbers.values()]).detach() * (micro / local)
+                    means += torch.stack([*numbers.values()]).detach() * weight
                 norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
                 for group in optimizer.param_groups:
                     group["lr"] = group["rate"] * learning_rate(step, config)
@@ -374,7 +361,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     )
                     log.append({"step": done, **row, "tokens_per_second": speed})
                 if is_due := is_last or done % config.eval_every == 0:
-                    loss = evaluate(model, val, min(CHECKED, val.count), R=high)["loss"]
+                    loss = evaluate(model, val, min(CHECKPOINT_WINDOWS, val.count), R=high)["loss"]
                     check_finite(run, done, validation=loss)
                     print(f"step {done}/{config.steps}  validation {loss:.3f}", flush=True)
                     log.append({"step": done, "val": loss})
@@ -410,35 +397,33 @@ def pick_precision(name, device):
     return "bfloat16" if fast else "float32"
 
 
-def pick_tokenizer(config):
+def pick_tokenizer(preset, data, tokenizer):
     """'auto' -> the preset's, or None for a .bin folder, which has its own."""
-    of_preset = {"tiny": "bytes", "small": "bpe"}.get(config.preset, "gpt2")
-    automatic = None if is_prepared(config.data) else of_preset
-    return automatic if config.tokenizer == "auto" else config.tokenizer
+    of_preset = {"tiny": "bytes", "small": "bpe"}.get(preset, "gpt2")
+    automatic = None if is_prepared(data) else of_preset
+    return automatic if tokenizer == "auto" else tokenizer
 
 
 def pick_micro_batch(config, model, local, try_loss):
     """How many of the `local` windows of a step a process takes at once: what is asked for; else on a CPU
     all, on a GPU as many as fit, by the memory that one window and two take (try_loss: n -> a loss)."""
-    fits = [n for n in range(1, local + 1) if local % n == 0]
-    micro = config.micro_batch_size or local
-    if next(model.parameters()).is_cuda and not config.micro_batch_size:
-        peaks = []
+    asked = config.micro_batch_size or local
+    if asked > local and config.resume:  # with more processes than before
+        print(f"note: {local} windows at a time, not {asked}: a penalty, which is of these, differs a little")
+    if config.micro_batch_size or local == 1 or not next(model.parameters()).is_cuda:
+        return min(asked, local)
+    peaks, most = [], 1
+    with suppress(torch.OutOfMemoryError):  # if not even one fits, the first step says so
         for n in (1, 2):
             torch.cuda.reset_peak_memory_stats()
             try_loss(n).backward()
             peaks.append(torch.cuda.max_memory_allocated())
-        model.zero_grad()
         room = 0.9 * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
         room -= 8 * sum(p.numel() for p in model.parameters())  # AdamW's two numbers for each weight
-        micro = max(n for n in fits if n == 1 or peaks[0] + (n - 1) * (peaks[1] - peaks[0]) < room)
-        micro = min(gather(micro))
-    if micro not in fits:
-        wrong, micro = micro, max(n for n in fits if n < max(micro, 2))
-        if not config.resume:
-            raise UserError(f"micro_batch_size = {wrong} does not divide {local} windows; take {micro}")
-        print(f"note: {micro} windows at a time, not {wrong}: a penalty, which is of these, differs a little")
-    return micro
+        most = max(1, 1 + int((room - peaks[0]) / max(peaks[1] - peaks[0], 1)))
+    model.zero_grad()
+    parts = -(-local // min(gather(most)))
+    return -(-local // parts)  # in parts of nearly the same size
 
 
 def compile_blocks(model):
@@ -468,8 +453,9 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
     -> dict: loss, in nats; steps, the mean of K-hat at tau (TAU without one); and lists over the depths
     k = 0 .. K: `stopped`, the share of tokens whose K-hat is k, and `weight`, the mean of s_k.
     """
-    was_training, device = model.training, next(model.parameters()).device
+    was_training, backend, device = model.training, model.backend, next(model.parameters()).device
     model.eval()
+    model.backend = auto  # fa2 has no float32
     S, end = model.config.ponder_steps + 1, first + count
     size, (rank, processes) = windows_at_a_time(windows.block_size, device), rank_and_size()
     sums = torch.zeros(1 + 2 * S, dtype=torch.float64)  # of the loss, of tokens that stop at k, and of s_k
@@ -480,10 +466,11 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
         stopped = nn.functional.one_hot(steps, S).sum((0, 1))
         sums += torch.cat([out.ce.sum()[None], stopped, out.s.sum((0, 1))]).cpu()
     model.train(was_training)
+    model.backend = backend
     means = sum(gather(sums)) / (count * windows.block_size)
-    loss, stopped, weight = means[0].item(), means[1 : S + 1].tolist(), means[S + 1 :].tolist()
+    loss, stopped, weight = (part.tolist() for part in means.split([1, S, S]))
     steps = sum(k * share for k, share in enumerate(stopped))
-    return {"loss": loss, "steps": steps, "stopped": stopped, "weight": weight}
+    return {"loss": loss[0], "steps": steps, "stopped": stopped, "weight": weight}
 
 
 def final_report(model, windows, config):
@@ -491,7 +478,7 @@ def final_report(model, windows, config):
     R, count = max(model.config.refinements), min(config.eval_windows, windows.count)
     ways = {"trained": {"R": R}, "fixed": {}, "hard": {"tau": config.tau}}
     titles = f"as trained, R = {R}", "at the fixed point", f"hard-stopped at tau = {config.tau:g}"
-    results = {"R": R}
+    results = {"R": R, "windows": count}
     print(f"validation loss in nats per token, {count} windows of {windows.block_size} tokens")
     for (name, how), title in zip(ways.items(), titles, strict=True):
         print(f"  {title:30}", end="", flush=True)  # before it is computed, which takes a while

@@ -160,14 +160,23 @@ def test_a_gpu_for_each_process(parse, monkeypatch):
         torch.cuda.set_device.assert_called_once_with(torch.device("cuda:1"))
 
 
-@pytest.mark.parametrize("room, asked, found", [(10**9, None, 8), (5200, None, 4), (0, None, 1), (0, 2, 2)])
+@pytest.mark.parametrize(
+    "room, asked, found",
+    [(10**9, None, 8), (5200, None, 4), (0, None, 1), (0, 2, 2), (None, None, 1)],  # None: two do not fit
+)
 def test_windows_at_once(room, asked, found, monkeypatch):
     """Catches a GPU that runs out of memory, or takes other windows at once than fit or are asked for."""
     model, ran = torch.nn.Linear(1, 1), []
     with pretended_cuda():
         model.to("cuda")
-        loss = lambda n: ran.append(n) or model.weight.sum()  # noqa: E731
         taken = lambda: 100 + 1000 * ran[-1]  # noqa: E731
+
+        def loss(n):
+            ran.append(n)
+            if room is None and n == 2:
+                raise torch.OutOfMemoryError
+            return model.weight.sum()
+
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", taken)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (room, None))
         assert train_script.pick_micro_batch(TrainConfig(micro_batch_size=asked), model, 8, loss) == found

@@ -22,7 +22,7 @@ import numpy as np
 import tyro
 
 import data as root
-from data import LINES, MOST, Tokenizer, UserError, id_type, one_line, read_json, reading, write_json
+from data import BPE_BYTES, LINES, Tokenizer, UserError, id_type, one_line, read_json, reading, write_json
 from lab.common import Given, progress
 from lab.corpora.sources import describe, files_of, show, texts
 from lab.corpora.tokenizers import begin_of, load_tokenizer, open_tokenizer
@@ -136,12 +136,12 @@ def divided(name, text, few):
 
 
 def sample(o, few):
-    """What a BPE is trained on: the first 100 MB, from which it takes MOST bytes itself."""
+    """What a BPE is trained on: the first 100 MB, from which it takes BPE_BYTES bytes itself."""
     found, size = [], 0
     for name, text, _ in texts(o):
         found += [part for split, part in divided(name, text, few) if split == "train"]
         size += len(text)
-        if size > 10 * MOST:
+        if size > 10 * BPE_BYTES:
             break
     return found
 

@@ -29,7 +29,7 @@ def validation_corpus(run, data=None, other=False, flag="--data"):
     config = replace(config, data=data or config.data)
     began = config.tokenizer == "auto" and getattr(config, "init_from", None)  # with a model's tokenizer
     named = config.tokenizer not in ("auto", *OURS)
-    tokenizer = str(run) if began or named else pick_tokenizer(config)
+    tokenizer = str(run) if began or named else pick_tokenizer(config.preset, config.data, config.tokenizer)
     corpus = open_corpus(config.data, tokenizer, shape.vocab_size)
     if corpus.fingerprint["tokenizer"] != known.get("tokenizer"):
         raise UserError(f"{config.data} has ids of another tokenizer than {run}")

@@ -70,6 +70,11 @@ class Run:
         return {name: value for name, value in found.items() if name not in left_out}
 
     @property
+    def scored(self):
+        """How many windows it was scored on."""
+        return self.results.get("windows", self.config.eval_windows)
+
+    @property
     def speed(self):
         """Tokens a second, at the end of its training. UserError: its log is missing or damaged."""
         with reading(file := self.path / "log.jsonl"):
@@ -147,7 +152,7 @@ def check_comparable(runs, one_text=True):
         for what, differ in (
             ("corpora", one_text and first.corpus | {"name": ""} != run.corpus | {"name": ""}),
             ("windows", first.shape.block_size != run.shape.block_size),
-            ("numbers of windows", first.config.eval_windows != run.config.eval_windows),
+            ("numbers of windows", first.scored != run.scored),
         ):
             if differ:
                 raise UserError(f"{first.path} and {run.path} are scored on different {what}")

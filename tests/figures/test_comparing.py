@@ -146,7 +146,7 @@ def test_refused_comparisons(make_run, tmp_path, capsys):
     first, short = read_runs([make_run("a", 1, 2), make_run("c", 1, 2, block_size=32)])
     with pytest.raises(UserError, match="copy"):
         read_runs([first.path, make_run("copy", 1, 2)])
-    fewer = replace(first, config=replace(first.config, eval_windows=5))
+    fewer = replace(first, results=first.results | {"windows": 5})
     other = replace(first, corpus=first.corpus | {"sha256": "another"})
     for run, what in ((short, "windows"), (fewer, "numbers of windows"), (other, "corpora")):
         with pytest.raises(UserError, match=what):

@@ -55,7 +55,8 @@ def going_on(config, place, *flags):
 
 
 def corpus_of(config, shape):
-    return open_text(config, config.data, pick_tokenizer(config), shape.vocab_size)
+    tokenizer = pick_tokenizer(config.preset, config.data, config.tokenizer)
+    return open_text(config, config.data, tokenizer, shape.vocab_size)
 
 
 def fixed_point_loss(model, config):

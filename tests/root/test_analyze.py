@@ -198,14 +198,15 @@ def test_tokens(model, monkeypatch):
 # -- Several runs ----------------------------------------------------------------------------------
 
 
-def finish(folder, method="ponderlm3", K=3, steps=1.0, loss=1.0, text="a", eval_windows=8):
+def finish(folder, method="ponderlm3", K=3, steps=1.0, loss=1.0, text="a", windows=8, asked=8):
     """What a finished run leaves, as far as it is compared."""
     folder.mkdir()
     shape = {"method": method, "ponder_steps": K, "block_size": 16}
-    content = {"config": {"eval_windows": eval_windows}, "model": shape}
+    content = {"config": {"eval_windows": asked}, "model": shape}
     content["corpus"] = {"val_sha256": text, "tokenizer": "t"}
     (folder / "train.json").write_text(json.dumps(content))
-    (folder / "results.json").write_text(json.dumps({"hard": {"steps": steps, "loss": loss}}))
+    results = {"windows": windows, "hard": {"steps": steps, "loss": loss}}
+    (folder / "results.json").write_text(json.dumps(results))
     return folder
 
 
@@ -213,7 +214,9 @@ def test_pareto(tmp_path, capsys):
     """Catches numbers of another run, a frontier or ring with a wrong point, a figure that goes elsewhere."""
     runs = [
         finish(tmp_path / "a", steps=1.0, loss=1.0),
-        finish(tmp_path / "b", steps=1.0, loss=1.2),  # no more steps than a, and worse
+        finish(
+            tmp_path / "b", steps=1.0, loss=1.2, asked=20
+        ),  # of 8 that there are; no more steps than a, and worse
         finish(tmp_path / "c", "two", K=2, steps=2.0, loss=0.9),
         finish(tmp_path / "d", "two", K=0, steps=0.0, loss=2.0),
         finish(tmp_path / "diverged", K=1, steps=3.0, loss=1e9),
@@ -233,7 +236,7 @@ def test_pareto(tmp_path, capsys):
     assert "ponderlm3" in capsys.readouterr().out and Path("out/analyze/pareto.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("other", [dict(text="b"), dict(eval_windows=9)])
+@pytest.mark.parametrize("other", [dict(text="b"), dict(windows=7)])
 def test_pareto_refuses(other, tmp_path):
     """Catches a comparison of what cannot be compared, and a stack trace for a damaged run."""
     runs = [finish(tmp_path / "a"), finish(tmp_path / "b", **other)]

@@ -5,7 +5,6 @@ import os
 import sys
 import textwrap
 import types
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -143,7 +142,7 @@ def test_samples_and_prompts(run, monkeypatch, capsys):
     second = three.split("--- sample 2 of 3\n")[1].split("\n\n--- sample 3")[0]
     assert second in printed(prompt="ab", seed=5) and second not in printed(prompt="ab", seed=4)
     assert printed(prompt="ab") != printed(prompt="ab")
-    assert "note" not in printed() and "of 17 tokens the last 8 are read" in printed(prompt=17 * "a")
+    assert "note" not in printed() and "only its last 8 are read" in printed(prompt=17 * "a")
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO("né\n".encode() + b"\xff")))
     assert "\nné\n\ufffd" in printed(prompt="-")
 
@@ -162,11 +161,12 @@ def test_refused_commands(wrong, run, capsys):
 
 def test_which_model(run, tmp_path, monkeypatch, capsys):
     """Catches a model that is taken without a word, and none that is a stack trace."""
-    for included, words in ((run, "the model that comes with the code"), ("none", None)):
-        monkeypatch.setattr(sample, "INCLUDED", Path(included))
-        with nullcontext() if words else pytest.raises(UserError, match="no trained model"):
-            sample_main(prompt="a", max_new_tokens=1)
-            assert words in capsys.readouterr().out
+    monkeypatch.setattr(sample, "INCLUDED", Path("none"))
+    with pytest.raises(UserError, match=r"none cannot be read.* or train one"):
+        sample_main(prompt="a", max_new_tokens=1)
+    monkeypatch.setattr(sample, "INCLUDED", Path(run))
+    sample_main(prompt="a", max_new_tokens=1)
+    assert f"model: {run}\n" in capsys.readouterr().out
     Path("out").mkdir()
     os.rename(run, "out/mine")
     sample_main(prompt="a", max_new_tokens=1)
