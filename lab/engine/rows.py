@@ -126,7 +126,7 @@ class Rows:
         # A token has been read: which one follows?
         k.masked_fill_(done, 0)
         position += done
-        out = torch.full_like(self.nothing[:, :A], -1)
+        out = steps.new_full((2, A), -1)
         tokens = self.following(self.of(self.numbers[:A], at), choice)
         self.put(out[0], at, self.of(steps, at))
         self.put(out[1], at, tokens)

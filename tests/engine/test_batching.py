@@ -397,8 +397,7 @@ def test_static_shapes(ahead, prefill, blocks, monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="to compile takes a C++ compiler: install g++")
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["grid", "ponderlm3"])
+@pytest.mark.parametrize("method", [pytest.param("grid", marks=pytest.mark.slow), "ponderlm3"])
 def test_compiled(method, blocks):
     """Catches a program for the sizes of its first pass, or that writes elsewhere; weights that stay."""
     from torch._inductor.codecache import cache_dir  # here, since it takes seconds
