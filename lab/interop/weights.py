@@ -214,6 +214,7 @@ def from_others(config):
 def read_others(directory):
     """The tensors of a model of transformers, under our names, in float32. ValueError: they are not all."""
     how = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
+    how["ignore_mismatched_sizes"] = True  # so that info names them
     try:
         other, info = kind_of(directory / "config.json").from_pretrained(directory, **how)
     except Exception as error:  # transformers has no class for what is wrong with a file

@@ -35,6 +35,8 @@ def test_difficulty(trained, tmp_path, subject):
         assert ours(one, ce[:, 0]) == root(one.model, one.windows, one.tau)
         assert ours(one, -ce[:, 0]) != ours(one, ce[:, 0])
     text = str(trained.parent / "text.txt")
+    with pytest.raises(UserError, match="not the text"):
+        open_subject(trained / "ponder", 8, data=str(trained.parent / "other.txt"))
     given = dict(run=str(trained / "ponder"), data=text, windows=8, out=tmp_path)
     Difficulty(str(trained / "plain"), **given).draw()
     rows = pd.read_csv(tmp_path / "buckets-by-reference.csv")
