@@ -510,16 +510,13 @@ class Corpus:
         return known | {"tokenizer": self.tokenizer.digest}
 
 
-def open_corpus(
-    data: str = "pydocs", tokenizer: str | None = None, vocab_size: int = 4096, cache: str = "data"
-):
-    """A corpus to train on. A text is encoded once; later calls find it in `cache`.
+def open_corpus(data: str = "pydocs", tokenizer: str | None = None, vocab_size: int = 4096):
+    """A corpus to train on. A text is encoded once; later calls find it in data/.
 
     Args:
         data: 'pydocs', 'pysource', a text file, a folder of texts, or a folder with train.bin and val.bin.
         tokenizer: 'bytes', 'bpe' (trained on the text) or 'gpt2'; None: a .bin folder's own, bytes for text.
         vocab_size: of 'bpe'.
-        cache: the folder of prepared texts.
 
     UserError: no text, ids that are damaged, or a tokenizer that is not known or does not fit.
     """
@@ -528,7 +525,7 @@ def open_corpus(
     if data and is_prepared(data):
         folder, tokenizer = Path(data), tokenizer_of(Path(data), tokenizer)
     else:
-        folder = prepare(data, tokenizer or "bytes", vocab_size, Path(cache))
+        folder = prepare(data, tokenizer or "bytes", vocab_size)
         tokenizer = load_tokenizer(folder / "tokenizer.json")
     return read_corpus(folder, tokenizer)
 
@@ -548,7 +545,7 @@ def is_prepared(folder):
     return any(Path(folder, f"{split}.bin").is_file() for split in ("train", "val"))
 
 
-def prepare(data, tokenizer, vocab_size, cache):
+def prepare(data, tokenizer, vocab_size):
     """The prepared folder of a text, made if it is not there."""
     path, documents = Path(data), None
     if data in SOURCES:
@@ -563,7 +560,7 @@ def prepare(data, tokenizer, vocab_size, cache):
         raise UserError(f"{data} holds no text; give a file or folder with some")
     kind = f"bpe{vocab_size}" if tokenizer == "bpe" else tokenizer
     digest = hashlib.sha256(f"{source} {kind}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    folder = cache / f"{path.stem}-{kind}-{digest}"
+    folder = Path("data", f"{path.stem}-{kind}-{digest}")
     if not folder.exists():
         encoder = None if tokenizer == "bpe" else Tokenizer.named(tokenizer)  # fails before a text is read
         documents = documents or SOURCES[data]()

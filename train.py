@@ -370,7 +370,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     save_checkpoint(run, model, optimizer, done, log)
                 if stop:
                     break
-        if any(gather(bool(received))):
+        if any(gather(bool(received))):  # also one that came during the last save
             print(f"stopped; go on with: {config.program.format('train')} {resume_flags(run)}", flush=True)
             return run, None
 

@@ -193,7 +193,7 @@ def take(found):
 # -- Opening ---------------------------------------------------------------------------------------
 
 
-def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache="data"):
+def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096):
     """As data.open_corpus, also of .jsonl and .parquet files, and with the tokenizer of a model."""
     folder = Path(data)
     if root.is_prepared(data):
@@ -202,12 +202,12 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096, cache="data"):
         made = root.tokenizer_of(folder, tokenizer) if tokenizer in OURS else open_tokenizer(tokenizer)
         return root.read_corpus(folder, made)
     if tokenizer in OURS and not any(file.suffix.lower() in LINES for file in files_of(data)):
-        return root.open_corpus(data, tokenizer, vocab_size, cache)
+        return root.open_corpus(data, tokenizer, vocab_size)
     name = tokenizer or "bytes"
     made = None if name == "bpe" else open_tokenizer(name)
     kind = f"bpe{vocab_size}" if made is None else f"{made.name}-{made.digest}"
     digest = sha256(ascii((describe(data), kind)).encode()).hexdigest()[:8]
-    folder = Path(cache, f"{folder.stem}-{kind}-{digest}")
+    folder = Path("data", f"{folder.stem}-{kind}-{digest}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(folder.with_name(f".{folder.name}.lock")):  # another training may prepare it
         if not folder.exists():

@@ -372,14 +372,14 @@ def test_fingerprint():
 def test_names_in_the_cache(tmp_path):
     """Catches prepared corpora that are not found any more, are others, or need the network again."""
     Path("text.txt").write_text("the quick brown fox. " * 100)
-    corpus = open_corpus("text.txt", cache="cache")
+    corpus = open_corpus("text.txt")
     assert corpus.name == "text-bytes-1f655a00"
-    folder = Path("cache") / corpus.name
+    folder = Path("data") / corpus.name
     assert sha256((folder / "train.bin").read_bytes()).hexdigest().startswith("a13707bc4b08c76b")
-    corpus = open_corpus("text.txt", "bpe", 300, "cache")
+    corpus = open_corpus("text.txt", "bpe", 300)
     assert (corpus.name, corpus.tokenizer.digest) == ("text-bpe300-019e43b6", "86419895")
     folder.rename(folder.with_name("text-gpt2-44cdd419"))
-    assert open_corpus("text.txt", "gpt2", cache="cache").name == "text-gpt2-44cdd419"
+    assert open_corpus("text.txt", "gpt2").name == "text-gpt2-44cdd419"
 
 
 @pytest.mark.parametrize(
