@@ -221,9 +221,10 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
 
 def fits(c, share, R, gib, **how):
     """How many of `share` windows a GPU of so many GiB takes at once, as train.py splits them; 0: not one."""
-    sizes = (n for n in range(share, 0, -1) if share % n == 0)
     room = 0.9 * gib * 2**30
-    return next((n for n in sizes if sum(bytes_of_step(c, n, R, **how).values()) < room), 0)
+    sizes = range(share, 0, -1)
+    most = next((n for n in sizes if sum(bytes_of_step(c, n, R, **how).values()) < room), 0)
+    return most and -(-share // -(-share // most))
 
 
 def flops_of_token(c):
