@@ -96,27 +96,26 @@ class ExpertChoice(MoR):
         S = self.config.ponder_steps + 1
         return max(1, (S - r) * T // S)
 
-    def choose(self, logit, active, r, top_k):
+    def choose(self, logit, active, r):
         """Who takes part in recursion r, (B, T) of bool. In the first all do."""
         if r == 0:
             return active
-        if not top_k:
+        if not self.training:
             return active & (logit >= 0)
         n = self.places(r, logit.size(1))
         top = logit.masked_fill(~active, -torch.inf).topk(n, dim=1).indices
         return torch.zeros_like(active).scatter(1, top, True)
 
-    def recursions(self, idx, top_k=None):
-        """h (B, T, S, D), s, log_w (B, T, S) and the routers' loss. top_k None: in training only."""
-        top_k = self.training if top_k is None else top_k
+    def recursions(self, idx):
+        """h (B, T, S, D), s, log_w (B, T, S) and the routers' loss."""
         x, h, depth, loss = self.embed(idx), [], 0, 0.0
         active = torch.ones_like(idx, dtype=torch.bool)
         for r, router in enumerate(self.routers):
             logit = self.route(router, x)[..., 0]  # (B, T)
-            chosen = self.choose(logit, active, r, top_k)
+            chosen = self.choose(logit, active, r)
             loss = loss + self.verdict_loss(logit, chosen, active)
             active, depth = chosen, depth + chosen.long()
-            n = self.places(r, idx.size(1)) if top_k else idx.size(1)
+            n = self.places(r, idx.size(1)) if self.training else idx.size(1)
             gate = 0.1 * logit.sigmoid()[..., None].to(x.dtype)  # (B, T, 1)
             x = x + gate * self.recur(x, active, n)
             h.append(self.model.norm(x))
