@@ -37,7 +37,7 @@ from lab.engine.request import check_request
 from lab.evaluation.texts import validation_windows
 from lab.interop.warm_start import BACKBONE
 from lab.interop.weights import find_model, load, save
-from lab.memory import bytes_of_step, forms, peak_bytes, slots_of_passes, step_on_cpu
+from lab.memory import bytes_of_step, peak_bytes, slots_of_passes, step_on_cpu
 from lab.methods import PonderConfig, build
 from model import Count, PonderLM, settings
 from train import PRESETS, compile_blocks, objective, pick_precision
@@ -238,15 +238,17 @@ def flops_of_token(c):
 
 def check_rows(c, B, R, repeats):
     """What a step takes at its peak on this CPU, by the formula, too, and the time that this process computes
-    for it, whoever else computes here. -> a row for each form"""
-    again = forms(c.ponder_steps, R)
-    runs = {form: step_on_cpu(c, B, R, passes)[0] for form, passes in again.items()}
+    for it, whoever else computes here. -> a row with and one without --recompute"""
+    runs = {recompute: step_on_cpu(c, B, R, recompute)[0] for recompute in (False, True)}
     seconds, _, _ = measure(runs, repeats, torch.device("cpu"), clock=time.process_time)
-    for form, passes in again.items():
-        parts = bytes_of_step(c, B, R, again=passes, fused=False)
-        row = {"again": form, "MiB": peak_bytes(c, B, R, passes) / MIB}
+    for recompute in runs:
+        parts = bytes_of_step(c, B, R, recompute=recompute, fused=False)
+        row = {"recompute": recompute, "MiB": peak_bytes(c, B, R, recompute) / MIB}
         row["formula_MiB"] = (sum(parts.values()) - parts["weights"]) / MIB
-        yield row | {"processor_seconds": seconds[form], "time_ratio": seconds[form] / seconds["none"]}
+        yield row | {
+            "processor_seconds": seconds[recompute],
+            "time_ratio": seconds[recompute] / seconds[False],
+        }
 
 
 @settings
@@ -259,20 +261,16 @@ class Memory(Options):
 
 
 def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
-    """What a training step takes on a GPU, by the formula of lab/memory.py; what fits; how long it takes.
-
-    For bfloat16 through fused attention. `time` is by count: a slot that is computed again costs a third.
-    """
+    """What a training step takes on a GPU, by the formula of lab/memory.py, in bfloat16 through fused
+    attention; what fits; how long it takes."""
     config, c = PRESETS[o.preset]
     c = replace(c, block_size=o.block_size or c.block_size)
     R, B = c.refinements[1] if o.R is None else o.R, o.micro_batch_size or config.batch_size
-    slots, tokens = slots_of_passes(c.ponder_steps, R), config.steps * config.batch_size * c.block_size
-    rows = []
-    for compiled, (form, passes) in product((False, True), forms(c.ponder_steps, R).items()):
-        how = dict(again=passes, compiled=compiled)
-        row = {"again": form, "compile": compiled, "time": 1 + sum(slots[i] for i in passes) / sum(slots) / 3}
+    tokens, rows = config.steps * config.batch_size * c.block_size, []
+    for compiled, recompute in product((False, True), (False, True)):
+        how = dict(recompute=recompute, compiled=compiled)
         parts = {name: n / MIB for name, n in bytes_of_step(c, B, R, **how).items()}
-        row |= parts | {"MiB": sum(parts.values())}
+        row = how | parts | {"MiB": sum(parts.values())}
         for gib in (24, 40, 80):
             row[f"fits_{gib}_GB"] = fits(c, config.batch_size, R, gib, **how)
         rows.append(row)

@@ -9,8 +9,9 @@ copies         2 P'           weights in bfloat16; of compiled blocks for each p
 activations    n B T (L a + b) of each pass: a slot in one of L layers keeps a, in a pass beside them b
 logits         12 B T V       when the backward pass begins: log-softmax and two gradients of its size
 
-What is left out is small: angles, routers, and gradients within a layer, which are up to a tenth of the
-peak where most passes are computed again. What a GPU's allocator and CUDA themselves take is left out, too.
+With --recompute a pass keeps its input and output until it is computed again. What is left out is small:
+angles, routers, and gradients within a layer, which are up to a tenth of the peak then. What a GPU's
+allocator and CUDA themselves take is left out, too.
 """
 
 import weakref
@@ -28,18 +29,6 @@ from train import objective
 def slots_of_passes(K, R):
     """How many slots a token has in each pass of a training step: the ladder, then R + 1 whole passes."""
     return [*range(1, K + 1), *[K + 1] * (R + 1)]
-
-
-def forms(K, R):
-    """What could be computed again in the backward pass: {name: numbers of passes}. --recompute is `all`."""
-    n = len(slots_of_passes(K, R))
-    return {
-        "none": (),
-        "ladder": range(K),
-        "every second": range(n - 2, -1, -2),
-        "all but the last": range(n - 1),
-        "all": range(n),
-    }
 
 
 def kept_by_a_slot(c, masked=True, compiled=False, fused=True):
@@ -62,8 +51,8 @@ def kept_by_a_slot(c, masked=True, compiled=False, fused=True):
     return layer, beside
 
 
-def bytes_of_step(c, B, R, *, again=(), compiled=False, fused=True):
-    """Bytes at the peak of a step with R refinements on B windows, by part; again: passes computed twice."""
+def bytes_of_step(c, B, R, *, recompute=False, compiled=False, fused=True):
+    """Bytes at the peak of a step with R refinements on B windows, by part."""
     D, T, V, L = c.hidden_size, c.block_size, c.vocab_size, c.num_hidden_layers
     Hd, Gd, slots = c.num_attention_heads * c.d, c.G * c.d, slots_of_passes(c.ponder_steps, R)
     blocks, head = L * (2 * D * (Hd + Gd) + 3 * D * c.intermediate_size), V * D
@@ -72,14 +61,14 @@ def bytes_of_step(c, B, R, *, again=(), compiled=False, fused=True):
     for i, n in enumerate(slots):
         layer, beside = kept_by_a_slot(c, i > 0, compiled, fused)
         whole.append(n * B * T * (L * layer + beside))
-        least.append(n * B * T * 8 * D if i in again else whole[i])  # the inputs, and h
+        least.append(n * B * T * 8 * D if recompute else whole[i])  # the inputs, and h
     head_states, logits = B * T * (2 * D + 4 * c.ponder_steps), 12 * B * T * V
     # The backward pass goes from the last pass to the first, and frees what it has done.
     peaks = [sum(least) + logits] + [sum(least[:i]) + whole[i] for i in range(len(slots))]
     activations = max(peaks) - (logits if (at_start := peaks[0] == max(peaks)) else 0)
     return {
         "weights": 16 * P,
-        "copies": 2 * (blocks * (max(len(slots) - len(again), 1) if compiled else 1) + head),
+        "copies": 2 * (blocks * (len(slots) if compiled and not recompute else 1) + head),
         "activations": activations + head_states,
         "logits": logits if at_start else 0,
     }
@@ -88,25 +77,11 @@ def bytes_of_step(c, B, R, *, again=(), compiled=False, fused=True):
 # -- As they are -----------------------------------------------------------------------------------
 
 
-def recomputing(model, again):
-    """Let a model of whole windows compute the passes `again` a second time in the backward pass."""
-    plain, n = model.transform, 0
-
-    def transform(x, *rest):
-        nonlocal n
-        n = 0 if x.size(1) <= model.config.block_size else n + 1  # the first pass has a slot a token
-        model.recompute = n in again
-        return plain(x, *rest)
-
-    model.transform = transform
-
-
-def step_on_cpu(c, B, R, again=()):
+def step_on_cpu(c, B, R, recompute=False):
     """A function that runs forward and backward on B windows once, and the model."""
     torch.manual_seed(0)
     model = PonderLM(c).train()
-    model.backend = sdpa
-    recomputing(model, again)
+    model.backend, model.recompute = sdpa, recompute
     rows = torch.randint(c.vocab_size, (B, c.block_size + 1))
 
     def run():
@@ -139,9 +114,9 @@ class Live(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def peak_bytes(c, B, R, again=()):
+def peak_bytes(c, B, R, recompute=False):
     """Bytes of all tensors at the peak of a micro-batch, without the weights and their gradients."""
-    run, model = step_on_cpu(c, B, R, again)
+    run, model = step_on_cpu(c, B, R, recompute)
     run()
     with Live([*model.parameters(), *(p.grad for p in model.parameters())]) as live:
         run()
