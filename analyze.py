@@ -242,7 +242,10 @@ def pareto(runs):
     if not rows:
         raise UserError("there is no finished run among --runs; --runs out/* gives all that are in out/")
     if len(scored) > 1:
-        raise UserError(f"scored on different windows or tokens: {', '.join(map(str, scored.values()))}")
+        different = ", ".join(map(str, scored.values()))
+        raise UserError(
+            f"scored on different texts, tokens or numbers of windows: {different}; give alike ones"
+        )
     points = [(row["steps"], row["perplexity"]) for row in rows]
     for row, p in zip(rows, points, strict=True):
         row["frontier"] = int(not any(q[0] <= p[0] and q[1] <= p[1] and q != p for q in points))
@@ -376,7 +379,7 @@ def open_windows(run, model_config, count, data=None):
         preset, named, tokenizer = (content["config"][name] for name in ("preset", "data", "tokenizer"))
         known = dict(content["corpus"])
     if data is None and named not in SOURCES:
-        raise UserError(f"{run} was trained on {named!r}: give this text again, by --data")
+        raise UserError(f"{run} was trained on {named!r}: no file is opened since a run says so, give --data")
     data = data or named
     corpus = open_corpus(data, pick_tokenizer(preset, data, tokenizer), model_config.vocab_size)
     if any(corpus.fingerprint[key] != known.get(key) for key in ("val_sha256", "tokenizer")):
@@ -421,12 +424,15 @@ class Options:
 def main(o: Annotated[Options, tyro.conf.arg(name="")]):
     if o.figure == "pareto":
         rows, out = pareto(o.runs), o.out or Path("out/analyze")
+    elif o.runs:
+        raise UserError(f"--runs is for pareto; {o.figure} is of one --run")
     else:
         run = o.run or newest_run()
         model, tokenizer = open_model(run, o.device)
         if not model.config.ponder_steps:
             raise UserError(f"{run} is a model without pondering steps: there is nothing to draw")
         windows = open_windows(run, model.config, o.windows, o.data).to(model.lm_head.weight.device)
+        print(f"{run}: {len(windows)} validation windows", flush=True)
         measure = {
             "converge": lambda: converge(model, windows),
             "buckets": lambda: buckets(model, windows, o.tau),

@@ -297,11 +297,11 @@ def merged(ids, a, b, new):
 def load_tokenizer(file):
     """What a tokenizer's `save` wrote. UserError: there is none, or a damaged one, or something else."""
     fields = read_json(file)
-    if "model" in fields or "tokenizer" in fields:
-        raise UserError(f"{file} is a tokenizer of Hugging Face; python -m lab reads it")
     with reading(file):
-        if fields["pattern"] != PATTERNS.get(fields["name"]):
-            raise ValueError(f"no name with its pattern of {', '.join(PATTERNS)}")
+        if fields.get("name") not in PATTERNS:
+            raise UserError(f"{file} is none of {', '.join(PATTERNS)}; python -m lab may read it")
+        if fields["pattern"] != PATTERNS[fields["name"]]:
+            raise ValueError("its pattern is another one")
         tokens = [base64.b64decode(token, validate=True) for token in fields["tokens"]]
         if len(set(tokens)) < len(tokens) or b"" in tokens:
             raise ValueError("a token is there twice, or empty")

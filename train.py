@@ -69,11 +69,11 @@ class TrainConfig:
 
     program = "python {}.py"  # as messages name the commands
 
-    preset: Literal["tiny", "small", "70m", "410m"] = "tiny"  # what the other flags change
+    preset: Literal["tiny", "small", "70m", "410m"] = "tiny"  # the defaults, which other flags change
     name: str | None = None  # of the run, a folder in --out; None: preset and time
     out: str = "out"  # where runs are kept
     resume: bool = False  # go on with the run --name, or the newest, with its settings
-    data: str = "pydocs"  # or pysource, a file, a folder of texts, or one of .bin files
+    data: str = "pydocs"  # pydocs, pysource, a file, a folder of texts, or one of .bin files
     tokenizer: str = "auto"  # bytes, bpe, gpt2; auto: a .bin folder's own, else by the preset
 
     steps: Count = 1000  # optimizer steps
@@ -306,14 +306,15 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
         about = {"torch": str(torch.__version__), "device": device.type, "processes": processes}
         log.append({"step": first, **about, "config": asdict(config)})
         if not rank:
-            (run / "results.json").unlink(missing_ok=True)
+            if first < config.steps:
+                (run / "results.json").unlink(missing_ok=True)
             write_json(run / "train.json", content)
             corpus.tokenizer.save(run / "tokenizer.json")
             if first:  # a kill may have come between the checkpoint and what others read
                 save_checkpoint(run, model, optimizer, first, log)
         size = sum(p.numel() for p in model.parameters())
         print(f"{corpus.source}\n{windows.count:,} windows of {T} tokens; {size:,} parameters, {precision}")
-        print(f"{micro} of {config.batch_size} windows at a time{', blocks compiled' * compiles}")
+        print(f"{config.batch_size} windows a step, {micro} at a time{', blocks compiled' * compiles}")
         begins = f"resumed at step {first} of {config.steps}" if first else "a new training"
         print(f"{run}: {begins}", flush=True)
 
@@ -361,9 +362,10 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     )
                     log.append({"step": done, **row, "tokens_per_second": speed})
                 if is_due := is_last or done % config.eval_every == 0:
-                    loss = evaluate(model, val, min(CHECKPOINT_WINDOWS, val.count), R=high)["loss"]
+                    count = min(CHECKPOINT_WINDOWS, val.count)
+                    loss = evaluate(model, val, count, R=high)["loss"]
                     check_finite(run, done, validation=loss)
-                    print(f"step {done}/{config.steps}  validation {loss:.3f}", flush=True)
+                    print(f"step {done}/{config.steps}  validation {loss:.3f}, {count} windows", flush=True)
                     log.append({"step": done, "val": loss})
                 stop = any(gather(bool(received)))  # a signal to any of the processes
                 if (is_due or stop) and not rank:

@@ -45,10 +45,8 @@ def pytest_terminal_summary(terminalreporter):
             "(pip install -r tests/requirements.txt)"
         )
     skipped = len(terminalreporter.stats.get("skipped", []))
-    terminalreporter.write_line(
-        f"left out: what is slow (python -m pytest -m slow), and {skipped} skipped for the "
-        "reasons above (a browser: apt-get install chromium chromium-driver)"
-    )
+    why = f", and {skipped} tests: pytest -rs says why" if skipped else ""
+    terminalreporter.write_line(f"left out: what is slow (python -m pytest -m slow){why}")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,7 +1,7 @@
 """A puzzle that a model solves, a lookup a thinking step: printed, and drawn as a picture that moves.
 
-python -m lab puzzle                                   models/lookup
-python -m lab puzzle --run out/grid --number 4         another model, a question of four lookups
+    python -m lab puzzle                                 models/lookup
+    python -m lab puzzle --run out/grid --number 4       another model, a question of four lookups
 
     3 b     b -> f -> q -> Z     the model answers Z, after two thinking steps
 

@@ -232,6 +232,8 @@ def test_pareto(tmp_path, capsys):
     (axes,) = draw("pareto", rows).axes
     (rings,) = axes.collections[-1:]
     assert [x for x, _ in rings.get_offsets().tolist()] == [1, 2, 0]
+    with pytest.raises(UserError, match="--runs is for pareto"):
+        command("tau", runs=tuple(map(str, runs)))
     command("pareto", runs=tuple(map(str, runs)))
     assert "ponderlm3" in capsys.readouterr().out and Path("out/analyze/pareto.png").stat().st_size > 5000
 
@@ -240,7 +242,7 @@ def test_pareto(tmp_path, capsys):
 def test_pareto_refuses(other, tmp_path):
     """Catches a comparison of what cannot be compared, and a stack trace for a damaged run."""
     runs = [finish(tmp_path / "a"), finish(tmp_path / "b", **other)]
-    with pytest.raises(UserError, match="scored on different windows"):
+    with pytest.raises(UserError, match="scored on different"):
         pareto(runs)
     with pytest.raises(UserError, match="--runs"):
         pareto([tmp_path])

@@ -494,14 +494,14 @@ PAIRS = b"\1\0" * 100
         ("meta.json", {"dtype": ["uint16"]}, "dtype"),
         ("meta.json", [1], ""),
         ("tokenizer.json", b"[]", ""),
-        ("tokenizer.json", {"model": {"type": "BPE"}, "version": "1.0"}, "Hugging Face"),
+        ("tokenizer.json", {"model": {"type": "BPE"}, "version": "1.0"}, "python -m lab"),
         ("tokenizer.json", OURS | {"tokens": {"a": 1}}, ""),  # with which tiktoken ends the process
         ("tokenizer.json", OURS | {"tokens": ["YQ==", "YQ=="]}, "twice"),
         ("tokenizer.json", OURS | {"tokens": ["YQ=="]}, "a byte"),
         ("tokenizer.json", BPE | {"tokens": [*OURS["tokens"], ""]}, "empty"),
         ("tokenizer.json", OURS | {"tokens": [5]}, ""),
         ("tokenizer.json", OURS | {"tokens": OURS["tokens"][::-1]}, "another one"),
-        ("tokenizer.json", OURS | {"name": "../../x"}, "pattern"),  # names are parts of paths
+        ("tokenizer.json", OURS | {"name": "../../x"}, "none of"),  # names are parts of paths
         ("tokenizer.json", OURS | {"name": "bpe"}, "pattern"),
         ("tokenizer.json", OURS | {"name": ["bytes"]}, ""),
         ("tokenizer.json", OURS | {"pattern": "(a+)+$"}, "pattern"),  # which runs for ever
