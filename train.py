@@ -372,11 +372,16 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     save_checkpoint(run, model, optimizer, done, log)
                 if stop:
                     break
+        stopped = f"stopped; go on with: {config.program.format('train')} {resume_flags(run)}"
         if any(gather(bool(received))):  # also one that came during the last save
-            print(f"stopped; go on with: {config.program.format('train')} {resume_flags(run)}", flush=True)
+            print(stopped, flush=True)
             return run, None
 
-        report = final_report(model, val, config)
+        try:
+            report = final_report(model, val, config)
+        except KeyboardInterrupt:
+            print(f"\n{stopped}", flush=True)
+            return run, None
         report["unigram_entropy"] = unigram_entropy(corpus.val, corpus.vocab_size)
         if not rank:
             write_json(run / "results.json", report)

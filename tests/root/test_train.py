@@ -406,11 +406,19 @@ def test_interrupted_evaluation(monkeypatch):
     assert torch.equal(load(run).lm_head.weight, load(whole).lm_head.weight)
 
 
-def test_a_signal_in_the_last_save(monkeypatch):
-    """Catches a Ctrl-C that is answered with "stopping", and then not obeyed."""
-    interrupt_at(monkeypatch, 0, function="save_checkpoint")
-    run, results = go("--steps 2")
+@pytest.mark.parametrize("function", ["save_checkpoint", "final_report"])
+def test_a_signal_at_the_end(function, monkeypatch, capsys):
+    """Catches a Ctrl-C that is answered with "stopping", and then not obeyed, or that says nothing."""
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 0, signal.SIGINT, function)
+        run, results = go("--steps 2")
     assert checkpoint(run)["step"] == 2 and results is None and not (run / "results.json").exists()
+    assert "stopped; go on with" in capsys.readouterr().out
+    _, results = go(f"--resume --name {run.name}")
+    with monkeypatch.context() as patch:  # what was evaluated once stays
+        interrupt_at(patch, 0, signal.SIGINT, "final_report")
+        assert go(f"--resume --name {run.name}")[1] is None
+    assert json.loads((run / "results.json").read_text()) == results
 
 
 def test_more_steps(capsys):
