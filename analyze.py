@@ -377,11 +377,14 @@ def open_windows(run, model_config, count, data=None):
     content = read_json(file := Path(run, "train.json"))
     with reading(file):  # also of a run that the lab began, which has more settings
         preset, named, tokenizer = (content["config"][name] for name in ("preset", "data", "tokenizer"))
-        known = dict(content["corpus"])
+        known, vocab_size = (
+            dict(content["corpus"]),
+            content["model"]["vocab_size"],
+        )  # as asked for, not padded
     if data is None and named not in SOURCES:
         raise UserError(f"{run} was trained on {named!r}: no file is opened since a run says so, give --data")
     data = data or named
-    corpus = open_corpus(data, pick_tokenizer(preset, data, tokenizer), model_config.vocab_size)
+    corpus = open_corpus(data, pick_tokenizer(preset, data, tokenizer), vocab_size)
     if any(corpus.fingerprint[key] != known.get(key) for key in ("val_sha256", "tokenizer")):
         raise UserError(f"{data} is not the text, or not in the tokens, that {run} was scored on")
     val = Windows(corpus.val, model_config.block_size, seed=0)

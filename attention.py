@@ -50,7 +50,7 @@ def augment(q, k, v, log_w):
 
     With q_extra = sqrt(d) and the scale kept at 1/sqrt(d) it is exact, but for the rounding of sqrt(d) and
     log w (reading note 4, docs/reading-notes.md). Zeros fill up to a multiple of 8, which the kernels want;
-    values have nothing else. (B, *, N, d) -> (B, *, N, d'); without log w nothing changes.
+    values get zeros alone. (B, *, N, d) -> (B, *, N, d'); without log w nothing changes.
     """
     if log_w is None:
         return q, k, v

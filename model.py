@@ -15,7 +15,7 @@ R           R                  scalar          refinement passes of the Jacobi i
 tau         tau                scalar          where decoding stops; None: soft masks, nothing is skipped
 
 s weighs the outputs, log w the keys; with a tau, outputs and keys beyond K-hat are removed. The Jacobi
-iteration runs K passes that build up the slots, R that refine them (in evaluation until one changes next to
+iteration runs K passes that build up the slots, R that refine them (with R None until one changes next to
 nothing), and one whose outputs count. So it comes near the states that decoding computes one after another.
 
 First comes the backbone (Llama, with the names of Hugging Face's transformers), then the method (PonderLM),
@@ -297,8 +297,8 @@ class PonderLM(nn.Module):
             slots = x.size(2)
             # Interleaved: slot k of token t stands at t*slots + k. A token's slots share one position.
             positions = torch.arange(T, device=e.device).repeat_interleave(slots)  # (T*slots,)
-            of_slots = None if key_log_w is None else key_log_w[..., :slots].flatten(1)  # (B, T*slots)
-            h = self.transform(x.view(B, T * slots, D), positions, of_slots).view(B, T, slots, D)
+            bias = None if key_log_w is None else key_log_w[..., :slots].flatten(1)  # (B, T*slots)
+            h = self.transform(x.view(B, T * slots, D), positions, bias).view(B, T, slots, D)
             s, log_w = self.route(h, alpha)  # (B, T, S)
             key_log_w = self.mask_keys(log_w, tau)
             before, latents = latents, self.feed_back(h[:, :, :K], e[:, :, None])
@@ -309,7 +309,7 @@ class PonderLM(nn.Module):
     # -- The parts of a pass -----------------------------------------------------------------------
 
     def embed(self, idx):
-        """(B, T) -> (B, T, D), at unit RMS like the normed states that fill the other slots."""
+        """(B, T) -> (B, T, D), at first of unit RMS, like the normed states in other slots."""
         if not 0 < idx.size(1) <= self.config.block_size:
             raise ValueError(f"{idx.size(1)} tokens; the window is 1 to {self.config.block_size}")
         return self.model.embed_tokens(idx) * self.config.scale
@@ -375,8 +375,8 @@ class PonderLM(nn.Module):
         steps = stop_step(log_w, tau)  # (1, 1)
         key_log_w = self.mask_keys(log_w)  # no tau: what is skipped leaves no key
         for k in range(1, int(steps) + 1):  # stop as soon as w_k < tau
-            of_slot = visible if key_log_w is None else key_log_w[..., k]
-            h.append(self.transform(self.feed_back(h[-1], e), positions, of_slot, cache))
+            bias = visible if key_log_w is None else key_log_w[..., k]
+            h.append(self.transform(self.feed_back(h[-1], e), positions, bias, cache))
         h_hat = self.integrate(torch.stack(h, dim=2), s[..., : len(h)], steps)
         return self.lm_head(h_hat)[0, 0], int(steps)
 

@@ -9,7 +9,7 @@ tau           tau        scalar        where decoding stops; None: soft masks, n
 alpha         alpha      scalar        shifts the distribution to more or fewer steps
 ce            ce_k       (..., K+1)    cross-entropy if integration stops after step k, in nats
 rho           rho_k      (K+1,)        how far k steps are enough for the tokens: 0, not at all, to 1
-relaxed_steps            (...)         K-hat made differentiable, which --step-price charges
+relaxed_steps            (...)         a differentiable lower bound of K-hat, which --step-price charges
 
 Reading notes, on what the paper leaves open or prints otherwise, are in docs/reading-notes.md.
 """
@@ -34,8 +34,8 @@ class Router(nn.Module):
     """s = softmax(W h^(0) + offset + alpha [0..K]).
 
     Reading note 3: the printed alpha is one scalar added to every logit, which cancels in the softmax;
-    here it multiplies the step index. Reading note 6: W starts at zero, and `offset`, K+1 fixed numbers
-    that are saved with the config, says where s starts.
+    here it multiplies the step index. Reading note 6: W starts at zero (PonderLM.init_weights), and
+    `offset`, K+1 fixed numbers that are saved with the config, says where s starts.
     """
 
     def __init__(self, D, K, offset):
@@ -127,7 +127,7 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
 
 
 def relaxed_steps(log_w):
-    """K-hat at tau = TAU, made differentiable: what --step-price charges. (..., K+1) -> (...).
+    """A differentiable lower bound of K-hat at TAU: what --step-price charges. (..., K+1) -> (...).
 
         relaxed(w) = sum over k >= 1 of max(0, 1 - log w_k / log tau)
 

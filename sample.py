@@ -1,15 +1,10 @@
 """Go on from a text, thinking about each token as long as its router asks for (section 3.3).
 
-    python sample.py                                   the newest run in out/
+    python sample.py                                   the newest run in out/, else the included model
     echo "Return the" | python sample.py --prompt - --tau 0
     python sample.py --prompt "Return the" --show-steps --seed 1 --max-new-tokens 47
 
-The last prints, by the included model as long as out/ has no run, with a digit for the steps before a token
-was chosen:
-
-    Return the ₂t₁e₂s₂t₂ ₂t₁o₁ ₁p₁r₁o₁c₂e₁s₂s₂e₂s₂ ₂t₁h₂e₁ ₂f₁u₁n₁c₁t₂i₂o₂n₂,₂ ₁o₁r₂ ₁r₁e₁t₂u₂r₁n₁s₂ ₂t₁h₂e₁
-
-    1.48 of 3 pondering steps per token, prompt included, 38% of the slots saved; 71.3 tokens/s
+The last one counts the steps before each token was chosen, as a digit behind it or by its colour.
 """
 
 import codecs
@@ -155,7 +150,7 @@ def main(o: Annotated[Options, tyro.conf.arg(name="")]):
         new += show(pairs, tokenizer, K, {end}, o.show_steps)
     steps, speed = sum(read) / len(read), new / (time.perf_counter() - start)
     saved = f"{1 - (1 + steps) / (1 + K):.0%} of the slots saved"
-    print(f"\n{steps:.2f} of {K} pondering steps per token, prompt included, {saved}; {speed:.1f} tokens/s")
+    print(f"\n{steps:.2f} of {K} pondering steps per token read, {saved}; {speed:.1f} tokens/s")
 
 
 if __name__ == "__main__":

@@ -204,8 +204,9 @@ def objective(model, x, y, R, price=0.0):
 
         L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)) + price mean(relaxed(w))
 
-    As printed the penalty of n tokens is 0 where CE is above 0.5 + log(n) / 10, 1.1 nats for n = 512 (reading
-    note 2). There CE alone teaches the router, through log w, and through s, which weighs what predicts.
+    As printed the penalty of n tokens is 0 where all CE_k are above 0.5 + log(n) / 10, 1.1 nats for n = 512
+    (reading note 2). There CE alone teaches the router, through log w, and through s, which weighs what
+    predicts.
 
     Args:
         x, y: (B, T) tokens, and those that follow them; -100 where there is none to predict.
@@ -356,8 +357,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     speed, left = config.batch_size * T / a_step, int(a_step * (config.steps - done))
                     print(
                         f"step {done}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
-                        f"K-hat {row['K_hat']:.2f}  relaxed {row['relaxed']:.2f}  {speed:,.0f} tok/s  "
-                        f"left {left // 60}:{left % 60:02d}",
+                        f"K-hat {row['K_hat']:.2f}  {speed:,.0f} tok/s  left {left // 60}:{left % 60:02d}",
                         flush=True,
                     )
                     log.append({"step": done, **row, "tokens_per_second": speed})

@@ -202,7 +202,7 @@ class Request:
         if K := self.model.config.ponder_steps:
             steps = sum(map(sum, self.read)) / sum(map(len, self.read))
             saved = f"{1 - (1 + steps) / (K + 1):.0%} of the slots saved"
-            speed = f"{steps:.2f} of {K} pondering steps per token, prompts included, {saved}; {speed}"
+            speed = f"{steps:.2f} of {K} pondering steps per token read, {saved}; {speed}"
         print(f"\n{speed}")
 
 

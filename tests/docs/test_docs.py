@@ -13,6 +13,7 @@ import pytest
 from lab_helpers import ROOT, python, run_command
 from placement import EQUIVALENCE, ON_CPU
 
+import sample
 from docs import tables
 
 README = (ROOT / "README.md").read_text("utf-8")
@@ -116,12 +117,15 @@ def test_python(directory):
     assert len(names["samples"]) == 2 and len(names["samples"][0].tokens)
 
 
-def test_code_and_output_of_the_readme():
-    """Catches a loop that does not stand in model.py so, and letters that sample.py does not print."""
+def test_code_and_output_of_the_readme(capsys):
+    """Catches a loop that does not stand in model.py so, and what sample.py does not print."""
     (loop,) = re.findall(r"```py\n(.*?)```", README, re.DOTALL)
     assert loop in (ROOT / "model.py").read_text("utf-8")
-    (printed,) = [line for line in README.splitlines() if re.search("([a-z][₀-₃]){3}", line)]
-    assert printed in (ROOT / "sample.py").read_text("utf-8")  # whose own test compares it with the command
+    (shown,) = re.findall(r"```\n(Return the .*?)```", README, re.DOTALL)
+    options = dict(prompt="Return the", seed=1, max_new_tokens=47, show_steps=True, device="cpu")
+    sample.main(sample.Options(run=str(ROOT / "models/docstrings"), **options))
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in shown.splitlines())
 
 
 def test_what_is_listed():

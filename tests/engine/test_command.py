@@ -71,7 +71,7 @@ def test_samples_are_printed_whole(n, decoder, byte_model, capsys):
     for i, (_, text) in enumerate(samples(byte_model, ["fox"] * n, 5, seed=0)):
         assert (f"--- sample {i + 1} of 3\nfox{text}\n" if n > 1 else f"\nfox{text}\n") in printed
     assert f"decoder {decoder}" in printed
-    assert "pondering steps per token, prompts included" in printed
+    assert "pondering steps per token read" in printed
 
 
 def test_samples_come_as_soon_as_they_can():

@@ -31,7 +31,7 @@ from analyze import (
     tokens,
     write_csv,
 )
-from data import Tokenizer, UserError, open_corpus
+from data import Tokenizer, UserError, Windows, open_corpus
 from model import save
 from train import TrainConfig
 
@@ -272,6 +272,19 @@ def make_run(name, **settings):
     config = asdict(TrainConfig(data="text.txt", name=name))
     content = {"config": config, "model": shape, "corpus": corpus.fingerprint}
     Path(name, "train.json").write_text(json.dumps(content))
+
+
+def test_a_padded_vocabulary():
+    """Catches a text that is prepared anew for the padded vocabulary of the model, and then refused."""
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    corpus = open_corpus("text.txt", "bpe", 265)
+    config = asdict(TrainConfig(data="text.txt", tokenizer="bpe"))
+    content = {"config": config, "model": {"vocab_size": 265}, "corpus": corpus.fingerprint}
+    Path("run").mkdir()
+    Path("run/train.json").write_text(json.dumps(content))
+    shape = small_model(vocab_size=320).config
+    windows = analyze.open_windows("run", shape, 2, "text.txt")
+    assert torch.equal(windows, Windows(corpus.val, shape.block_size, 0).stack(0, 2))
 
 
 def read_csv(file):

@@ -3,7 +3,6 @@
 import io
 import os
 import sys
-import textwrap
 import types
 from pathlib import Path
 
@@ -125,7 +124,7 @@ def test_show_steps(run, monkeypatch, capsys):
     sample_main(run=run, prompt="a", show_steps=True)
     out = capsys.readouterr().out
     assert "\naf₁é₃x₂\n" in out
-    assert "\n1.00 of 3 pondering steps per token, prompt included, 50% of the slots saved; " in out
+    assert "\n1.00 of 3 pondering steps per token read, 50% of the slots saved; " in out
     assert show(iter([(255, 0), *pairs]), Tokenizer.named("bytes"), 3, {255, 256}) == 6
     assert capsys.readouterr().out == "féx\n"
 
@@ -171,13 +170,3 @@ def test_which_model(run, tmp_path, monkeypatch, capsys):
     os.rename(run, "out/mine")
     sample_main(prompt="a", max_new_tokens=1)
     assert "model: out/mine\n" in capsys.readouterr().out
-
-
-def test_what_the_docstring_shows(capsys):
-    """Catches a docstring that shows what the command no longer prints."""
-    options = dict(prompt="Return the", seed=1, max_new_tokens=47, show_steps=True)
-    sample_main(run=str(Path(sample.__file__).parent / "models/docstrings"), **options)
-    text, _, summary = capsys.readouterr().out.split("\n\n", 1)[1].rpartition("\n\n")
-    shown = textwrap.dedent(sample.__doc__.split("was chosen:\n\n")[1])
-    assert text == shown.split("\n\n")[0]
-    assert summary.split(";")[0] == shown.split("\n\n")[1].split(";")[0]
