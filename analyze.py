@@ -242,10 +242,8 @@ def pareto(runs):
     if not rows:
         raise UserError("there is no finished run among --runs; --runs out/* gives all that are in out/")
     if len(scored) > 1:
-        different = ", ".join(map(str, scored.values()))
-        raise UserError(
-            f"scored on different texts, tokens or numbers of windows: {different}; give alike ones"
-        )
+        which = ", ".join(map(str, scored.values()))
+        raise UserError(f"scored on different texts, tokens or numbers of windows: {which}; give alike ones")
     points = [(row["steps"], row["perplexity"]) for row in rows]
     for row, p in zip(rows, points, strict=True):
         row["frontier"] = int(not any(q[0] <= p[0] and q[1] <= p[1] and q != p for q in points))
@@ -377,10 +375,8 @@ def open_windows(run, model_config, count, data=None):
     content = read_json(file := Path(run, "train.json"))
     with reading(file):  # also of a run that the lab began, which has more settings
         preset, named, tokenizer = (content["config"][name] for name in ("preset", "data", "tokenizer"))
-        known, vocab_size = (
-            dict(content["corpus"]),
-            content["model"]["vocab_size"],
-        )  # as asked for, not padded
+        known = dict(content["corpus"])
+        vocab_size = content["model"]["vocab_size"]  # as asked for; config.json has it padded
     if data is None and named not in SOURCES:
         raise UserError(f"{run} was trained on {named!r}: no file is opened since a run says so, give --data")
     data = data or named

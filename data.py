@@ -391,8 +391,7 @@ def read_texts(path):
         if file.suffix.lower() in LINES:
             raise UserError(f"{file} holds many texts: python -m lab corpus prepares such files, alone")
         name = str(file.relative_to(path.parent))
-        text = file.read_bytes()
-        if file.suffix.lower() in NO_TEXT or b"\0" in text:
+        if file.suffix.lower() in NO_TEXT or b"\0" in (text := file.read_bytes()):
             others.append(name)
         elif text.strip():
             texts.append((name, text))

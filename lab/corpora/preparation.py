@@ -136,7 +136,7 @@ def divided(name, text, few):
 
 
 def sample(o, few):
-    """What a BPE is trained on: the first 100 MB, from which it takes BPE_BYTES bytes itself."""
+    """What a BPE is trained on: the first 100 MB, from which it takes BPE_BYTES itself."""
     found, size = [], 0
     for name, text, _ in texts(o):
         found += [part for split, part in divided(name, text, few) if split == "train"]

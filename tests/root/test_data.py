@@ -266,6 +266,7 @@ def test_texts_that_are_left_out(tmp_path, capsys):
         *((".hidden", b"no"), (".git/text", b"no"), ("empty", b" \n")),
     ):
         (folder / name).write_bytes(text)
+    os.truncate(folder / "c.JSON", 10**12)  # more than fits into memory: what is left out is not read
     assert data.read_texts(folder) == [("texts/a.txt", b"text"), ("texts/d.txt", b"n\xe9")]
     out = capsys.readouterr().out
     assert re.search(r"2 of 5 files .*left out: texts/b\.txt, texts/c\.JSON\n", out)
@@ -439,6 +440,15 @@ def fake_gpt2():
     """As many tokens as GPT-2 has, of which the first are the bytes."""
     token = lambda i: bytes([i]) if i < 256 else i.to_bytes(3, "big")  # noqa: E731
     return types.SimpleNamespace(eot_token=50_256, decode_single_token_bytes=token)
+
+
+@pytest.mark.parametrize("size, padded", [(1023, 1023), (1025, 1088)])
+def test_padding(size, padded):
+    """Catches a large table that no GPU multiplies fast, and a small one that is padded."""
+    pairs = [bytes([i // 250, i % 250]) for i in range(size - 257)]
+    tokenizer = Tokenizer("bpe", [*(bytes([i]) for i in range(256)), *pairs])
+    data.write_corpus(Path("data/padded"), "here", [("a", b"a text of some length")], tokenizer)
+    assert (tokenizer.vocab_size, open_corpus("data/padded").vocab_size) == (size, padded)
 
 
 def test_nanogpt_folders(tmp_path, monkeypatch):
