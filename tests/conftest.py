@@ -44,9 +44,7 @@ def pytest_terminal_summary(terminalreporter):
             f"left out: the tests of the lab, which want {', '.join(MISSING)} "
             "(pip install -r tests/requirements.txt)"
         )
-    skipped = len(terminalreporter.stats.get("skipped", []))
-    why = f", and {skipped} tests: pytest -rs says why" if skipped else ""
-    terminalreporter.write_line(f"left out: what is slow (python -m pytest -m slow){why}")
+    terminalreporter.write_line("left out: what is slow (python -m pytest -m slow)")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -165,3 +165,5 @@ def test_diverged_losses_resolve_nothing(form, bad):
     ce[:, -1] = bad
     penalty, rho = bottom_mass_penalty(log_w, ce, form)
     assert penalty.item() == 0 and rho[-1].item() == 0
+    with pytest.raises(ValueError, match=form.title()):
+        bottom_mass_penalty(log_w, ce, form.title())
