@@ -36,17 +36,20 @@ def query_channels(d, dtype, device=None):
     return channels
 
 
-def key_channels(log_w, d, dtype):
-    """What a key carries: times the query's channels it makes sqrt(d) log w. (...) -> (..., d'-d).
+def log_w_channels(log_w, d, dtype):
+    """log w of keys in two channels: times the query's they make sqrt(d) log w. (...) -> (..., 2).
 
-    In half precision the second channel holds what the rounding of the first one loses.
+    In half precision the second holds what the rounding of the first one loses, else zero.
     """
     x = log_w.to(torch.promote_types(torch.float32, dtype)) * (math.sqrt(d) / bias_unit(d))
-    if x.dtype == dtype:  # nothing is rounded
-        return F.pad(x[..., None], (0, padded_width(d) - d - 1))
     high = x.to(dtype)
     low = (x - high).detach().to(dtype)  # all of the gradient flows through `high`
-    return F.pad(torch.stack([high, low], dim=-1), (0, padded_width(d) - d - 2))
+    return torch.stack([high, low], dim=-1)
+
+
+def key_channels(log_w, d, dtype):
+    """What a key carries, (...) -> (..., d'-d)."""
+    return F.pad(log_w_channels(log_w, d, dtype), (0, padded_width(d) - d - 2))
 
 
 def augment(q, k, v, log_w):

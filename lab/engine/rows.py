@@ -11,8 +11,8 @@ e           (B, D)       embedding of each row's token
 x           (B, D)       input of its next slot
 h           (B, S, D)    outputs of the slots of its token, as far as it has come
 s           (B, S)       step distribution of each row's token
-channels    (B, S, c)    log w of the keys of its slots, as kernels.key_channels writes it in two channels; on
-                         the grid K more, see cache.slot_channels
+channels    (B, S, c)    log w of the keys of its slots, see kernels.log_w_channels; on the grid K more, see
+                         cache.slot_channels
 counters    (B, 6)       k          which slot of its token is next, 0 .. K-hat
                          steps      K-hat of the token
                          position   of the token in the text
@@ -27,8 +27,8 @@ import torch
 
 from lab.engine.cache import SlotCache, slot_channels
 from lab.engine.request import choose
-from lab.engine.slot_step import Product, make_step
-from lab.kernels import key_channels, query_channels
+from lab.engine.slot_step import Product, SlotStep
+from lab.kernels import log_w_channels, query_channels
 from router import stop_step
 
 STATE = ("e", "x", "h", "s", "channels", "counters", "context", "uniform")  # of a row; what may change
@@ -40,7 +40,7 @@ class Rows:
     Args:
         dtype: of the matrix products and the cache. tau, alpha: as PonderLM.ponder_token.
         static: no value is looked at, since that would wait for a GPU, or end a compiled program: everything
-            is computed for all rows, and then selected. Else what no row needs is left out.
+            is computed. Else what no row needs is left out.
         compiled: the products are those of a compiled program.
     """
 
@@ -50,7 +50,7 @@ class Rows:
         make = dict(device=weight.device)
         self.model, self.dtype, self.tau, self.alpha, self.static = model, dtype, tau, alpha, static
         self.cache = SlotCache(model, B, dtype, weight.device)
-        self.step = make_step(model, B, dtype, compiled)
+        self.step = SlotStep(model, B, dtype, compiled)
         self.head = Product(weight, dtype, B, compiled)  # D -> V
         self.e, self.x, self.h = (weight.new_zeros(B, *shape) for shape in ((D,), (D,), (S, D)))
         self.s = torch.zeros_like(model.route(self.h)[0])
@@ -98,8 +98,8 @@ class Rows:
             (2, A): the steps of the token that has now been read, -1 where none has; and the token behind it,
             -1 where the logits are not finite.
         """
-        model, e, x = self.model, self.e[:A], self.x[:A]
-        k, steps, position, length, _, limit = self.counters[:A].unbind(1)
+        model, e, x, s = self.model, self.e[:A], self.x[:A], self.s[:A]
+        k, steps, position, length, given, limit = self.counters[:A].unbind(1)
         if self.cache.seen != (A, places):
             self.cache.look(A, places)
         slot = self.slots[:A] + k  # among those of all rows
@@ -108,63 +108,34 @@ class Rows:
         h = self.step(x, self.cache, position, length, of_key, of_query)
         self.h.view(-1, h.size(1)).index_copy_(0, slot, h)
 
-        if (at := self.some(k == 0)) is not None:  # a token begins: how far does it go?
-            s, log_w = model.route(self.of(h, at)[:, None], self.alpha)  # (R, S)
-            self.put(self.s[:A], at, s)
-            self.put(steps, at, stop_step(log_w, self.tau))
+        begins = k == 0
+        if self.static or begins.any():  # how far does the token go?
+            new, log_w = model.route(h[:, None], self.alpha)  # (A, S)
+            s.copy_(torch.where(begins[:, None], new, s))
+            steps.copy_(torch.where(begins, stop_step(log_w, self.tau), steps))
             if (key_log_w := model.mask_keys(log_w)) is not None:
-                key_log_w = key_channels(key_log_w, model.config.d, self.dtype)[..., :2]
-                self.put(self.channels[:A, :, :2], at, key_log_w)
+                channels = self.channels[:A, :, :2]
+                new = log_w_channels(key_log_w, model.config.d, self.dtype)
+                channels.copy_(torch.where(begins[:, None, None], new, channels))
 
         moves = (position < limit).long() if self.static else 1  # else only rows that move run
         length += moves
         k += moves
-        done = k > steps
+        done = k > steps  # a token has been read
         x.copy_(model.feed_back(h, e))
-        if (at := self.some(done)) is None:
+        if not (self.static or done.any()):
             return self.nothing[:, :A]
-        # A token has been read: which one follows?
         k.masked_fill_(done, 0)
         position += done
-        out = steps.new_full((2, A), -1)
-        tokens = self.following(self.of(self.numbers[:A], at), choice)
-        self.put(out[0], at, self.of(steps, at))
-        self.put(out[1], at, tokens)
-        new = model.embed(tokens.clamp(min=0)[:, None])[:, 0]
-        self.put(e, at, new)
-        self.put(x, at, new)
-        return out
-
-    def following(self, rows, choice):
-        """The tokens that follow those which rows (R,) have read, of the context or chosen. -> (R,)"""
-        _, steps, position, _, given, _ = self.counters[rows].unbind(1)
-        number = position - given  # of those that are chosen; below 0: the token is given
-        tokens = self.context[rows, position.clamp(max=self.context.size(1) - 1)]
-        if (at := self.some(number >= 0)) is not None:
-            mine, u = self.of(rows, at), self.uniform[self.of(rows, at), self.of(number, at)]
-            h_hat = self.model.integrate(self.h[mine], self.s[mine], self.of(steps, at))
-            self.put(tokens, at, choose(self.head(h_hat.to(self.dtype)), u, *choice))
-        return tokens
-
-    # -- Which rows --------------------------------------------------------------------------------
-
-    def some(self, mask):
-        """Where a mask (A,) is true, as an index, or None. Static: the mask itself, which selects later."""
-        if self.static:
-            return mask
-        found = [row for row, is_so in enumerate(mask.tolist()) if is_so]
-        if found and found[-1] - found[0] == len(found) - 1:  # faster
-            return slice(found[0], found[-1] + 1)
-        return torch.tensor(found) if found else None
-
-    def of(self, x, at):
-        """What is computed of x (A, ..): the rows of `some`. Static: all."""
-        return x if self.static else x[at]
-
-    def put(self, target, at, value):
-        """Write a value for these rows, and no other."""
-        if self.static:
-            at = at.view(-1, *[1] * (target.dim() - 1))
-            target.copy_(torch.where(at, value, target))
-        else:
-            target[at] = value
+        number = position - given  # of the next token among those that are chosen; below 0: it is given
+        token = self.context[self.numbers[:A], position.clamp(max=self.context.size(1) - 1)]
+        chosen = done & (number >= 0)
+        if self.static or chosen.any():
+            at = slice(A) if self.static else chosen.nonzero()[:, 0]
+            h_hat = model.integrate(self.h[at], s[at], steps[at])
+            logits, u = self.head(h_hat.to(self.dtype)), self.uniform[self.numbers[at], number[at]]
+            token[at] = torch.where(chosen[at], choose(logits, u, *choice), token[at])
+        new, of_row = model.embed(token.clamp(min=0)[:, None])[:, 0], done[:, None]
+        e.copy_(torch.where(of_row, new, e))
+        x.copy_(torch.where(of_row, new, x))
+        return torch.where(done, torch.stack([steps, token]), -1)
