@@ -69,10 +69,10 @@ def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
         best = logits.max(-1)
         return best.indices.where(best.values.abs() < torch.inf, -1)
     logits, order = logits.float() / temperature, None
-    if top_k is not None or top_p is not None:
-        logits, order = logits.sort(dim=-1, descending=True)
     if top_k is not None:
-        logits[..., top_k:] = -torch.inf
+        logits, order = logits.topk(min(top_k, logits.size(-1)))
+    elif top_p is not None:
+        logits, order = logits.sort(dim=-1, descending=True)
     if top_p is not None:
         p = logits.softmax(-1)
         logits = logits.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)
