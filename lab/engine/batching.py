@@ -20,7 +20,6 @@ What sample.stream does for one sequence, with the same results. Five things mak
 
 from collections import deque
 from dataclasses import dataclass
-from inspect import getattr_static
 from typing import Literal
 
 import torch
@@ -32,11 +31,11 @@ from lab.engine.compiled import Compiled
 from lab.engine.cuda_graphs import Fetched, Graphs, rounded
 from lab.engine.request import check_request, choose_finite, gather, not_finite, uniform
 from lab.engine.rows import Rows
+from lab.engine.slot_step import overridden
 from lab.engine.states import read_on_grid, settle
 from lab.kernels import HALF
 from lab.methods import PonderLM3
 from lab.methods.grid import Grid
-from model import Llama
 
 PLACES = 16  # a CPU's passes see multiples of so many places
 MANY = 4  # from so many rows on, a CPU iterates over prompts for longer than slot by slot takes
@@ -46,24 +45,13 @@ FOLLOWED = {"embed", "route", "mask_keys", "feed_back", "integrate"}
 BESIDE = {"method", "title", "Config", "defaults", "unused", "priced", "has_router", "iterates", "grid"}
 BESIDE |= {"feedback_rate", "objective", "training_forwards", "param_groups", "init_weights", "__init__"}
 BESIDE |= {"cross_entropy", "partial_losses", "tie"}
-ANGLES = {"__init__", "frequency", "angles"}  # what a Llama may do otherwise: the step asks it for the angles
 
 
 def serves(model):
-    """Whether the Engine decodes a model: a Llama of a method that iterates, or is on the grid, and does
-    otherwise only what is FOLLOWED, or BESIDE decoding. simple.py decodes all."""
-    own = overridden(type(model), Grid if model.grid else PonderLM3)
-    of_backbone = overridden(type(model.model), Llama)
-    return (model.iterates or model.grid) and own <= FOLLOWED | BESIDE and of_backbone <= ANGLES
-
-
-def overridden(kind, base):
-    """The names that a class has otherwise than its base, of all that the base has."""
-
-    def differing(other):
-        return {name for name in dir(base) if getattr_static(other, name) is not getattr_static(base, name)}
-
-    return differing(kind) - differing(type("Empty", (type("Mixin", (), {}), base), {}))  # what any class has
+    """Whether the Engine decodes models of this method: one that iterates, or on the grid, and does otherwise
+    only what is FOLLOWED, or BESIDE decoding. simple.py decodes all."""
+    known = Grid if model.grid else PonderLM3
+    return (model.iterates or model.grid) and overridden(type(model), known) <= FOLLOWED | BESIDE
 
 
 @dataclass
@@ -116,8 +104,7 @@ class Engine:
         weight = model.lm_head.weight
         if not serves(model):
             raise UserError(
-                f"{model.config.method} of {model.config.backbone} decodes in a way that the engine does not "
-                "know: take simple.generate"
+                f"{model.config.method} decodes in a way that the engine does not know: take simple.generate"
             )
         check_request(model, [], tau=tau, alpha=alpha)
         self.model, self.batch_size, self.tau, self.alpha = model, batch_size, tau, alpha

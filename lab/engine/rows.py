@@ -27,7 +27,7 @@ import torch
 
 from lab.engine.cache import SlotCache, slot_channels
 from lab.engine.request import choose
-from lab.engine.slot_step import Product, SlotStep
+from lab.engine.slot_step import Product, make_step
 from lab.kernels import log_w_channels, query_channels
 from router import stop_step
 
@@ -50,7 +50,7 @@ class Rows:
         make = dict(device=weight.device)
         self.model, self.dtype, self.tau, self.alpha, self.static = model, dtype, tau, alpha, static
         self.cache = SlotCache(model, B, dtype, weight.device)
-        self.step = SlotStep(model, B, dtype, compiled)
+        self.step = make_step(model, B, dtype, compiled)
         self.head = Product(weight, dtype, B, compiled)  # D -> V
         self.e, self.x, self.h = (weight.new_zeros(B, *shape) for shape in ((D,), (D,), (S, D)))
         self.s = torch.zeros_like(model.route(self.h)[0])

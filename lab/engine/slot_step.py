@@ -11,13 +11,18 @@ d, d'                              head width without and with the channels of l
 """
 
 import math
+from inspect import getattr_static
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from attention import attend_to_cache
+from data import UserError
+from lab.common import autocast
 from lab.engine.cache import cache_width
-from lab.kernels import query_channels
+from lab.kernels import HALF, query_channels
+from model import Llama
 
 LARGE = 2**21  # products from so many multiplications on are worth the call of oneDNN
 onednn = torch.ops.mkldnn
@@ -147,3 +152,56 @@ class SlotStep:
             y = self.norm(x).to(self.dtype)
             x = layer.down(layer.up(y, "mul", layer.gate(y, "swish")), "add", x)
         return self.norm(x) * self.weight
+
+
+class BackboneStep:
+    """As SlotStep for any other backbone, through its own blocks: right, and slower."""
+
+    def __init__(self, model, dtype):
+        self.backbone, self.dtype = model.model, dtype
+
+    def __call__(self, x, cache, position, length, of_key, of_query=None):
+        layers = [SlotLayer(*kv, length, of_key, of_query) for kv in cache.views]
+        with autocast(x.device, self.dtype if self.dtype in HALF else torch.float32):
+            return self.backbone(x[:, None], position[:, None], None, cache=layers)[:, 0].to(x)
+
+
+class SlotLayer:
+    """One layer's attention of BackboneStep, where a LayerCache stands when one token is decoded.
+
+    keys, values (A, G, M, d'): of the cache; length (A,): the slot's place in them.
+    """
+
+    def __init__(self, keys, values, length, of_key, of_query):
+        self.keys, self.values, self.length = keys, values, length
+        self.of_key, self.of_query = of_key, of_query
+
+    def attend(self, q, k, v, log_w):
+        """q (A, H, 1, d), k and v (A, G, 1, d) -> (A, H, 1, d). log w is in the channels already."""
+        d, rows = q.size(-1), torch.arange(len(q), device=q.device)
+        for places, new in ((self.keys, k), (self.values, v)):
+            places[rows, :, self.length, :d] = new[:, :, 0].to(places.dtype)
+        self.keys[rows, :, self.length, d : d + self.of_key.size(-1)] = self.of_key
+        of_query = query_channels(d, q.dtype, q.device)[:2].expand(len(q), 1, 2)
+        of_query = of_query if self.of_query is None else self.of_query.to(q.dtype)  # (A, 1, c)
+        q = torch.cat([q, of_query[:, :, None].expand(*q.shape[:-1], -1)], dim=-1)
+        q = F.pad(q, (0, self.keys.size(-1) - q.size(-1)))
+        return attend_to_cache(q.to(self.keys.dtype), self.keys, self.values, d)
+
+
+def overridden(kind, base):
+    """The names that a class has otherwise than its base, of all that the base has."""
+
+    def differing(other):
+        return {name for name in dir(base) if getattr_static(other, name) is not getattr_static(base, name)}
+
+    return differing(kind) - differing(type("Empty", (type("Mixin", (), {}), base), {}))  # what any class has
+
+
+def make_step(model, batch_size, dtype, compiled=False):
+    """The step of a model's backbone. UserError: a compiled one of another than LLaMA."""
+    if overridden(type(model.model), Llama) <= {"__init__", "frequency", "angles"}:
+        return SlotStep(model, batch_size, dtype, compiled)
+    if compiled:
+        raise UserError(f"compile is for llama, not {model.config.backbone}: leave it out")
+    return BackboneStep(model, dtype)

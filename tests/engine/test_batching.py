@@ -17,7 +17,7 @@ from lab.engine.compiled import Compiled, Pass
 from lab.engine.cuda_graphs import rounded
 from lab.engine.request import choose_finite
 from lab.engine.simple import generate
-from lab.engine.slot_step import Product
+from lab.engine.slot_step import BackboneStep, Product
 from lab.engine.states import settle
 from lab.interop.weights import INCLUDED, load
 from lab.kernels import bias_unit
@@ -105,8 +105,12 @@ QUICK = [(0, 0.3), (1, 0.3), (2, 0), (3, 1e-4), (3, 0.3), (3, 1), (4, 0.3)]
 ALL = [(K, tau) for K in range(5) for tau in (0, 1e-4, 0.3, 1)]
 OTHERS = ["ponderlm2", "grid-fixed", "shared", "shared-grid", "lowered", "drawn", "drawn-shared"]
 OTHERS += [f"ablation-{part}" for part in ("mask", "integration", "router", "index", "price", "price-grid")]
+TURNED = NEOX | dict(backbone_options={"rotary_pct": 0.5})
 SETTINGS = [
     dict(method="grid", ponder_steps=7, reread=True),
+    NEOX | dict(method="grid"),
+    TURNED | dict(router_scale=12.0),
+    NEOX | dict(backbone_options={"rotary_pct": 0.5, "parallel_residual": 0.0}),
     dict(reread=True),
     dict(method="ponderlm2", reread=True),
     dict(num_key_value_heads=1, head_dim=10, tie_word_embeddings=True, embed_scale=3.0),
@@ -138,7 +142,10 @@ def test_equals_the_loop(settings, tau, logits, uncompiled, blocks):
         for name, parameter in model.named_parameters():
             if settings and "norm" in name and "weight" in name:  # which is 1 at the start of a training
                 parameter.uniform_(0.5, 1.5)
-    ways = [(2, JACOBI), (3, SEQUENTIAL | uncompiled)]
+            elif settings and name.endswith("bias"):  # 0
+                parameter.normal_(std=0.3)
+    neox = model.config.backbone == "gpt_neox"  # which is not compiled
+    ways = [(2, JACOBI), (3, SEQUENTIAL | (uncompiled if not neox else {}))]
     if model.config.method not in OTHERS or model.feedback:
         ways += [(1, JACOBI), (5, SEQUENTIAL), (4, SEQUENTIAL | dict(graphs=True))]
     alpha = 1.0 if model.has_router and tau == 0.3 else 0.0
@@ -213,15 +220,15 @@ def test_which_methods():
 
 
 @pytest.mark.parametrize("name", ["stack", "forward", "Block", "Norm"])
-def test_backbones_of_another_form(name, overriding):
+def test_backbones_of_another_form(name, overriding, logits):
     """Catches a transformer that differs from a Llama, decoded as if it were one."""
     model = small_model(seed=2)
     backbone, kind = model.model, type(model.model)
     form = getattr(kind, name)
     own = form if isinstance(form, type) else lambda *args, **kwargs: 0.8 * form(*args, **kwargs)
     overriding(backbone, name, type("Own", (own,), {}) if isinstance(own, type) else own)
-    with pytest.raises(UserError, match=r"^ponderlm3 of llama"):
-        Engine(model)
+    assert isinstance(Engine(model, 2).rows.step, BackboneStep)
+    check(model, [[1, 2, 3]], 6, [(2, SEQUENTIAL)], logits)
 
 
 # -- Rows and the cache ----------------------------------------------------------------------------
@@ -460,11 +467,10 @@ def test_refusals(decoder, prompts, call, words):
 
 def test_what_cannot_be(model, monkeypatch):
     """Catches what would fail later: other numbers than float32, no compiler, no router to shift."""
-    fixed = small_model(method="ponderlm2")
+    neox, fixed = small_model(**NEOX), small_model(method="ponderlm2")
     for wrong, how, words in (
         *((model, dict(compile=True, dtype=x), "float32") for x in (torch.bfloat16, torch.float32)),
-        (fixed, dict(alpha=1.0), "alpha = 1"),
-        (small_model(**NEOX), {}, "of gpt_neox"),
+        *((neox, dict(compile=True), "gpt_neox"), (fixed, dict(alpha=1.0), "alpha = 1")),
     ):
         with pytest.raises(UserError, match=words):
             Engine(wrong, **how)
