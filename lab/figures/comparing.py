@@ -20,7 +20,6 @@ difference   a run's loss minus that of the reference with the same seed, as man
 interval     half the width of the 95 % interval of its mean (Student's t over the seeds)
 """
 
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
@@ -34,7 +33,7 @@ from pydantic import Field
 from data import UserError, pick_device, read_json, reading
 from lab.common import Given, progress
 from lab.evaluation.texts import validation_windows
-from lab.figures.subject import open_subject
+from lab.figures.subject import open_subject, rerouted
 from lab.figures.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, tabulate
 from lab.interop.weights import load, read_config
 from lab.intervals import interval
@@ -174,9 +173,9 @@ def by_run(runs, measure, one_text=True):
 
 
 def needs_router(run):
-    """UserError: a run of a method without one."""
-    if not run.method.has_router:
-        raise UserError(f"{run.path} is of method {run.shape.method}: it has no router")
+    """UserError: a run of a method without a PonderLM-3's."""
+    if not run.method.priced:
+        raise UserError(f"{run.path} is of method {run.shape.method}: it has no router as PonderLM-3 has")
 
 
 def over_seeds(frame, by=()):
@@ -259,26 +258,16 @@ def losses(run, taus, windows, device, data=None, swap=False):
             other = evaluate(model, val, windows, tau=tau, first=first)
             row |= {"choose": other["loss"], "choose_steps": other["steps"]}
         if swap and run.method.priced:
-            with swapped(model):
+            with rerouted(model, of_another_window):
                 row["swapped"] = evaluate(model, val, min(first, val.count), tau=tau)["loss"]
         yield shared | row
 
 
-@contextmanager
-def swapped(model):
-    """Within it each token has the s and w of the one at its place in the window before."""
-    own = model.route
-
-    def route(h, alpha=0.0):
-        if len(h) < 2:
-            raise UserError("--swap takes s of another window: windows are too long to read two at once")
-        return tuple(x.roll(1, dims=0) for x in own(h, alpha))
-
-    model.route = route
-    try:
-        yield
-    finally:
-        del model.route
+def of_another_window(s, log_w):
+    """s and log_w (B, T, S) of the tokens at the same places in the window before."""
+    if len(s) < 2:
+        raise UserError("--swap takes s of another window: windows are too long to read two at once")
+    return s.roll(1, dims=0), log_w.roll(1, dims=0)
 
 
 def differences(frame, reference):

@@ -11,12 +11,15 @@ random       as many at random
 largest      those whose gain is the largest: a bound, since nobody knows it before
 """
 
+from functools import partial
+
 import torch
 
 from data import UserError
 from lab.figures.comparing import Comparison, over_seeds
+from lab.figures.subject import rerouted
 from lab.figures.tables import COLORS, LINES, new_figure, save_figure
-from lab.methods.drawn import Drawn
+from lab.methods.drawn import Drawn, imposed
 from model import Count, settings
 
 SHARES = 0, 0.25, 0.5, 0.75, 1
@@ -27,10 +30,10 @@ RULES = "predicted", "random", "largest"
 def given(model, windows, steps):
     """Every token takes its `steps` (W, T), whatever the router says. -> losses (W, T), h^(0) (W, T, D)"""
     found = []
-    for rows, model.given in zip(windows.split(16), steps.to(windows).split(16), strict=True):
-        out = model(rows[:, :-1], rows[:, 1:])
+    for rows, some in zip(windows.split(16), steps.to(windows).split(16), strict=True):
+        with rerouted(model, partial(imposed, some)):
+            out = model(rows[:, :-1], rows[:, 1:])
         found.append((out.ce.cpu(), out.h[:, :, 0].cpu()))
-    model.given = None
     return [torch.cat(part) for part in zip(*found, strict=True)]
 
 

@@ -22,14 +22,13 @@ import pandas as pd
 import torch
 import tyro
 from pydantic import PositiveInt
-from torch import nn
 
 from attention import MASKED
 from data import UserError, command_line, write_whole
 from lab.common import Given
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, Comparison, draw_curves, needs_router, read_runs
-from lab.figures.subject import decoded, open_subject
+from lab.figures.subject import decoded, open_subject, rerouted
 from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure
 from lab.interop.warm_start import longer, start_from
 from model import Share, settings
@@ -91,18 +90,15 @@ class Lookup(Comparison):
         save_figure(figure, self.out / "lookup.png")
 
 
-class Stilled(nn.Module):
-    """A router that lets some places of a line take no step, whatever it would say of them."""
+def stilled(places):
+    """A change of s and log_w (B, T, S) by which some places of a line, (T,) bool, take no step."""
 
-    def __init__(self, router, places):
-        super().__init__()
-        self.router, self.places = router, places  # (T,) bool
-
-    def forward(self, h0, alpha=0.0):
-        s, log_w = self.router(h0, alpha)  # (B, T, S)
-        still = self.places[:, None] & (torch.arange(s.size(-1), device=s.device) > 0)  # (T, S)
+    def change(s, log_w):
+        still = places[:, None] & (torch.arange(s.size(-1), device=s.device) > 0)  # (T, S)
         s = s.masked_fill(still, 0)
         return s / s.sum(-1, keepdim=True), log_w.masked_fill(still, MASKED)
+
+    return change
 
 
 def kind_rows(subject):
@@ -110,21 +106,19 @@ def kind_rows(subject):
     taken away, the steps of all and the share of right answers, over all numbers of lookups and at the
     one with the fewest. The first row is of all tokens as they are, the last without the steps that
     neither read the table nor answer."""
-    model, T = subject.model, subject.windows.size(1) - 1
     *_, steps = answers(subject)
-    kinds = kinds_of(T, subject.tokenizer).to(subject.windows.device)
+    kinds = kinds_of(subject.windows.size(1) - 1, subject.tokenizer).to(subject.windows.device)
     idle = [KINDS.index(kind) for kind in KINDS if kind not in ("pair", "question")]
-    rows, router = [], model.router
-    for name, stilled in [("all", []), *((kind, [i]) for i, kind in enumerate(KINDS)), ("idle", idle)]:
-        places = torch.isin(kinds, torch.tensor(stilled, device=kinds.device))
-        mine = (places if stilled else ~places).repeat(len(subject.windows)).cpu()
-        model.router = Stilled(router, places)
-        asked, right, _, left = answers(subject)
+    rows = []
+    for name, chosen in [("all", []), *((kind, [i]) for i, kind in enumerate(KINDS)), ("idle", idle)]:
+        places = torch.isin(kinds, torch.tensor(chosen, device=kinds.device))
+        mine = (places if chosen else ~places).repeat(len(subject.windows)).cpu()
+        with rerouted(subject.model, stilled(places)):
+            asked, right, _, left = answers(subject)
         found = pd.Series(right.double()).groupby(asked.numpy()).mean().drop(0, errors="ignore")
         row = {"kind": name, "tokens": mine.double().mean().item()}
         row |= {"steps": steps[mine].double().mean().item(), "steps_left": left.double().mean().item()}
         rows.append(row | {"right_left": found.mean(), "worst_left": found.min()})
-    model.router = router
     return pd.DataFrame(rows)
 
 

@@ -5,6 +5,7 @@ windows                    (W, T+1)      token ids; n = W T tokens are read and 
 steps        K-hat         (n,)          executed steps of each token, at tau
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,3 +51,15 @@ def decoded(subject):
         return model.cross_entropy(h_hat, y), steps, model.lm_head(h_hat).argmax(-1) == y
 
     return by_token(subject.windows, find)
+
+
+@contextmanager
+def rerouted(model, change):
+    """Within it `change` has the last word on s and log_w (B, T, S) of the router: it takes both and gives
+    both. A pass may hold some of the windows alone."""
+    own = model.route
+    model.route = lambda h, alpha=0.0: change(*own(h, alpha))
+    try:
+        yield
+    finally:
+        del model.route

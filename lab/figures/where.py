@@ -16,10 +16,9 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 import torch
-from torch import nn
 
 from lab.figures.comparing import ABOUT, Comparison, needs_router
-from lab.figures.subject import decoded
+from lab.figures.subject import decoded, rerouted
 from lab.figures.tables import COLORS, new_figure, save_figure
 from model import Count, Share, settings
 
@@ -64,17 +63,10 @@ def kinds_of(windows, tokenizer):
     return [character(pieces[i][-1]) for i in ids], places, [thirds[i] for i in ids]
 
 
-class Permuted(nn.Module):
-    """A router that gives each token the step distribution of another one of its window, always the same
-    one: a pass may hold some of the windows alone."""
-
-    def __init__(self, router):
-        super().__init__()
-        self.router = router
-
-    def forward(self, h0, alpha=0.0):
-        place = torch.randperm(h0.size(1), generator=torch.Generator().manual_seed(0))  # (T,)
-        return tuple(x[:, place.to(x.device)] for x in self.router(h0, alpha))  # (B, T, S)
+def permuted(s, log_w):
+    """s and log_w (B, T, S) of another token of each window, always the same one."""
+    place = torch.randperm(s.size(1), generator=torch.Generator().manual_seed(0)).to(s.device)  # (T,)
+    return s[:, place], log_w[:, place]
 
 
 def where_rows(subject):
@@ -90,9 +82,8 @@ def where_rows(subject):
             found = found.set_index("kind").reindex(map(str, range(K + 1))).reset_index()
             found.tokens = found.tokens.fillna(0)
         rows.append(found.assign(group=group))
-    router, subject.model.router = subject.model.router, Permuted(subject.model.router)
-    other_loss, other_steps, _ = (x.double().numpy() for x in decoded(subject))
-    subject.model.router = router
+    with rerouted(subject.model, permuted):
+        other_loss, other_steps, _ = (x.double().numpy() for x in decoded(subject))
     control = {"kind": ["its own", "another token's"], "steps": [steps.mean(), other_steps.mean()]}
     control |= {"loss": [loss.mean(), other_loss.mean()], "tokens": 1.0, "group": GROUPS[-1]}
     return pd.concat([*rows, pd.DataFrame(control)])
