@@ -14,12 +14,8 @@ angles, routers, and gradients within a layer, which are up to a tenth of the pe
 allocator and CUDA themselves take is left out, too.
 """
 
-import weakref
-
+import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from attention import sdpa
 from model import PonderLM
@@ -92,32 +88,11 @@ def step_on_cpu(c, B, R, recompute=False):
     return run, model
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of tensors that are made within it, while they live; `peak`: the most at once."""
-
-    def __init__(self, known=()):
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen = WeakIdKeyDictionary({x.untyped_storage(): True for x in known})
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.seen:
-                self.seen[storage] = True
-                self.add(storage.nbytes())
-                weakref.finalize(storage, self.add, -storage.nbytes())
-        return out
-
-    def add(self, n):
-        self.now += n
-        self.peak = max(self.peak, self.now)
-
-
 def peak_bytes(c, B, R, recompute=False):
     """Bytes of all tensors at the peak of a micro-batch, without the weights and their gradients."""
-    run, model = step_on_cpu(c, B, R, recompute)
-    run()
-    with Live([*model.parameters(), *(p.grad for p in model.parameters())]) as live:
+    run, _ = step_on_cpu(c, B, R, recompute)
+    run()  # which makes the gradients
+    with torch.profiler.profile(profile_memory=True) as seen:
         run()
-    return live.peak
+    changes = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return int(np.cumsum(changes).max())
