@@ -3,10 +3,8 @@
 # (executed; half of it on probability; probability), its size, the router's rate, where the router starts.
 # long: the best for 4,000 steps. small: that preset with fewer layers, on the grid and by Jacobi.
 #     bash lab/runs/price.sh          PARTS="tiny long small", SEEDS=1 or both: these runs, no table
-# What is finished is skipped. On one core of an EPYC with AVX-512 a run takes 2 minutes, of small 5 to 20.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-. lab/runs/once.sh
+# On one core of an EPYC with AVX-512 a run takes 2 minutes, of small 5 to 20.
+. "$(dirname "$0")/once.sh"
 
 flags_of() { # form-price[-flat][-from share] -> flags
   local form price from flat
@@ -56,7 +54,7 @@ for part in ${PARTS:-tiny long small}; do
 done
 
 if [ -z "${PARTS:-}${SEEDS:-}" ]; then
-  compare() { "${PYTHON:-python}" -m lab analyze compare --out "out/analyze/price-$1" --runs "${@:2}"; }
+  compare() { lab analyze compare --out "out/analyze/price-$1" --runs "${@:2}"; }
   compare tiny out/price/tiny/*-[0-9] --swap --choose 512
   compare small out/price/small/*-[0-9] --swap
   compare long out/price/long/*-[0-9] out/pays/jacobi/by-token-0 --swap # of pays.sh
