@@ -1,6 +1,6 @@
 /* The text of the page: what its model does with it, byte by byte. puzzle.js, which follows, shows
 the puzzle. Both ask a worker (worker.js), which holds the model, and show what comes back. Texts
-reach the document as textContent only. Tests and a console may ask, too: window.ponder. */
+reach the document as textContent only. */
 
 const payload = JSON.parse(document.getElementById("payload").textContent);
 const {config} = payload.text, K = config.ponder_steps, END = 256;  // END: the token behind a text
@@ -474,8 +474,7 @@ async function write() {
   place.classList.remove("faint");
   await reading;
   if (mine !== writing) return;  // the text has changed meanwhile
-  const seed = +find("seed").value;
-  const temperature = Math.min(Math.max(+find("temperature").value, 0), 2);
+  const [seed, temperature] = ["seed", "temperature"].map(id => +find(id).value);
   const asked = {ids: state.ids, seed, temperature, count: WRITTEN};
   const ended = await request("more", asked, ({id, steps}) => {
     if (mine !== writing) return;
