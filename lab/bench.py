@@ -35,7 +35,7 @@ from lab.engine.request import check_request
 from lab.evaluation.texts import validation_windows
 from lab.interop.warm_start import BACKBONE
 from lab.interop.weights import find_model, load, to_others
-from lab.memory import bytes_of_step, peak_bytes, slots_of_passes, step_on_cpu
+from lab.memory import bytes_of_step, slots_of_passes
 from lab.methods import PonderConfig, build
 from model import Count, PonderLM, settings
 from train import PRESETS, compile_blocks, objective, pick_precision
@@ -55,7 +55,7 @@ class Options:
     out: Path = Path("out/bench")  # folder for the results
 
 
-def measure(runs, repeats, device, calls=1, clock=timer):
+def measure(runs, repeats, device, calls=1):
     """{name: a function} -> by name the median seconds of a call, and the MiB that it takes at its peak (None
     on a CPU); and why others cannot run. The clock waits for a GPU."""
     timers, memory, refused = {}, {}, {}
@@ -70,7 +70,7 @@ def measure(runs, repeats, device, calls=1, clock=timer):
         except Exception as error:  # too little memory; a kernel of others fails in any way
             refused[name] = one_line(error)
         else:
-            how = dict(globals={"run": run}, num_threads=torch.get_num_threads(), timer=clock)
+            how = dict(globals={"run": run}, num_threads=torch.get_num_threads(), timer=timer)
             timers[name] = Timer("run()", **how)
     rounds = [{name: timer.timeit(calls).mean for name, timer in timers.items()} for _ in range(repeats)]
     seconds = {name: statistics.median(found[name] for found in rounds) for name in timers}
@@ -233,28 +233,13 @@ def flops_of_token(c):
     return 6 * (c.num_hidden_layers * (slots * layer + pairs * c.block_size * Hd) + c.vocab_size * D)
 
 
-def check_rows(c, B, R, repeats):
-    """What a step takes at its peak on this CPU, by the formula, too, and the time that this process computes
-    for it, whoever else computes here. -> a row with and one without --recompute"""
-    runs = {recompute: step_on_cpu(c, B, R, recompute)[0] for recompute in (False, True)}
-    seconds, _, _ = measure(runs, repeats, torch.device("cpu"), clock=time.process_time)
-    for recompute in runs:
-        parts = bytes_of_step(c, B, R, recompute=recompute, fused=False)
-        row = {"recompute": recompute, "MiB": peak_bytes(c, B, R, recompute) / MIB}
-        row["formula_MiB"] = (sum(parts.values()) - parts["weights"]) / MIB
-        yield row | {
-            "processor_seconds": seconds[recompute],
-            "time_ratio": seconds[recompute] / seconds[False],
-        }
-
-
 @settings
-class Memory(Options):
+class Memory:
     preset: Preset = "small"  # the shape
     micro_batch_size: Count | None = None  # windows at a time; None: a step's
     block_size: Count | None = None  # tokens of a window; None: the preset's
     R: Annotated[int, Field(ge=0)] | None = None  # refinements; None: the most of the preset
-    check: bool = False  # also what a step takes at its peak on this CPU, and how long
+    out: Path = Path("out/bench")  # folder for the results
 
 
 def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
@@ -276,11 +261,10 @@ def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
         {"GPUs": n, "MFU": mfu, "hours": flops * tokens / (n * mfu * PEAK) / 3600}
         for n, mfu in product((1, 8), (0.25, 0.35))
     ]
-    found = list(check_rows(c, B, R, o.repeats)) if o.check else []
     about = {"preset": o.preset, "windows": B, "block_size": c.block_size, "R": R, "tokens": tokens}
     about |= {"flops_of_token": flops}
     name = "-".join(map(str, filter(None, ("memory", o.preset, o.block_size))))
-    write(o.out, name, torch.device("cpu"), **about, rows=rows, hours=hours, check=found)
+    write(o.out, name, torch.device("cpu"), **about, rows=rows, hours=hours)
 
 
 # -- Decoding --------------------------------------------------------------------------------------

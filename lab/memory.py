@@ -1,4 +1,4 @@
-"""Bytes of a training step in bfloat16 through fused attention: by a formula, and as they are on a CPU.
+"""Bytes of a training step in bfloat16 through fused attention, by a formula.
 
 P parameters, P' of them in the matrices of blocks and head; B windows of T tokens. A token runs n slots in a
 pass of the Jacobi iteration: 1 .. K on the ladder, then K+1 in each of R refinements and in the last one.
@@ -13,13 +13,6 @@ With --recompute a pass keeps its input and output until it is computed again. W
 angles, routers, and gradients within a layer, which are up to a tenth of the peak then. What a GPU's
 allocator and CUDA themselves take is left out, too.
 """
-
-import numpy as np
-import torch
-
-from attention import sdpa
-from model import PonderLM
-from train import objective
 
 
 def slots_of_passes(K, R):
@@ -68,31 +61,3 @@ def bytes_of_step(c, B, R, *, recompute=False, compiled=False, fused=True):
         "activations": activations + head_states,
         "logits": logits if at_start else 0,
     }
-
-
-# -- As they are -----------------------------------------------------------------------------------
-
-
-def step_on_cpu(c, B, R, recompute=False):
-    """A function that runs forward and backward on B windows once, and the model."""
-    torch.manual_seed(0)
-    model = PonderLM(c).train()
-    model.backend, model.recompute = sdpa, recompute
-    rows = torch.randint(c.vocab_size, (B, c.block_size + 1))
-
-    def run():
-        with torch.autocast("cpu", torch.bfloat16):
-            loss, _, _ = objective(model, rows[:, :-1], rows[:, 1:], R)
-        loss.backward()  # onto the gradients of the micro-batches before
-
-    return run, model
-
-
-def peak_bytes(c, B, R, recompute=False):
-    """Bytes of all tensors at the peak of a micro-batch, without the weights and their gradients."""
-    run, _ = step_on_cpu(c, B, R, recompute)
-    run()  # which makes the gradients
-    with torch.profiler.profile(profile_memory=True) as seen:
-        run()
-    changes = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return int(np.cumsum(changes).max())
