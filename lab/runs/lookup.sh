@@ -6,11 +6,11 @@
 OUT=out/lookup
 
 for K in 1 2 3 4 5; do # questions of 1 to K + 1 lookups
-  corpus lookup lookup-K$K --lines 50000 --seed 0 --lookups $(seq 1 $((K + 1)))
-  corpus lookup long-K$K --lines 50000 --seed 0 --longest 10 --lookups $(seq 1 $((K + 1)))
+  corpus lookup-K$K --lines 50000 --seed 0 --lookups $(seq 1 $((K + 1)))
+  corpus long-K$K --lines 50000 --seed 0 --longest 10 --lookups $(seq 1 $((K + 1)))
 done
-corpus lookup lookup-all --lines 20000 --seed 1
-corpus lookup long-all --lines 20000 --seed 1 --longest 10
+corpus lookup-all --lines 20000 --seed 1
+corpus long-all --lines 20000 --seed 1 --longest 10
 
 for seed in ${SEEDS:-0 1 2 3 4}; do
   for run in ${RUNS:-grown long fixed looped once vanilla}; do

@@ -7,9 +7,9 @@
 OUT=out/mixed FIRST=6000 LATER=1000
 
 for K in 1 2 3 4 5; do # questions of 1 to K + 1 lookups
-  corpus mixed mixed-K$K --lines 50000 --lookups $(seq 1 $((K + 1)))
+  corpus mixed-K$K --prose --lines 50000 --lookups $(seq 1 $((K + 1)))
 done
-corpus mixed mixed-Kall --lines 20000 --seed 1 # to measure with
+corpus mixed-Kall --prose --lines 20000 --seed 1 # to measure with
 
 for seed in ${SEEDS:-0 1 2}; do
   for model in ${MODELS:-by-token one-for-all always-1 always-5}; do

@@ -2,8 +2,8 @@
 . "$(dirname "${BASH_SOURCE[0]}")/once.sh"
 ROUTER_RATE=3 FIRST=3000 LATER=500 # steps of the first stage and of each later one
 
-corpus() { # kind, folder, flags: prepare it unless it is there
-  [ -f "data/$2/meta.json" ] || lab corpus "$1" --folder "data/$2" "${@:3}"
+corpus() { # folder, flags: prepare it unless it is there
+  [ -f "data/$1/meta.json" ] || lab corpus lookup --folder "data/$1" "${@:2}"
 }
 
 train() { # name, text, flags

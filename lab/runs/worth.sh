@@ -10,9 +10,9 @@
 OUT=out/worth/stages LAST=5
 
 for K in $(seq 1 $LAST); do # questions of 1 to K + 1 lookups
-  corpus lookup lookup-K$K --lines 50000 --seed 0 --lookups $(seq 1 $((K + 1)))
+  corpus lookup-K$K --lines 50000 --seed 0 --lookups $(seq 1 $((K + 1)))
 done
-corpus lookup lookup-all --lines 20000 --seed 1
+corpus lookup-all --lines 20000 --seed 1
 
 answers() { # run: does it answer 95 of 100 questions of two lookups?
   lab analyze lookup --runs "$1" --data data/lookup-K1 --out "$1/report" > /dev/null
