@@ -1,8 +1,8 @@
 """Does depth follow difficulty, where that is known, and what is thinking worth there? The lookup task
 (corpora/lookup.py), in which each question says how many lookups it takes.
 
-    python -m lab worth                 the table of docs/figures/worth.csv, and its figure
-    python -m lab worth --runs out/worth/*-[0-9] --data data/lookup-all   adds runs of lab/runs/lookup.sh
+    python -m lab analyze worth                 the table of docs/figures/worth.csv, and its figure
+    python -m lab analyze worth --runs out/worth/*-[0-9] --data data/lookup-all     adds runs
 
 column           meaning, of the table of `worth`
 model            plain: no thinking; always: all steps for every token (PonderLM-2); decides (PonderLM-3)
@@ -20,11 +20,10 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-import tyro
 from pydantic import PositiveInt
 
 from attention import MASKED
-from data import UserError, command_line, write_whole
+from data import UserError, write_whole
 from lab.common import Given
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, Comparison, draw_curves, needs_router, read_runs
@@ -248,7 +247,3 @@ class Worth:
         axes.set_ylim(0, 1.05)
         self.out.mkdir(parents=True, exist_ok=True)
         save_figure(figure, self.out / "worth.png")
-
-
-if __name__ == "__main__":
-    command_line(lambda: tyro.cli(Worth, prog="python -m lab worth", description=__doc__).draw())

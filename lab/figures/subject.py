@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from analyze import by_token
-from data import Tokenizer, Windows
+from data import Tokenizer
 from lab.engine.states import stopped_states
 from lab.evaluation.texts import validation_windows
 from lab.interop.weights import load
@@ -26,7 +26,6 @@ class Subject:
     path: Path
     model: PonderLM
     tokenizer: Tokenizer
-    val: Windows
     windows: torch.Tensor
     tau: float
 
@@ -37,7 +36,7 @@ def open_subject(path, windows=256, tau=None, device="cpu", data=None, other=Fal
     config, tokenizer, val = validation_windows(path, data, other)
     rows = val.stack(0, min(windows, val.count))
     tau = config.tau if tau is None else tau
-    return Subject(Path(path), load(path).to(device), tokenizer, val, rows.to(device), tau)
+    return Subject(Path(path), load(path).to(device), tokenizer, rows.to(device), tau)
 
 
 def decoded(subject):

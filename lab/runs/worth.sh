@@ -70,5 +70,5 @@ for seed in ${SEEDS:-0 1 2}; do
 done
 
 if [ -z "${MODELS:-}${SEEDS:-}" ]; then
-  lab worth --runs out/worth/*-[0-9] --data data/lookup-all
+  lab analyze worth --runs out/worth/*-[0-9] --data data/lookup-all
 fi

@@ -561,13 +561,3 @@ for (const link of document.querySelectorAll(`a[href^="${payload.root}/"]`)) {
 }
 
 find("input").addEventListener("input", () => { read(); remember(); });
-find("copy").addEventListener("click", async ({target}) => {
-  write_address();
-  try {
-    await navigator.clipboard.writeText(location.href);
-    target.textContent = "Copied";
-  } catch {  // a page that was opened from a disk may not
-    target.textContent = "It is in the address bar";
-  }
-  setTimeout(() => { target.textContent = "Copy link"; }, 2000);
-});
