@@ -39,8 +39,7 @@ for part in ${PARTS:-any tries}; do
   done
 done
 
-if [ -z "${PARTS:-}${SEEDS:-}" ]; then
-  lab analyze depth --runs out/depth/any-[13]-[0-9]
-  lab analyze depth --runs out/depth/any-3-bpe-[0-9] --out out/analyze/depth-bpe
-  lab analyze compare --runs out/depth/{half,deep,fade,entropy,shared}-*-[0-9] --out out/analyze/tries
-fi
+[ -z "${PARTS:-}${SEEDS:-}" ] || exit 0 # a table is of all
+lab analyze depth --runs out/depth/any-[13]-[0-9]
+lab analyze depth --runs out/depth/any-3-bpe-[0-9] --out out/analyze/depth-bpe
+lab analyze compare --runs out/depth/{half,deep,fade,entropy,shared}-*-[0-9] --out out/analyze/tries
