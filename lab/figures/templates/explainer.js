@@ -25,8 +25,7 @@ addEventListener("unhandledrejection", ({reason}) => fail(reason));
 /** A thread that holds a model -> a function that asks it (see worker.js), which gives a promise
  * of the answer; `hear` gets what comes before it. The weights may come behind this script. */
 function thread(model, weights) {
-  const worker = new Worker(URL.createObjectURL(source)), asked = [], early = [];
-  let send = message => early.push(message);
+  const worker = new Worker(URL.createObjectURL(source)), asked = [];
   worker.onerror = fail;
   worker.onmessage = ({data: {number, event, result, error, done}}) => {
     if (!done) return asked[number].hear(event);
@@ -34,18 +33,12 @@ function thread(model, weights) {
     else asked[number].resolve(result);
     delete asked[number];
   };
-  const request = (name, values = {}, hear = () => {}) => {
-    send({number: asked.length, name, values});
-    return new Promise((resolve, reject) => asked.push({resolve, reject, hear}));
-  };
-  const begin = () => {
-    send = message => worker.postMessage(message);
-    request("start", {...model, weights: find(weights).textContent}).catch(fail);
-    early.forEach(send);
-  };
-  if (find(weights)) begin();
-  else document.addEventListener("DOMContentLoaded", begin);
-  return request;
+  const send = (name, values, hear) => new Promise((resolve, reject) => {
+    worker.postMessage({number: asked.push({resolve, reject, hear}) - 1, name, values});
+  });
+  const loaded = new Promise(done => find(weights) ? done() : addEventListener("DOMContentLoaded", done));
+  const started = loaded.then(() => send("start", {...model, weights: find(weights).textContent})).catch(fail);
+  return (name, values = {}, hear = () => {}) => started.then(() => send(name, values, hear));
 }
 
 /** The buttons NAME-play, -step and -again, which walk to last() by go(n), from what now() says.
@@ -104,13 +97,8 @@ function name_of(byte) {
   return byte < 128 ? labels([byte])[0] : "0x" + byte.toString(16);
 }
 
-function element(name, content, className) {
-  const made = document.createElement(name);
-  if (content !== undefined) made.textContent = content;
-  if (className) made.className = className;
-  return made;
-}
-
+const element = (name, content = "", className = "") =>
+  Object.assign(document.createElement(name), {textContent: content, className});
 const kbd = byte => element("kbd", name_of(byte));
 const shade = (node, p) => { node.style.setProperty("--p", p); return node; };
 const by_steps = steps => DARKEST * steps / K;
@@ -185,7 +173,7 @@ function show_legend() {
   const counts = Array(K + 1).fill(0);
   for (const steps of state.steps) counts[steps]++;
   find("legend").replaceChildren("steps: ", ...counts.flatMap((count, k) => {
-    const item = element("span", undefined, "item");
+    const item = element("span", "", "item");
     item.append(shade(element("b", k), by_steps(k)), ` ${count} byte${count === 1 ? "" : "s"}`);
     return [item, " "];
   }));
@@ -199,12 +187,8 @@ const PLACES = Array.from({length: 121}, (_, place) => tau_at(place));
 const text_of_tau = tau => tau >= 0.001 || tau === 0 ? String(tau) : tau.toExponential();
 
 function show_costs({n, steps, loss}, name) {
-  const slots = steps + n, all = n * (K + 1);
-  const values = ["", 0, 0];
-  if (n) {
-    const share = Math.round(100 * (1 - slots / all));
-    values.splice(0, 3, (steps / n).toFixed(2), slots, `${all - slots} (${share} %)`);
-  }
+  const all = n * (K + 1), saved = all - n - steps;
+  const values = n ? [(steps / n).toFixed(2), n + steps, `${saved} (${Math.round(100 * saved / all)} %)`] : ["", 0, 0];
   const row = find("cost-" + name);
   row.classList.remove("faint");
   [...values, loss === null ? "" : loss.toFixed(3)].forEach((value, i) => {
@@ -265,14 +249,14 @@ function choose_byte(t) {
 /** The most probable bytes, [[byte, probability], ..], the one that follows in a frame. */
 function guesses(list) {
   return list.map(([byte, p]) => {
-    const made = element("span", undefined, byte === opened.next ? "guess right" : "guess");
+    const made = element("span", "", byte === opened.next ? "guess right" : "guess");
     made.append(kbd(byte), " ", element("i", p.toFixed(2)));
     return shade(made, DARKEST * p);
   });
 }
 
 function bar(w) {
-  const made = element("span", undefined, "bar");
+  const made = element("span", "", "bar");
   made.style.setProperty("--w", 100 * w);
   return made;
 }
@@ -295,7 +279,7 @@ function header(...titles) {
 
 function show_opened() {
   const {t, id, steps, s, w, alone, integrated, next, probability} = opened;
-  const title = element("p"), table = element("table"), wide = element("div", undefined, "wide");
+  const title = element("p"), table = element("table"), wide = element("div", "", "wide");
   title.append(element("strong", `Byte ${t}: `), kbd(id), `, K\u0302 = ${steps} of ${K} steps. `);
   if (probability !== null)
     title.append("What follows is ", kbd(next), `, of probability ${number_text(probability)}: `
@@ -325,8 +309,8 @@ function show_choices() {
 
 /** A byte and its slots: one cell each. */
 function column(byte, count = K + 1) {
-  const made = element("div", undefined, "column");
-  made.append(kbd(byte), ...Array.from({length: count}, () => element("span", undefined, "cell")));
+  const made = element("div", "", "column");
+  made.append(kbd(byte), ...Array.from({length: count}, () => element("span", "", "cell")));
   return made;
 }
 
