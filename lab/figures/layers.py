@@ -15,12 +15,9 @@ import math
 
 import numpy as np
 import pandas as pd
-import torch
 
-from data import UserError
 from lab.figures.comparing import Comparison, check_comparable
-from lab.figures.lookup import NAMES, seconds
-from lab.figures.subject import open_subject
+from lab.figures.lookup import NAMES, timed
 from lab.figures.tables import COLORS, new_figure, save_figure
 from lab.intervals import interval
 from model import settings
@@ -29,11 +26,8 @@ from model import settings
 def layer_rows(runs, data=None):
     """A row for each run: the columns above."""
     check_comparable(runs)
-    if odd := [str(run.path) for run in runs if run.shape.method not in NAMES]:
-        raise UserError(f"{odd[0]}: only {', '.join(NAMES)} are compared here")
-    subjects = [open_subject(run.path, 4, None, torch.device("cpu"), data) for run in runs]
     rows = []
-    for run, subject, time_ in zip(runs, subjects, seconds(subjects), strict=True):
+    for run, subject, time_ in timed(runs, 4, data=data):
         read = run.config.steps * run.config.batch_size * run.shape.block_size
         row = {"model": NAMES[run.shape.method], "layers": run.shape.num_hidden_layers}
         row |= {"K": run.shape.ponder_steps, "seed": run.config.seed} | {

@@ -1,9 +1,6 @@
 """Does depth follow difficulty, where that is known, and what is thinking worth there? The lookup task
 (corpora/lookup.py), in which each question says how many lookups it takes.
 
-    python -m lab analyze worth                 the table of docs/figures/worth.csv, and its figure
-    python -m lab analyze worth --runs out/worth/*-[0-9] --data data/lookup-all     adds runs
-
 column           meaning, of the table of `worth`
 model            plain: no thinking; always: all steps for every token (PonderLM-2); decides (PonderLM-3)
 layers           of the model
@@ -16,19 +13,17 @@ seconds          to decode a line of 64 tokens, one after another: mean over 16 
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import torch
 from pydantic import PositiveInt
 
 from attention import MASKED
-from data import UserError, write_whole
-from lab.common import Given
+from data import UserError
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, Comparison, draw_curves, needs_router, read_runs
 from lab.figures.subject import decoded, open_subject, rerouted
-from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure
+from lab.figures.tables import COLORS, LINES, MARKERS, new_figure, save_figure
 from lab.interop.warm_start import longer, start_from
 from model import Share, settings
 
@@ -154,23 +149,24 @@ def decode(model, line, tau):
     return time.perf_counter() - start
 
 
-def seconds(subjects):
-    """Mean seconds a line of each: the least of ROUNDS, in turns, since other work only slows down."""
+def timed(runs, windows, tau=None, data=None, other=False):
+    """Of each run the run, its Subject and the mean seconds to decode a line: the least of ROUNDS, in turns,
+    since other work only slows down. UserError: a run of another method than NAMES."""
+    if odd := [str(run.path) for run in runs if run.shape.method not in NAMES]:
+        raise UserError(f"{odd[0]}: only {', '.join(NAMES)} are compared here")
+    subjects = [open_subject(run.path, windows, tau, torch.device("cpu"), data, other) for run in runs]
     found = [[] for _ in subjects]
     for _ in range(ROUNDS):
         for times, subject in zip(found, subjects, strict=True):
             lines = subject.windows[:LINES_TIMED, :-1].tolist()
             times.append(sum(decode(subject.model, line, subject.tau) for line in lines) / len(lines))
-    return [min(times) for times in found]
+    return zip(runs, subjects, map(min, found), strict=True)
 
 
-def worth_rows(runs, tau, data, device):
+def worth_rows(runs, tau, data):
     """A row for each run and number of lookups: the columns above."""
-    if odd := [str(run.path) for run in runs if run.shape.method not in NAMES]:
-        raise UserError(f"{odd[0]}: only {', '.join(NAMES)} are compared here")
-    subjects = [open_subject(run.path, 1024, tau, device, data, other=True) for run in runs]
     rows = []
-    for run, subject, time_ in zip(runs, subjects, seconds(subjects), strict=True):
+    for run, subject, time_ in timed(runs, 1024, tau, data, other=True):
         asked, right, _, steps = answers(subject)
         layers, steps = run.shape.num_hidden_layers, steps.double().mean().item()
         one = {"model": NAMES[run.shape.method], "layers": layers, "seed": run.config.seed}
@@ -210,33 +206,21 @@ def summary(frame):
 
 
 @settings
-class Worth:
+class Worth(Comparison):
     """What thinking is worth where the answer is known: table and figure."""
 
-    runs: tuple[str, ...] = ()  # directories of trained runs, to measure anew
     tau: Share | None = None  # where pondering stops; by default where each run scored it
-    data: Given | None = None  # the prepared corpus that all are asked about
-    table: Path = Path("docs/figures/worth.csv")  # of the measured numbers; --runs take the place of theirs
-    out: Path = Path("out/analyze")  # where the figure goes
 
-    def draw(self):
-        if self.runs:
-            frame = worth_rows(read_runs(self.runs), self.tau, self.data, torch.device("cpu"))
-            if self.table.is_file():  # other runs may be gone
-                both = pd.concat([pd.read_csv(self.table), frame])
-                frame = both.drop_duplicates([*ROW, "learning_rate", "seed", "lookups"], keep="last")
-            self.table.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.table, lambda part: frame.to_csv(part, index=False))
-        if not self.table.is_file():
-            raise UserError(f"{self.table} is not there: make it of trained runs, --runs (lab/runs/worth.sh)")
-        try:
-            cells, kept = summary(pd.read_csv(self.table))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{self.table} is damaged ({error}): make it anew, with --runs") from None
-        print(markdown(cells))
-        figure, (axes,) = new_figure(
-            "lookups that a question takes; passes: layers that a token passes", "share of right answers"
-        )
+    def frame(self, runs):
+        return worth_rows(runs, self.tau, self.data)
+
+    def table(self, frame):
+        return summary(frame)[0]
+
+    def picture(self, frame):
+        _, kept = summary(frame)
+        x, y = "lookups that a question takes; passes: layers that a token passes", "share of right answers"
+        figure, (axes,) = new_figure(x, y)
         for i, (which, group) in enumerate(kept.groupby(ROW)):
             curve = group.groupby("lookups").right.agg(["mean", "min", "max"])
             look = {"color": COLORS[i], "marker": MARKERS[i], "linestyle": LINES[i % len(LINES)]}
@@ -245,5 +229,4 @@ class Worth:
             axes.fill_between(curve.index, curve["min"], curve["max"], color=COLORS[i], alpha=0.15)
         axes.axhline(0.25, color="#777777", linestyle=":", label="a guess among the ends of four chains")
         axes.set_ylim(0, 1.05)
-        self.out.mkdir(parents=True, exist_ok=True)
         save_figure(figure, self.out / "worth.png")
