@@ -7,7 +7,7 @@
 
 Things that are compared take turns, so that a machine that slows down slows all of them. Tables are printed,
 and written to <out>/attention-<device>.json, train-<preset>-<device>.json, decode-<run>-<device>.json or
-memory-<preset>[-<block size>]-cpu.json.
+memory-<preset>-cpu.json.
 """
 
 import platform
@@ -237,8 +237,6 @@ def flops_of_token(c):
 class Memory:
     preset: Preset = "small"  # the shape
     micro_batch_size: Count | None = None  # windows at a time; None: a step's
-    block_size: Count | None = None  # tokens of a window; None: the preset's
-    R: Annotated[int, Field(ge=0)] | None = None  # refinements; None: the most of the preset
     out: Path = Path("out/bench")  # folder for the results
 
 
@@ -246,8 +244,7 @@ def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
     """What a training step takes on a GPU, by the formula of lab/memory.py, in bfloat16 through fused
     attention; what fits; how long it takes."""
     config, c = PRESETS[o.preset]
-    c = replace(c, block_size=o.block_size or c.block_size)
-    R, B = c.refinements[1] if o.R is None else o.R, o.micro_batch_size or config.batch_size
+    R, B = c.refinements[1], o.micro_batch_size or config.batch_size  # the most refinements
     tokens, rows = config.steps * config.batch_size * c.block_size, []
     for compiled, recompute in product((False, True), (False, True)):
         how = dict(recompute=recompute, compiled=compiled)
@@ -263,8 +260,7 @@ def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
     ]
     about = {"preset": o.preset, "windows": B, "block_size": c.block_size, "R": R, "tokens": tokens}
     about |= {"flops_of_token": flops}
-    name = "-".join(map(str, filter(None, ("memory", o.preset, o.block_size))))
-    write(o.out, name, torch.device("cpu"), **about, rows=rows, hours=hours)
+    write(o.out, f"memory-{o.preset}", torch.device("cpu"), **about, rows=rows, hours=hours)
 
 
 # -- Decoding --------------------------------------------------------------------------------------

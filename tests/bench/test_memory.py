@@ -99,8 +99,8 @@ def test_weights():
 
 def test_command(tmp_path, capsys):
     """Catches a command that crashes, and a GPU that is given more than it holds."""
-    bench.memory(bench.Memory(preset="tiny", block_size=16, micro_batch_size=2, out=tmp_path))
-    found = json.loads((tmp_path / "memory-tiny-16-cpu.json").read_text())
+    bench.memory(bench.Memory(preset="tiny", micro_batch_size=2, out=tmp_path))
+    found = json.loads((tmp_path / "memory-tiny-cpu.json").read_text())
     assert len(found["rows"]) == len(found["hours"]) == 4
     assert "fits_24_GB" in capsys.readouterr().out
     shape = PRESETS["410m"][1]
