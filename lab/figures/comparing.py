@@ -195,7 +195,7 @@ ABOUT = {"method": "method", "K": "K", "seeds": "seeds"}  # columns of most tabl
 class Comparison:
     """The flags that all figures of several runs have, and how such a figure comes about.
 
-    One of them says what it `measure`s of a run, rows of numbers, and what it draws.
+    One of them says what it `measure`s of a run, rows of numbers, and what it draws into its sheet.
     """
 
     runs: tuple[str, ...] = ()  # directories of trained runs
@@ -207,6 +207,7 @@ class Comparison:
     other = False  # may `data` be another text in the same tokens?
     by, columns = [], {}  # what tells the rows of a run apart; of the table
     keeps_means = False  # does the file have means over the seeds, or each run?
+    sheet = None  # labels of x and y in its picture, how many panels; None: a table alone
 
     def subject(self, run, windows):
         """A run's model on its device, with windows of the text."""
@@ -223,12 +224,12 @@ class Comparison:
         return tabulate(frame if self.keeps_means else over_seeds(frame, self.by), self.columns)
 
     def draw(self):
-        frame = self.frame(read_runs(self.runs))
-        save(self.out, type(self).__name__.lower(), frame, self.table(frame))
-        self.picture(frame)
-
-    def picture(self, frame):
-        """Draw the numbers; a table alone has nothing to draw."""
+        frame, name = self.frame(read_runs(self.runs)), type(self).__name__.lower()
+        save(self.out, name, frame, self.table(frame))
+        if self.sheet:
+            figure, panels = new_figure(*self.sheet)
+            self.picture(frame, *panels)
+            save_figure(figure, self.out / f"{name}.png")
 
 
 # -- Losses, steps and costs -----------------------------------------------------------------------
@@ -322,14 +323,17 @@ class Compare(Comparison):
     def table(self, frame):
         return comparison_table(frame, self.against)
 
-    def picture(self, frame):
+    @property
+    def sheet(self):
         labels = {"steps": "executed extra steps per token (points: K)", "minutes": "minutes of training"}
         labels |= {"slots": "slots that ran in training, millions", "read": "text read, millions of tokens"}
-        y, label = ("steps", labels["steps"]) if self.over == "tau" else ("loss", "loss, nats per token")
-        figure, (axes,) = new_figure(labels.get(self.over, "tau"), label)
+        y = labels["steps"] if self.over == "tau" else "loss, nats per token"
+        return labels.get(self.over, "tau"), y
+
+    def picture(self, frame, axes):
         axes.set_xscale("log" if self.over == "tau" else "linear")
+        y = "steps" if self.over == "tau" else "loss"
         draw_curves(axes, over_seeds(frame, ["tau"]).sort_values("tau"), "method", self.over, y)
-        save_figure(figure, self.out / "compare.png")
 
 
 def draw_curves(axes, frame, names, x, y, label="K"):

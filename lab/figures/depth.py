@@ -18,7 +18,7 @@ import torch
 from data import UserError
 from lab.figures.comparing import Comparison, over_seeds
 from lab.figures.subject import rerouted
-from lab.figures.tables import COLORS, LINES, new_figure, save_figure
+from lab.figures.tables import COLORS, LINES
 from lab.methods.drawn import Drawn, imposed
 from model import Count, settings
 
@@ -72,6 +72,7 @@ class Depth(Comparison):
     """What would steps gain that go to the right tokens? Of runs of --method drawn."""
 
     windows: Count = 512  # of validation text; by the first half gains are predicted
+    sheet = "steps a token", "loss, nats a token"
     by = ["step", "share"]
     columns = {"K": "K", "seeds": "seeds", "step": "step", "share": "share:g"}
     columns |= {name: f"{name}:.4f" for name in RULES}
@@ -82,10 +83,8 @@ class Depth(Comparison):
         one = self.subject(run, self.windows)
         return list(depth_rows(one.model, one.windows))
 
-    def picture(self, frame):
-        figure, (axes,) = new_figure("steps a token", "loss, nats a token")
+    def picture(self, frame, axes):
         for (K, step), curve in over_seeds(frame, self.by).groupby(["K", "step"], sort=False):
             for name, look in zip(RULES, LINES, strict=False):
                 label = f"K = {K}: {name}" if step == 1 else None
                 axes.plot(curve.step - 1 + curve.share, curve[name], look, color=COLORS[K], label=label)
-        save_figure(figure, self.out / "depth.png")

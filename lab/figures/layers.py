@@ -18,7 +18,7 @@ import pandas as pd
 
 from lab.figures.comparing import Comparison, check_comparable
 from lab.figures.lookup import NAMES, timed
-from lab.figures.tables import COLORS, new_figure, save_figure
+from lab.figures.tables import COLORS
 from lab.intervals import interval
 from model import settings
 
@@ -71,19 +71,19 @@ def summary(frame):
 class Layers(Comparison):
     """What a step is worth, in layers: table and figure."""
 
+    sheet = "layers of a model without thinking", "nats per token"
+
     def frame(self, runs):
         return layer_rows(runs, self.data)
 
     def table(self, frame):
         return summary(frame)
 
-    def picture(self, frame):
+    def picture(self, frame, axes):
         means = frame.groupby(["model", "layers", "K"], sort=False)[["loss", "steps"]].mean().reset_index()
-        figure, (axes,) = new_figure("layers of a model without thinking", "nats per token")
         plain = means[means.model == "plain"].sort_values("layers")
         axes.plot(plain.layers, plain.loss, "o-", color=COLORS[2], label="no thinking")
         axes.set_xticks(plain.layers)
         for i, row in enumerate(means[means.model != "plain"].itertuples()):
             what = f"{row.model}: {row.steps:.2f} steps on {row.layers} layers"
             axes.axhline(row.loss, color=COLORS[i % len(COLORS)], linestyle="--", label=what)
-        save_figure(figure, self.out / "layers.png")

@@ -23,7 +23,7 @@ from data import UserError
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, Comparison, draw_curves, needs_router, read_runs
 from lab.figures.subject import decoded, open_subject, rerouted
-from lab.figures.tables import COLORS, LINES, MARKERS, new_figure, save_figure
+from lab.figures.tables import COLORS, LINES, MARKERS
 from lab.interop.warm_start import longer, start_from
 from model import Share, settings
 
@@ -44,6 +44,7 @@ class Lookup(Comparison):
     # steps that each may take, instead of its K: what the router says of its last one holds for the new ones
     most: tuple[PositiveInt, ...] = ()
     other, by, keeps_means = True, ["most", "lookups"], True
+    sheet = "lookups that the next token takes (0: filler)", "", 2
     columns = {name: name for name in ("method", "K", "most", "seeds", "lookups")}
     columns |= {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"}
 
@@ -69,9 +70,7 @@ class Lookup(Comparison):
         frame["method"] = frame.method.str.replace(r", router_offset( -?[\d.]+)+", "", regex=True)
         return frame.sort_values("K", kind="stable")
 
-    def picture(self, frame):
-        x = "lookups that the next token takes (0: filler)"
-        figure, (left, right) = new_figure(x, "", panels=2)
+    def picture(self, frame, left, right):
         names = frame.method + ", K = " + frame.K.map("{:.0f}".format)
         if (frame.most != frame.K).any():
             names += frame.most.map(", at most {:.0f} steps".format)
@@ -81,7 +80,6 @@ class Lookup(Comparison):
         right.plot([1, longest], [0, longest - 1], color="#777777", linestyle=":", label="lookups - 1")
         left.set_ylabel("share of right answers")
         right.set_ylabel("executed steps")
-        save_figure(figure, self.out / "lookup.png")
 
 
 def stilled(places):
@@ -210,6 +208,7 @@ class Worth(Comparison):
     """What thinking is worth where the answer is known: table and figure."""
 
     tau: Share | None = None  # where pondering stops; by default where each run scored it
+    sheet = "lookups that a question takes; passes: layers that a token passes", "share of right answers"
 
     def frame(self, runs):
         return worth_rows(runs, self.tau, self.data)
@@ -217,10 +216,8 @@ class Worth(Comparison):
     def table(self, frame):
         return summary(frame)[0]
 
-    def picture(self, frame):
+    def picture(self, frame, axes):
         _, kept = summary(frame)
-        x, y = "lookups that a question takes; passes: layers that a token passes", "share of right answers"
-        figure, (axes,) = new_figure(x, y)
         for i, (which, group) in enumerate(kept.groupby(ROW)):
             curve = group.groupby("lookups").right.agg(["mean", "min", "max"])
             look = {"color": COLORS[i], "marker": MARKERS[i], "linestyle": LINES[i % len(LINES)]}
@@ -229,4 +226,3 @@ class Worth(Comparison):
             axes.fill_between(curve.index, curve["min"], curve["max"], color=COLORS[i], alpha=0.15)
         axes.axhline(0.25, color="#777777", linestyle=":", label="a guess among the ends of four chains")
         axes.set_ylim(0, 1.05)
-        save_figure(figure, self.out / "worth.png")

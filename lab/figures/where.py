@@ -19,7 +19,7 @@ import torch
 
 from lab.figures.comparing import ABOUT, Comparison, needs_router
 from lab.figures.subject import decoded, rerouted
-from lab.figures.tables import COLORS, new_figure, save_figure
+from lab.figures.tables import COLORS
 from model import Count, Share, settings
 
 GROUPS = "character", "place in its word", "frequency", "steps taken", "step distribution"
@@ -96,6 +96,7 @@ class Where(Comparison):
     windows: Count = 512  # of the validation text
     tau: Share | None = None  # where pondering stops; by default where each run scored it
     by, keeps_means = ["group", "kind"], True
+    sheet = "executed steps after the token, mean", "", 3
     columns = ABOUT | {"group": "group", "kind": "kind", "share of tokens": "tokens:.3f"}
     columns |= {"steps": "steps:.2f", "loss": "loss:.3f"}
 
@@ -103,12 +104,10 @@ class Where(Comparison):
         needs_router(run)
         return where_rows(self.subject(run, self.windows))
 
-    def picture(self, frame):
+    def picture(self, frame, *panels):
         first = next(iter(frame.groupby(["method", "K"], sort=False)))[1]
-        figure, panels = new_figure("executed steps after the token, mean", "", panels=3)
         for axes, group in zip(panels, GROUPS, strict=False):
             mine = first[first.group == group].sort_values("steps")
             axes.barh(mine.kind, mine.steps, xerr=mine.steps_std.fillna(0), color=COLORS[1])
             axes.set_title(group)
-        figure.suptitle(f"{first.method.iloc[0]}, K = {first.K.iloc[0]:.0f}")
-        save_figure(figure, self.out / "where.png")
+        panels[0].figure.suptitle(f"{first.method.iloc[0]}, K = {first.K.iloc[0]:.0f}")
