@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
-# What training costs: the grid (lab/methods/grid.py) beside Jacobi iteration, loops and no thinking,
-# at equal text and at equal slots. Runs with one seed have the same batches, and the same first
-# weights where both have a router for as many steps, or neither has one. Five pairs of what matters
-# most, three of the rest.
+# What training costs: the grid (lab/methods/grid.py) beside Jacobi iteration, loops and no thinking, at equal
+# text and at equal slots. Runs with one seed have the same batches, and the same first weights where both have a
+# router for as many steps, or neither has one.
 #     bash lab/runs/grid.sh              PARTS="slots text", SEEDS=1 or both: these runs, no figures
 . "$(dirname "$0")/once.sh"
 

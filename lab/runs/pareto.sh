@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
 # Every method at budgets of 1 to 4 extra steps: same data, tokens, optimiser, schedule, seeds.
-# Then the figures.
 #     bash lab/runs/pareto.sh                  tiny, on a CPU
 #     SCALE=small bash lab/runs/pareto.sh      one GPU; SCALE=70m is the paper's
 #     SEEDS=1 bash lab/runs/pareto.sh          the runs of one seed, no figures: two shells share the work

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# What pays: thinking, annealing or deciding? `tiny`, 4,000 steps, with pairs of seeds, on the grid and by Jacobi
-# iteration: no thinking, always one to three steps, by token, one s for all, K lowered from three to one; another
-# learning rate, and 16,000 steps on whole Python sources, with one seed.
+# What pays: thinking, annealing or deciding? On the grid and by Jacobi iteration, by pairs of seeds; at another
+# learning rate, and longer on whole Python sources, with one seed.
 #     bash lab/runs/pays.sh          PARTS="grid jacobi", SEEDS=1 or both: these runs, no table
 # One core of an EPYC with AVX-512: a run takes 2 to 4 minutes on the grid, 9 by Jacobi.
 . "$(dirname "$0")/once.sh"

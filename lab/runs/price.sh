@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# What does a step have to cost, and from when on? `tiny` by Jacobi iteration, 1,000 steps: the form of the price
-# (executed; half of it on probability; probability), its size, the router's rate, where the router starts.
-# long: the best for 4,000 steps. small: that preset with fewer layers, on the grid and by Jacobi.
+# What does a step have to cost, and from when on? The form of the price (on executed steps, on probability, on
+# half of each), its size, the router's rate, where the router starts.
 #     bash lab/runs/price.sh          PARTS="tiny long small", SEEDS=1 or both: these runs, no table
 # On one core of an EPYC with AVX-512 a run takes 2 minutes, of small 5 to 20.
 . "$(dirname "$0")/once.sh"
