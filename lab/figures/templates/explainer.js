@@ -308,9 +308,9 @@ function show_choices() {
 }
 
 /** A byte and its slots: one cell each. */
-function column(byte, count = K + 1) {
+function column(byte) {
   const made = element("div", "", "column");
-  made.append(kbd(byte), ...Array.from({length: count}, () => element("span", "", "cell")));
+  made.append(kbd(byte), ...Array.from({length: K + 1}, () => element("span", "", "cell")));
   return made;
 }
 
