@@ -100,7 +100,9 @@ function name_of(byte) {
 const element = (name, content = "", className = "") =>
   Object.assign(document.createElement(name), {textContent: content, className});
 const kbd = byte => element("kbd", name_of(byte));
-const shade = (node, p) => { node.style.setProperty("--p", p); return node; };
+const styled = (node, name, value) => { node.style.setProperty(name, value); return node; };
+const shade = (node, p) => styled(node, "--p", p);
+const bar = w => styled(element("span", "", "bar"), "--w", 100 * w);
 const by_steps = steps => DARKEST * steps / K;
 const number_text = x => x >= 0.001 || x === 0 ? x.toFixed(3) : x.toExponential(0);
 
@@ -255,27 +257,18 @@ function guesses(list) {
   });
 }
 
-function bar(w) {
-  const made = element("span", "", "bar");
-  made.style.setProperty("--w", 100 * w);
-  return made;
-}
-
-function cells(...contents) {
+/** A row of a table: what stands in each of its cells, or several things in a list. */
+function row_of(name, contents) {
   const row = element("tr");
   for (const content of contents) {
-    const cell = element("td");
+    const cell = element(name);
     cell.append(...[content].flat());
     row.append(cell);
   }
   return row;
 }
 
-function header(...titles) {
-  const row = element("tr");
-  row.append(...titles.map(title => element("th", title)));
-  return row;
-}
+const cells = (...contents) => row_of("td", contents), header = (...titles) => row_of("th", titles);
 
 function show_opened() {
   const {t, id, steps, s, w, alone, integrated, next, probability} = opened;
@@ -325,9 +318,8 @@ function show_attention() {
   columns.forEach(made => made.querySelectorAll(".cell").forEach(c => c.classList.add("hidden")));
   const rows = [...attention].map((a, j) => ({...keys[j], a}));
   for (const key of rows) {
-    const cell = columns[key.t - start].children[1 + key.k];
+    const cell = styled(columns[key.t - start].children[1 + key.k], "--w", 100 * key.w);
     cell.className = "cell attended visible";
-    cell.style.setProperty("--w", 100 * key.w);
     shade(cell, 95 * Math.sqrt(key.a / most));
     const [a, w] = [key.a, key.w].map(number_text);
     cell.title = `byte ${key.t}, slot ${key.k}: attention ${a}, w ${w}`;
