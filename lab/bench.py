@@ -4,16 +4,14 @@
     python -m lab bench step          a training step against plain passes over as many slots
     python -m lab bench memory        what a training step takes, by lab/memory.py; what fits; hours
     python -m lab bench decoding      early exit against all steps; against transformers
-    python -m lab bench goals         which of a GPU's goals the results of the others meet
 
 Things that are compared take turns, so that a machine that slows down slows all of them. Tables are printed,
 and written to <out>/attention-<device>.json, train-<preset>-<device>.json, decode-<run>-<device>.json or
-memory-<preset>[-<block size>]-cpu.json.
+memory-<preset>-cpu.json.
 """
 
 import platform
 import statistics
-import tempfile
 import time
 from dataclasses import asdict, replace
 from itertools import product
@@ -29,15 +27,15 @@ from torch.utils.benchmark import Timer, timer
 
 import sample
 from attention import BACKENDS, auto, sdpa
-from data import UserError, command_line, one_line, pick_device, read_json, reading, write_json
+from data import UserError, command_line, one_line, pick_device, write_json
 from lab import kernels  # noqa: F401 - which adds `exact` to BACKENDS
 from lab.common import autocast, progress
 from lab.engine.batching import Engine, serves
 from lab.engine.request import check_request
 from lab.evaluation.texts import validation_windows
 from lab.interop.warm_start import BACKBONE
-from lab.interop.weights import find_model, load, save
-from lab.memory import bytes_of_step, peak_bytes, slots_of_passes, step_on_cpu
+from lab.interop.weights import find_model, load, to_others
+from lab.memory import bytes_of_step, slots_of_passes
 from lab.methods import PonderConfig, build
 from model import Count, PonderLM, settings
 from train import PRESETS, compile_blocks, objective, pick_precision
@@ -47,7 +45,6 @@ Preset = Literal["tiny", "small", "70m", "410m"]
 SHORT = {"eager": 4096}  # slots up to which a form is measured: its N x N matrices take gigabytes
 WINDOWS = {"tiny": 256, "small": 64, "70m": 4, "410m": 1}  # of a step in 80 GB
 PEAK = 989e12  # FLOP/s of an H100 in bfloat16
-MFU = {"small": 0.25, "410m": 0.35}  # share of it that a training step should reach
 MIB = 2**20
 
 
@@ -58,7 +55,7 @@ class Options:
     out: Path = Path("out/bench")  # folder for the results
 
 
-def measure(runs, repeats, device, calls=1, clock=timer):
+def measure(runs, repeats, device, calls=1):
     """{name: a function} -> by name the median seconds of a call, and the MiB that it takes at its peak (None
     on a CPU); and why others cannot run. The clock waits for a GPU."""
     timers, memory, refused = {}, {}, {}
@@ -73,7 +70,7 @@ def measure(runs, repeats, device, calls=1, clock=timer):
         except Exception as error:  # too little memory; a kernel of others fails in any way
             refused[name] = one_line(error)
         else:
-            how = dict(globals={"run": run}, num_threads=torch.get_num_threads(), timer=clock)
+            how = dict(globals={"run": run}, num_threads=torch.get_num_threads(), timer=timer)
             timers[name] = Timer("run()", **how)
     rounds = [{name: timer.timeit(calls).mean for name, timer in timers.items()} for _ in range(repeats)]
     seconds = {name: statistics.median(found[name] for found in rounds) for name in timers}
@@ -236,36 +233,18 @@ def flops_of_token(c):
     return 6 * (c.num_hidden_layers * (slots * layer + pairs * c.block_size * Hd) + c.vocab_size * D)
 
 
-def check_rows(c, B, R, repeats):
-    """What a step takes at its peak on this CPU, by the formula, too, and the time that this process computes
-    for it, whoever else computes here. -> a row with and one without --recompute"""
-    runs = {recompute: step_on_cpu(c, B, R, recompute)[0] for recompute in (False, True)}
-    seconds, _, _ = measure(runs, repeats, torch.device("cpu"), clock=time.process_time)
-    for recompute in runs:
-        parts = bytes_of_step(c, B, R, recompute=recompute, fused=False)
-        row = {"recompute": recompute, "MiB": peak_bytes(c, B, R, recompute) / MIB}
-        row["formula_MiB"] = (sum(parts.values()) - parts["weights"]) / MIB
-        yield row | {
-            "processor_seconds": seconds[recompute],
-            "time_ratio": seconds[recompute] / seconds[False],
-        }
-
-
 @settings
-class Memory(Options):
+class Memory:
     preset: Preset = "small"  # the shape
     micro_batch_size: Count | None = None  # windows at a time; None: a step's
-    block_size: Count | None = None  # tokens of a window; None: the preset's
-    R: Annotated[int, Field(ge=0)] | None = None  # refinements; None: the most of the preset
-    check: bool = False  # also what a step takes at its peak on this CPU, and how long
+    out: Path = Path("out/bench")  # folder for the results
 
 
 def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
     """What a training step takes on a GPU, by the formula of lab/memory.py, in bfloat16 through fused
     attention; what fits; how long it takes."""
     config, c = PRESETS[o.preset]
-    c = replace(c, block_size=o.block_size or c.block_size)
-    R, B = c.refinements[1] if o.R is None else o.R, o.micro_batch_size or config.batch_size
+    R, B = c.refinements[1], o.micro_batch_size or config.batch_size  # the most refinements
     tokens, rows = config.steps * config.batch_size * c.block_size, []
     for compiled, recompute in product((False, True), (False, True)):
         how = dict(recompute=recompute, compiled=compiled)
@@ -279,11 +258,9 @@ def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
         {"GPUs": n, "MFU": mfu, "hours": flops * tokens / (n * mfu * PEAK) / 3600}
         for n, mfu in product((1, 8), (0.25, 0.35))
     ]
-    found = list(check_rows(c, B, R, o.repeats)) if o.check else []
     about = {"preset": o.preset, "windows": B, "block_size": c.block_size, "R": R, "tokens": tokens}
     about |= {"flops_of_token": flops}
-    name = "-".join(map(str, filter(None, ("memory", o.preset, o.block_size))))
-    write(o.out, name, torch.device("cpu"), **about, rows=rows, hours=hours, check=found)
+    write(o.out, f"memory-{o.preset}", torch.device("cpu"), **about, rows=rows, hours=hours)
 
 
 # -- Decoding --------------------------------------------------------------------------------------
@@ -298,7 +275,7 @@ def prompts_of(ids, n, length):
 
 
 def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, **how):
-    """Ratios to all steps. saved: saved time by saved slots, where a tenth of them is (target: 0.9)."""
+    """Ratios to all steps. saved: saved time by saved slots, where a tenth of them is."""
     B, K, device = len(prompts), model.config.ponder_steps, model.lm_head.weight.device
     how["prefill"] = "sequential"  # of prompts in parallel the time does not go by slots
     ways = {"all steps": Engine(model, B, tau=0, **how)}
@@ -330,16 +307,9 @@ def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, *
 
 def llama(config):
     """A model without thinking of the same shape, untrained, and the same in transformers."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     shape = {name: getattr(config, name) for name in (*BACKBONE, "block_size")}
     vanilla = build(PonderConfig(**shape, method="vanilla", ponder_steps=0)).eval()
-    with tempfile.TemporaryDirectory() as directory:
-        save(vanilla, directory)
-        return AutoModelForCausalLM.from_pretrained(directory).eval(), vanilla
+    return to_others(vanilla, {"bos_token_id": None, "eos_token_id": None}).eval(), vanilla
 
 
 def other_rows(models, prompts, new_tokens, repeats, compile=False, **how):
@@ -395,47 +365,7 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
     write(o.out, f"decode-{directory.name}", device, **about, exit=rows, others=others)
 
 
-# -- The goals of a GPU ----------------------------------------------------------------------------
-
-
-@settings
-class Goals(Options):
-    run: Path | None = None  # a training of `small`, too
-
-
-def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
-    """Which goals the results in --out meet: a row for each, of those that have been measured."""
-    rows = []
-
-    def goal(what, value, least=None, most=None):
-        passed = value >= least if most is None else value <= most
-        bound = f"at least {least}" if most is None else f"at most {most}"
-        rows.append({"goal": what, "found": value, "bound": bound, "": "passed" if passed else "FELL SHORT"})
-
-    if o.run:
-        with reading(file := o.run / "results.json"):
-            goal(f"{o.run.name}, executed steps", read_json(file)["hard"]["steps"], most=2.9)
-    for file in sorted(o.out.glob("*.json")):
-        found = read_json(file)
-        with reading(file):
-            for row in found.get("rows", []):
-                if row.get("backend") == "sdpa" and row["d"] in (56, 120):
-                    what = f"soft mask, time / plain attention, d = {row['d']}, {row['N']} slots"
-                    goal(what, row["time_ratio"], most=1.1)
-                if row.get("case") == "--compile" and found["preset"] in MFU:
-                    goal(f"{found['preset']}, compiled step, MFU", row["MFU"], least=MFU[found["preset"]])
-            for row in found.get("exit", []):
-                what = f"{found['run']}, batch {row['batch']}, {row['way']}: "
-                if row.get("saved"):
-                    goal(what + "saved time / saved slots", row["saved"], least=0.9)
-                if row["way"] == "all steps, no graphs" and row["batch"] == 1:
-                    goal(what + "time / that with graphs", row["time_ratio"], least=2)
-    if not rows:
-        raise UserError(f"{o.out} has no results of attention, step or decoding: run those first")
-    print(pd.DataFrame(rows).to_string(index=False, float_format="{:.3g}".format))
-
-
 if __name__ == "__main__":
-    commands = {command.__name__: command for command in (attention, step, memory, decoding, goals)}
+    commands = {command.__name__: command for command in (attention, step, memory, decoding)}
     how = dict(prog="python -m lab bench", description=__doc__)
     command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, **how))

@@ -1,4 +1,4 @@
-"""Bytes of a training step in bfloat16 through fused attention: by a formula, and as they are on a CPU.
+"""Bytes of a training step in bfloat16 through fused attention, by a formula.
 
 P parameters, P' of them in the matrices of blocks and head; B windows of T tokens. A token runs n slots in a
 pass of the Jacobi iteration: 1 .. K on the ladder, then K+1 in each of R refinements and in the last one.
@@ -13,17 +13,6 @@ With --recompute a pass keeps its input and output until it is computed again. W
 angles, routers, and gradients within a layer, which are up to a tenth of the peak then. What a GPU's
 allocator and CUDA themselves take is left out, too.
 """
-
-import weakref
-
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
-
-from attention import sdpa
-from model import PonderLM
-from train import objective
 
 
 def slots_of_passes(K, R):
@@ -72,52 +61,3 @@ def bytes_of_step(c, B, R, *, recompute=False, compiled=False, fused=True):
         "activations": activations + head_states,
         "logits": logits if at_start else 0,
     }
-
-
-# -- As they are -----------------------------------------------------------------------------------
-
-
-def step_on_cpu(c, B, R, recompute=False):
-    """A function that runs forward and backward on B windows once, and the model."""
-    torch.manual_seed(0)
-    model = PonderLM(c).train()
-    model.backend, model.recompute = sdpa, recompute
-    rows = torch.randint(c.vocab_size, (B, c.block_size + 1))
-
-    def run():
-        with torch.autocast("cpu", torch.bfloat16):
-            loss, _, _ = objective(model, rows[:, :-1], rows[:, 1:], R)
-        loss.backward()  # onto the gradients of the micro-batches before
-
-    return run, model
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of tensors that are made within it, while they live; `peak`: the most at once."""
-
-    def __init__(self, known=()):
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen = WeakIdKeyDictionary({x.untyped_storage(): True for x in known})
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.seen:
-                self.seen[storage] = True
-                self.add(storage.nbytes())
-                weakref.finalize(storage, self.add, -storage.nbytes())
-        return out
-
-    def add(self, n):
-        self.now += n
-        self.peak = max(self.peak, self.now)
-
-
-def peak_bytes(c, B, R, recompute=False):
-    """Bytes of all tensors at the peak of a micro-batch, without the weights and their gradients."""
-    run, model = step_on_cpu(c, B, R, recompute)
-    run()
-    with Live([*model.parameters(), *(p.grad for p in model.parameters())]) as live:
-        run()
-    return live.peak

@@ -69,17 +69,13 @@ def parse(argv=None):
         if not find(before[1].method).priced:  # what the preset says of a price is not for it
             before = replace(before[0], step_price=0.0), before[1]
 
-    def flags(
-        config: Annotated[LabConfig, tyro.conf.arg(name="")] = before[0],
-        model_config: Annotated[type(before[1]), tyro.conf.arg(name="")] = before[1],
-    ):
-        return config, model_config
-
-    config, shape = tyro.cli(flags, prog="python -m lab train", description=__doc__, args=argv)
+    flat = tyro.conf.arg(name="")
+    both = tuple[Annotated[LabConfig, flat], Annotated[type(before[1]), flat]]
+    now = tyro.cli(both, default=before, prog="python -m lab train", description=__doc__, args=argv)
     if resume:
-        refuse_changes(run, before, (config, shape))
-    check(config, shape)
-    return config, shape
+        refuse_changes(run, before, now)
+    check(*now)
+    return now
 
 
 def check(config, shape):
@@ -122,13 +118,12 @@ def open_text(config, data, tokenizer, vocab_size):
     corpus = open_corpus(data, tokenizer, vocab_size)
     if not config.init_from:
         return corpus
-    if corpus.tokenizer.vocab_size > vocab_size:  # which may have tokens, like <pad>, that are in no text
-        pieces = (x[i : i + 10**7] for x in (corpus.train, corpus.val) for i in range(0, len(x), 10**7))
-        if (largest := max(piece.max() for piece in pieces)) >= vocab_size:
-            raise UserError(
-                f"{data} has a token {largest}, but {config.init_from} only {vocab_size} tokens; leave out "
-                "--tokenizer to take the model's own"
-            )
+    more = corpus.tokenizer.vocab_size > vocab_size  # it may have tokens, like <pad>, that are in no text
+    if more and (largest := max(corpus.train.max(), corpus.val.max())) >= vocab_size:
+        raise UserError(
+            f"{data} has a token {largest}, but {config.init_from} only {vocab_size} tokens; leave out "
+            "--tokenizer to take the model's own"
+        )
     return replace(corpus, vocab_size=vocab_size)
 
 

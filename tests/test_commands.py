@@ -37,7 +37,6 @@ COMMAND_LINES = {
     "lab bench": "attention --lengths 64 --widths 56 --repeats 1",
     "lab convert": "out/a",
     "lab corpus": "lookup --lines 100 --folder é-lines",
-    "lab worth": "--table table.csv",
     "lab puzzle": "--out out/é.svg",
 }
 
@@ -55,7 +54,6 @@ def ready(tmp_path_factory):
     (folder / "text.txt").write_text(
         "Résumé of a naïve text: the quick brown fox. \n" * 200, encoding="utf-8"
     )
-    shutil.copy(ROOT / "docs/figures/worth.csv", folder / "table.csv")
     for what, name in (("train.py", "a"), ("lab train", "b")):
         flags = COMMAND_LINES[what].replace("--method grid ", "").rsplit(" ", 1)[0] + f" {name}"
         assert not run_command(what, flags.split(), folder)[0]

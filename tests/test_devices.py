@@ -118,7 +118,7 @@ def test_a_run(config, shape):
             place, results = train(replace(run, steps=6, resume=True), shape)
             model = load(place).to(device)
             texts = own_texts(config.data, load_tokenizer(place / "tokenizer.json"))
-            scores = score_texts(model, *texts, 0.3, windows=2, batch_tokens=64) | {"text": None}
+            scores = score_texts(model, *texts, 0.3, windows=2) | {"text": None}
         lines = [json.loads(line) for line in (place / "log.jsonl").read_text().splitlines()]
         rows = [(row.get("loss"), row.get("val")) for row in lines]
         found.append((rows, results, scores))

@@ -6,7 +6,6 @@ import tyro
 
 from data import command_line
 from lab.corpora.lookup import prepare_lookup
-from lab.corpora.mixed import prepare_mixed
 from lab.corpora.preparation import OURS, Options, prepare
 
 
@@ -17,7 +16,7 @@ def corpus(o: Annotated[Options, tyro.conf.arg(name="")]):
 
 
 def main():
-    commands = {"prepare": corpus, "lookup": prepare_lookup, "mixed": prepare_mixed}
+    commands = {"prepare": corpus, "lookup": prepare_lookup}
     tyro.extras.subcommand_cli_from_dict(commands, prog="python -m lab corpus", description=__doc__)
 
 

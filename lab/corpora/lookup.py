@@ -15,6 +15,8 @@ that only the first question of a line is scored. A model that cannot follow a c
 the 4 ends of the table, or of fewer: it can rule out chains that are too short. Each word is one
 token, and so is a pair: a lookup takes one layer, which attends to the pair that begins with the
 letter at hand. A line has 64 tokens, the end of text included: windows of 64 are lines.
+
+With --prose half of the windows are lines, in random order among others, of docstrings in the same tokens.
 """
 
 import random
@@ -22,11 +24,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
+import numpy as np
 import pydantic
 import torch
 from pydantic import Field
 
-from data import Tokenizer, UserError, read_json, write_corpus
+from data import (
+    Tokenizer,
+    UserError,
+    divide,
+    id_type,
+    new_folder,
+    pydocs,
+    read_json,
+    write_corpus,
+    write_json,
+)
 from model import Seed
 
 CACHE = Path("data")
@@ -80,26 +93,10 @@ def longest_of(tokenizer):
     return 10 if len(tokenizer.encode(" 10")) == 1 else 6
 
 
-def chosen(lookups, longest):
-    """The numbers of lookups that are asked for, each once. UserError: no chain has so many."""
-    lookups = sorted(set(lookups))
-    if lookups and not 1 <= lookups[0] <= lookups[-1] <= longest:
-        raise UserError(f"lookups {lookups}: chains have 1 to {longest} (--longest 10 has longer)")
-    return lookups
-
-
-def is_made(folder, source):
-    """Whether a corpus has been prepared already. UserError: its folder holds something else."""
-    meta = folder / "meta.json"
-    if folder.exists() and not (meta.exists() and read_json(meta).get("source") == source):
-        raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
-    return folder.exists()
-
-
 @pydantic.validate_call
 def prepare_lookup(
     folder: Path = CACHE / "lookup", lines: Lines = 100_000, seed: Seed = 0, lookups: tuple[int, ...] = (),
-    longest: Literal[6, 10] = 6,
+    longest: Literal[6, 10] = 6, prose: bool = False,
 ):  # fmt: skip
     """The lookup task: chains of known length, to train on and to measure with.
 
@@ -109,20 +106,58 @@ def prepare_lookup(
         seed: of the random lines
         lookups: of a question, all equally often; by default 1 to the longest
         longest: lookups of the longest chain of each line
+        prose: as many windows of docstrings among the lines
 
     Raises:
-        UserError: a folder that holds something else; lookups that no chain has.
+        UserError: a folder that holds something else; lookups that no chain has; less prose than lines.
         pydantic.ValidationError: a number out of its range.
     """
-    lookups = chosen(lookups, longest)
+    lookups = sorted(set(lookups))
+    if lookups and not 1 <= lookups[0] <= lookups[-1] <= longest:
+        raise UserError(f"lookups {lookups}: chains have 1 to {longest} (--longest 10 has longer)")
     source = f"lookup task, {lines} lines, seed {seed}"
     if longest != 6:
         source += f", longest {longest}"
     if lookups:
         source += f", lookups {' '.join(map(str, lookups))}"
-    if not is_made(folder, source):
+    if prose:
+        source += ", and as many windows of docstrings"
+    meta = folder / "meta.json"
+    if folder.exists() and not (meta.exists() and read_json(meta).get("source") == source):
+        raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
+    if not folder.exists() and prose:
+        write_with_prose(folder, source, lines, seed, lookups, longest)
+    elif not folder.exists():
         write_corpus(folder, source, documents(lines, seed, lookups, longest), tokenizer(longest))
     print(f"next: python -m lab train --data {folder}")
+
+
+def windows_of_prose(texts, tokens, n):
+    """The first n windows of some texts, (n, 64): 63 tokens and an end. UserError: there are fewer."""
+    ids, wanted = [], n * (LINE - 1)
+    for text in texts:
+        if len(ids) >= wanted:
+            break
+        ids += tokens.encode(text)
+    if len(ids) < wanted:
+        raise UserError(f"the docstrings make {len(ids) // (LINE - 1)} windows, not {n}: give fewer --lines")
+    rows = np.array(ids[:wanted]).reshape(n, LINE - 1)
+    return np.pad(rows, ((0, 0), (0, 1)), constant_values=tokens.end_of_text)
+
+
+def write_with_prose(folder, source, lines, seed, lookups, longest):
+    """A prepared folder, as data.write_corpus."""
+    tokens, rng, sizes = tokenizer(longest), random.Random(seed), (lines * 19 // 20, lines // 20)
+    kind = id_type(tokens.vocab_size)
+    with new_folder(folder) as half:
+        for split, texts, n in zip(("train", "val"), divide(pydocs()), sizes, strict=True):
+            rng.shuffle(texts)
+            prose = windows_of_prose(texts, tokens, n)
+            puzzles = [[*tokens.encode(line(rng, lookups, longest)), tokens.end_of_text] for _ in range(n)]
+            rows = np.random.default_rng(seed).permutation(np.concatenate([prose, np.array(puzzles)]))
+            rows.astype(kind).tofile(half / f"{split}.bin")
+        tokens.save(half / "tokenizer.json")
+        write_json(half / "meta.json", {"source": source, "dtype": kind.name})
 
 
 def kinds_of(T, tokenizer):

@@ -20,7 +20,6 @@ from lab.evaluation.scoring import cut, score
 from lab.evaluation.texts import own_texts, validation_text
 from lab.interop.weights import INCLUDED, find_model, load
 from lab.intervals import LEAST, of_text
-from lab.methods.cost import paper_flops
 from lab.train import read_run
 from model import Count, Share, settings
 
@@ -37,7 +36,6 @@ class Options:
     # another model with the same tokenizer: the difference to it, in the smaller window of the two
     against: Given | None = None
     windows: Count | None = None  # score only so many, spread over the text; by default all
-    batch_tokens: Count = 4096  # how many tokens are scored at once
     device: str = "auto"  # auto, cpu, cuda or mps
     out: Path | None = None  # write the numbers to this file, as JSON
 
@@ -54,12 +52,13 @@ def check_pair(run, other, data):
             raise UserError(f"--against {other} was trained on another corpus than {run}: give --data")
 
 
-def score_texts(model, name, texts, size, tau, *, windows=None, batch_tokens=4096, other=None):
+def score_texts(model, name, texts, size, tau, windows=None, other=None):
     """Score texts -> what is reported, of KINDS each
 
         loss            nats a token: -log p(token | tokens before), mean
         perplexity      exp(loss), which depends on the tokenizer
         bits_per_byte   loss * tokens / bytes / ln 2, of the texts' own bytes, does not
+        paper_flops     of a token, by section 4.2: 6 N (1 + steps), N parameters; decoding takes 2 N
 
     Args:
         texts: ids of each, arrays. size: their bytes, if they are known.
@@ -69,28 +68,30 @@ def score_texts(model, name, texts, size, tau, *, windows=None, batch_tokens=409
         UserError: nothing to predict, or too little for an interval.
     """
     T = min(one.config.block_size for one in (model, other) if one)
-    cuts = cut(texts, T, windows)
-    if len(cuts) < (least := LEAST if other else 1):
-        raise UserError(f"{name} has {len(cuts)} windows to score, {least} are needed: give more text")
-    print(f"scoring {len(cuts):,} windows of {T} tokens; fewer with --windows", flush=True)
-    scores, config = score(model, cuts, tau, batch_tokens), model.config
+    places = cut(texts, T, windows)
+    if len(places) < (least := LEAST if other else 1):
+        raise UserError(f"{name} has {len(places)} windows to score, {least} are needed: give more text")
+    print(f"scoring {len(places):,} windows of {T} tokens; fewer with --windows", flush=True)
+    scores, config = score(model, texts, places, tau), model.config
     result = {"text": name, "tau": tau, "method": config.method, "K": config.ponder_steps}
     result["tokens"] = n = len(scores.soft)
     whole = n == sum(len(ids) - 1 for ids in texts if len(ids))
     if whole and size:
         result["bytes"] = size
-    theirs = score(other, cuts, tau, batch_tokens) if other else None
+    theirs = score(other, texts, places, tau) if other else None
+    parameters = sum(p.numel() for p in model.parameters())
     for kind in KINDS:
         loss, steps = getattr(scores, kind).double(), scores.steps.double().mean().item()
         if kind == "soft" and model.has_router:
             steps = config.ponder_steps
         mean = loss.mean()
         result[kind] = row = {"loss": mean.item(), "perplexity": mean.exp().item(), "steps": steps}
-        row["paper_flops"] = paper_flops(config, steps)
+        row["paper_flops"] = 6 * parameters * (1 + steps)
         if "bytes" in result:
             row["bits_per_byte"] = row["loss"] * n / size / math.log(2)
         if other:
-            row["difference"], row["interval"] = of_text(loss - getattr(theirs, kind).double(), cuts.sizes)
+            sizes = places[:, 2] - places[:, 3]  # tokens that each predicts
+            row["difference"], row["interval"] = of_text(loss - getattr(theirs, kind).double(), sizes)
     return result
 
 
@@ -122,8 +123,7 @@ def main(o: Annotated[Options, tyro.conf.arg(name="")]):
         texts = own_texts(o.data, load_tokenizer(run / "tokenizer.json"))
     else:
         texts = validation_text(run, o.corpus)
-    how = dict(windows=o.windows, batch_tokens=o.batch_tokens, other=other)
-    result = {"run": str(run)} | score_texts(model, *texts, o.tau, **how)
+    result = {"run": str(run)} | score_texts(model, *texts, o.tau, o.windows, other)
     show(result)
     if o.out is not None:
         write_json(o.out, result)

@@ -20,7 +20,6 @@ difference   a run's loss minus that of the reference with the same seed, as man
 interval     half the width of the 95 % interval of its mean (Student's t over the seeds)
 """
 
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
@@ -34,7 +33,7 @@ from pydantic import Field
 from data import UserError, pick_device, read_json, reading
 from lab.common import Given, progress
 from lab.evaluation.texts import validation_windows
-from lab.figures.subject import open_subject
+from lab.figures.subject import open_subject, rerouted
 from lab.figures.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, tabulate
 from lab.interop.weights import load, read_config
 from lab.intervals import interval
@@ -174,9 +173,9 @@ def by_run(runs, measure, one_text=True):
 
 
 def needs_router(run):
-    """UserError: a run of a method without one."""
-    if not run.method.has_router:
-        raise UserError(f"{run.path} is of method {run.shape.method}: it has no router")
+    """UserError: a run of a method without a PonderLM-3's."""
+    if not run.method.priced:
+        raise UserError(f"{run.path} is of method {run.shape.method}: it has no router as PonderLM-3 has")
 
 
 def over_seeds(frame, by=()):
@@ -196,7 +195,7 @@ ABOUT = {"method": "method", "K": "K", "seeds": "seeds"}  # columns of most tabl
 class Comparison:
     """The flags that all figures of several runs have, and how such a figure comes about.
 
-    One of them says what it `measure`s of a run, rows of numbers, and what it draws.
+    One of them says what it `measure`s of a run, rows of numbers, and what it draws into its sheet.
     """
 
     runs: tuple[str, ...] = ()  # directories of trained runs
@@ -208,6 +207,7 @@ class Comparison:
     other = False  # may `data` be another text in the same tokens?
     by, columns = [], {}  # what tells the rows of a run apart; of the table
     keeps_means = False  # does the file have means over the seeds, or each run?
+    sheet = None  # labels of x and y in its picture, how many panels; None: a table alone
 
     def subject(self, run, windows):
         """A run's model on its device, with windows of the text."""
@@ -224,12 +224,12 @@ class Comparison:
         return tabulate(frame if self.keeps_means else over_seeds(frame, self.by), self.columns)
 
     def draw(self):
-        frame = self.frame(read_runs(self.runs))
-        save(self.out, type(self).__name__.lower(), frame, self.table(frame))
-        self.picture(frame)
-
-    def picture(self, frame):
-        """Draw the numbers; a table alone has nothing to draw."""
+        frame, name = self.frame(read_runs(self.runs)), type(self).__name__.lower()
+        save(self.out, name, frame, self.table(frame))
+        if self.sheet:
+            figure, panels = new_figure(*self.sheet)
+            self.picture(frame, *panels)
+            save_figure(figure, self.out / f"{name}.png")
 
 
 # -- Losses, steps and costs -----------------------------------------------------------------------
@@ -259,26 +259,16 @@ def losses(run, taus, windows, device, data=None, swap=False):
             other = evaluate(model, val, windows, tau=tau, first=first)
             row |= {"choose": other["loss"], "choose_steps": other["steps"]}
         if swap and run.method.priced:
-            with swapped(model):
+            with rerouted(model, of_another_window):
                 row["swapped"] = evaluate(model, val, min(first, val.count), tau=tau)["loss"]
         yield shared | row
 
 
-@contextmanager
-def swapped(model):
-    """Within it each token has the s and w of the one at its place in the window before."""
-    own = model.route
-
-    def route(h, alpha=0.0):
-        if len(h) < 2:
-            raise UserError("--swap takes s of another window: windows are too long to read two at once")
-        return tuple(x.roll(1, dims=0) for x in own(h, alpha))
-
-    model.route = route
-    try:
-        yield
-    finally:
-        del model.route
+def of_another_window(s, log_w):
+    """s and log_w (B, T, S) of the tokens at the same places in the window before."""
+    if len(s) < 2:
+        raise UserError("--swap takes s of another window: windows are too long to read two at once")
+    return s.roll(1, dims=0), log_w.roll(1, dims=0)
 
 
 def differences(frame, reference):
@@ -333,14 +323,17 @@ class Compare(Comparison):
     def table(self, frame):
         return comparison_table(frame, self.against)
 
-    def picture(self, frame):
+    @property
+    def sheet(self):
         labels = {"steps": "executed extra steps per token (points: K)", "minutes": "minutes of training"}
         labels |= {"slots": "slots that ran in training, millions", "read": "text read, millions of tokens"}
-        y, label = ("steps", labels["steps"]) if self.over == "tau" else ("loss", "loss, nats per token")
-        figure, (axes,) = new_figure(labels.get(self.over, "tau"), label)
+        y = labels["steps"] if self.over == "tau" else "loss, nats per token"
+        return labels.get(self.over, "tau"), y
+
+    def picture(self, frame, axes):
         axes.set_xscale("log" if self.over == "tau" else "linear")
+        y = "steps" if self.over == "tau" else "loss"
         draw_curves(axes, over_seeds(frame, ["tau"]).sort_values("tau"), "method", self.over, y)
-        save_figure(figure, self.out / "compare.png")
 
 
 def draw_curves(axes, frame, names, x, y, label="K"):

@@ -11,12 +11,15 @@ random       as many at random
 largest      those whose gain is the largest: a bound, since nobody knows it before
 """
 
+from functools import partial
+
 import torch
 
 from data import UserError
 from lab.figures.comparing import Comparison, over_seeds
-from lab.figures.tables import COLORS, LINES, new_figure, save_figure
-from lab.methods.drawn import Drawn
+from lab.figures.subject import rerouted
+from lab.figures.tables import COLORS, LINES
+from lab.methods.drawn import Drawn, imposed
 from model import Count, settings
 
 SHARES = 0, 0.25, 0.5, 0.75, 1
@@ -27,10 +30,10 @@ RULES = "predicted", "random", "largest"
 def given(model, windows, steps):
     """Every token takes its `steps` (W, T), whatever the router says. -> losses (W, T), h^(0) (W, T, D)"""
     found = []
-    for rows, model.given in zip(windows.split(16), steps.to(windows).split(16), strict=True):
-        out = model(rows[:, :-1], rows[:, 1:])
+    for rows, some in zip(windows.split(16), steps.to(windows).split(16), strict=True):
+        with rerouted(model, partial(imposed, some)):
+            out = model(rows[:, :-1], rows[:, 1:])
         found.append((out.ce.cpu(), out.h[:, :, 0].cpu()))
-    model.given = None
     return [torch.cat(part) for part in zip(*found, strict=True)]
 
 
@@ -69,6 +72,7 @@ class Depth(Comparison):
     """What would steps gain that go to the right tokens? Of runs of --method drawn."""
 
     windows: Count = 512  # of validation text; by the first half gains are predicted
+    sheet = "steps a token", "loss, nats a token"
     by = ["step", "share"]
     columns = {"K": "K", "seeds": "seeds", "step": "step", "share": "share:g"}
     columns |= {name: f"{name}:.4f" for name in RULES}
@@ -79,10 +83,8 @@ class Depth(Comparison):
         one = self.subject(run, self.windows)
         return list(depth_rows(one.model, one.windows))
 
-    def picture(self, frame):
-        figure, (axes,) = new_figure("steps a token", "loss, nats a token")
+    def picture(self, frame, axes):
         for (K, step), curve in over_seeds(frame, self.by).groupby(["K", "step"], sort=False):
             for name, look in zip(RULES, LINES, strict=False):
                 label = f"K = {K}: {name}" if step == 1 else None
                 axes.plot(curve.step - 1 + curve.share, curve[name], look, color=COLORS[K], label=label)
-        save_figure(figure, self.out / "depth.png")

@@ -64,14 +64,14 @@ def packed(model, first=0):
 
 
 def open_model(path, method, tokens):
-    """A model of this method, and its tokenizer; refuse what the page cannot run. UserError."""
+    """A model of this method for these tokens, and its tokenizer. UserError: it is another one."""
     model, tokenizer = load(path), load_tokenizer(path / "tokenizer.json")
     names = "method", "backbone", "tokenizer", "vocabulary"
     found = model.method, model.config.backbone, tokenizer.name, model.config.vocab_size
     needed = method, "llama", tokens, tokenizer.vocab_size
     for what, a, b in zip(names, found, needed, strict=True):
         if a != b:
-            raise UserError(f"{path} has the {what} {a}; the page runs {b} alone")
+            raise UserError(f"{path} has the {what} {a}, not {b}")
     return model, tokenizer
 
 

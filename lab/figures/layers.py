@@ -15,13 +15,10 @@ import math
 
 import numpy as np
 import pandas as pd
-import torch
 
-from data import UserError
 from lab.figures.comparing import Comparison, check_comparable
-from lab.figures.lookup import NAMES, seconds
-from lab.figures.subject import open_subject
-from lab.figures.tables import COLORS, new_figure, save_figure
+from lab.figures.lookup import NAMES, timed
+from lab.figures.tables import COLORS
 from lab.intervals import interval
 from model import settings
 
@@ -29,11 +26,8 @@ from model import settings
 def layer_rows(runs, data=None):
     """A row for each run: the columns above."""
     check_comparable(runs)
-    if odd := [str(run.path) for run in runs if run.shape.method not in NAMES]:
-        raise UserError(f"{odd[0]}: only {', '.join(NAMES)} are compared here")
-    subjects = [open_subject(run.path, 4, None, torch.device("cpu"), data) for run in runs]
     rows = []
-    for run, subject, time_ in zip(runs, subjects, seconds(subjects), strict=True):
+    for run, subject, time_ in timed(runs, 4, data=data):
         read = run.config.steps * run.config.batch_size * run.shape.block_size
         row = {"model": NAMES[run.shape.method], "layers": run.shape.num_hidden_layers}
         row |= {"K": run.shape.ponder_steps, "seed": run.config.seed} | {
@@ -77,19 +71,19 @@ def summary(frame):
 class Layers(Comparison):
     """What a step is worth, in layers: table and figure."""
 
+    sheet = "layers of a model without thinking", "nats per token"
+
     def frame(self, runs):
         return layer_rows(runs, self.data)
 
     def table(self, frame):
         return summary(frame)
 
-    def picture(self, frame):
+    def picture(self, frame, axes):
         means = frame.groupby(["model", "layers", "K"], sort=False)[["loss", "steps"]].mean().reset_index()
-        figure, (axes,) = new_figure("layers of a model without thinking", "nats per token")
         plain = means[means.model == "plain"].sort_values("layers")
         axes.plot(plain.layers, plain.loss, "o-", color=COLORS[2], label="no thinking")
         axes.set_xticks(plain.layers)
         for i, row in enumerate(means[means.model != "plain"].itertuples()):
             what = f"{row.model}: {row.steps:.2f} steps on {row.layers} layers"
             axes.axhline(row.loss, color=COLORS[i % len(COLORS)], linestyle="--", label=what)
-        save_figure(figure, self.out / "layers.png")

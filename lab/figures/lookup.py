@@ -1,9 +1,6 @@
 """Does depth follow difficulty, where that is known, and what is thinking worth there? The lookup task
 (corpora/lookup.py), in which each question says how many lookups it takes.
 
-    python -m lab worth                 the table of docs/figures/worth.csv, and its figure
-    python -m lab worth --runs out/worth/*-[0-9] --data data/lookup-all   adds runs of lab/runs/lookup.sh
-
 column           meaning, of the table of `worth`
 model            plain: no thinking; always: all steps for every token (PonderLM-2); decides (PonderLM-3)
 layers           of the model
@@ -16,21 +13,17 @@ seconds          to decode a line of 64 tokens, one after another: mean over 16 
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 import torch
-import tyro
 from pydantic import PositiveInt
-from torch import nn
 
 from attention import MASKED
-from data import UserError, command_line, write_whole
-from lab.common import Given
+from data import UserError
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, Comparison, draw_curves, needs_router, read_runs
-from lab.figures.subject import decoded, open_subject
-from lab.figures.tables import COLORS, LINES, MARKERS, markdown, new_figure, save_figure
+from lab.figures.subject import decoded, open_subject, rerouted
+from lab.figures.tables import COLORS, LINES, MARKERS
 from lab.interop.warm_start import longer, start_from
 from model import Share, settings
 
@@ -51,6 +44,7 @@ class Lookup(Comparison):
     # steps that each may take, instead of its K: what the router says of its last one holds for the new ones
     most: tuple[PositiveInt, ...] = ()
     other, by, keeps_means = True, ["most", "lookups"], True
+    sheet = "lookups that the next token takes (0: filler)", "", 2
     columns = {name: name for name in ("method", "K", "most", "seeds", "lookups")}
     columns |= {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"}
 
@@ -76,9 +70,7 @@ class Lookup(Comparison):
         frame["method"] = frame.method.str.replace(r", router_offset( -?[\d.]+)+", "", regex=True)
         return frame.sort_values("K", kind="stable")
 
-    def picture(self, frame):
-        x = "lookups that the next token takes (0: filler)"
-        figure, (left, right) = new_figure(x, "", panels=2)
+    def picture(self, frame, left, right):
         names = frame.method + ", K = " + frame.K.map("{:.0f}".format)
         if (frame.most != frame.K).any():
             names += frame.most.map(", at most {:.0f} steps".format)
@@ -88,21 +80,17 @@ class Lookup(Comparison):
         right.plot([1, longest], [0, longest - 1], color="#777777", linestyle=":", label="lookups - 1")
         left.set_ylabel("share of right answers")
         right.set_ylabel("executed steps")
-        save_figure(figure, self.out / "lookup.png")
 
 
-class Stilled(nn.Module):
-    """A router that lets some places of a line take no step, whatever it would say of them."""
+def stilled(places):
+    """A change of s and log_w (B, T, S) by which some places of a line, (T,) bool, take no step."""
 
-    def __init__(self, router, places):
-        super().__init__()
-        self.router, self.places = router, places  # (T,) bool
-
-    def forward(self, h0, alpha=0.0):
-        s, log_w = self.router(h0, alpha)  # (B, T, S)
-        still = self.places[:, None] & (torch.arange(s.size(-1), device=s.device) > 0)  # (T, S)
+    def change(s, log_w):
+        still = places[:, None] & (torch.arange(s.size(-1), device=s.device) > 0)  # (T, S)
         s = s.masked_fill(still, 0)
         return s / s.sum(-1, keepdim=True), log_w.masked_fill(still, MASKED)
+
+    return change
 
 
 def kind_rows(subject):
@@ -110,21 +98,19 @@ def kind_rows(subject):
     taken away, the steps of all and the share of right answers, over all numbers of lookups and at the
     one with the fewest. The first row is of all tokens as they are, the last without the steps that
     neither read the table nor answer."""
-    model, T = subject.model, subject.windows.size(1) - 1
     *_, steps = answers(subject)
-    kinds = kinds_of(T, subject.tokenizer).to(subject.windows.device)
+    kinds = kinds_of(subject.windows.size(1) - 1, subject.tokenizer).to(subject.windows.device)
     idle = [KINDS.index(kind) for kind in KINDS if kind not in ("pair", "question")]
-    rows, router = [], model.router
-    for name, stilled in [("all", []), *((kind, [i]) for i, kind in enumerate(KINDS)), ("idle", idle)]:
-        places = torch.isin(kinds, torch.tensor(stilled, device=kinds.device))
-        mine = (places if stilled else ~places).repeat(len(subject.windows)).cpu()
-        model.router = Stilled(router, places)
-        asked, right, _, left = answers(subject)
+    rows = []
+    for name, chosen in [("all", []), *((kind, [i]) for i, kind in enumerate(KINDS)), ("idle", idle)]:
+        places = torch.isin(kinds, torch.tensor(chosen, device=kinds.device))
+        mine = (places if chosen else ~places).repeat(len(subject.windows)).cpu()
+        with rerouted(subject.model, stilled(places)):
+            asked, right, _, left = answers(subject)
         found = pd.Series(right.double()).groupby(asked.numpy()).mean().drop(0, errors="ignore")
         row = {"kind": name, "tokens": mine.double().mean().item()}
         row |= {"steps": steps[mine].double().mean().item(), "steps_left": left.double().mean().item()}
         rows.append(row | {"right_left": found.mean(), "worst_left": found.min()})
-    model.router = router
     return pd.DataFrame(rows)
 
 
@@ -161,23 +147,24 @@ def decode(model, line, tau):
     return time.perf_counter() - start
 
 
-def seconds(subjects):
-    """Mean seconds a line of each: the least of ROUNDS, in turns, since other work only slows down."""
+def timed(runs, windows, tau=None, data=None, other=False):
+    """Of each run the run, its Subject and the mean seconds to decode a line: the least of ROUNDS, in turns,
+    since other work only slows down. UserError: a run of another method than NAMES."""
+    if odd := [str(run.path) for run in runs if run.shape.method not in NAMES]:
+        raise UserError(f"{odd[0]}: only {', '.join(NAMES)} are compared here")
+    subjects = [open_subject(run.path, windows, tau, torch.device("cpu"), data, other) for run in runs]
     found = [[] for _ in subjects]
     for _ in range(ROUNDS):
         for times, subject in zip(found, subjects, strict=True):
             lines = subject.windows[:LINES_TIMED, :-1].tolist()
             times.append(sum(decode(subject.model, line, subject.tau) for line in lines) / len(lines))
-    return [min(times) for times in found]
+    return zip(runs, subjects, map(min, found), strict=True)
 
 
-def worth_rows(runs, tau, data, device):
+def worth_rows(runs, tau, data):
     """A row for each run and number of lookups: the columns above."""
-    if odd := [str(run.path) for run in runs if run.shape.method not in NAMES]:
-        raise UserError(f"{odd[0]}: only {', '.join(NAMES)} are compared here")
-    subjects = [open_subject(run.path, 1024, tau, device, data, other=True) for run in runs]
     rows = []
-    for run, subject, time_ in zip(runs, subjects, seconds(subjects), strict=True):
+    for run, subject, time_ in timed(runs, 1024, tau, data, other=True):
         asked, right, _, steps = answers(subject)
         layers, steps = run.shape.num_hidden_layers, steps.double().mean().item()
         one = {"model": NAMES[run.shape.method], "layers": layers, "seed": run.config.seed}
@@ -217,33 +204,20 @@ def summary(frame):
 
 
 @settings
-class Worth:
+class Worth(Comparison):
     """What thinking is worth where the answer is known: table and figure."""
 
-    runs: tuple[str, ...] = ()  # directories of trained runs, to measure anew
     tau: Share | None = None  # where pondering stops; by default where each run scored it
-    data: Given | None = None  # the prepared corpus that all are asked about
-    table: Path = Path("docs/figures/worth.csv")  # of the measured numbers; --runs take the place of theirs
-    out: Path = Path("out/analyze")  # where the figure goes
+    sheet = "lookups that a question takes; passes: layers that a token passes", "share of right answers"
 
-    def draw(self):
-        if self.runs:
-            frame = worth_rows(read_runs(self.runs), self.tau, self.data, torch.device("cpu"))
-            if self.table.is_file():  # other runs may be gone
-                both = pd.concat([pd.read_csv(self.table), frame])
-                frame = both.drop_duplicates([*ROW, "learning_rate", "seed", "lookups"], keep="last")
-            self.table.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.table, lambda part: frame.to_csv(part, index=False))
-        if not self.table.is_file():
-            raise UserError(f"{self.table} is not there: make it of trained runs, --runs (lab/runs/worth.sh)")
-        try:
-            cells, kept = summary(pd.read_csv(self.table))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{self.table} is damaged ({error}): make it anew, with --runs") from None
-        print(markdown(cells))
-        figure, (axes,) = new_figure(
-            "lookups that a question takes; passes: layers that a token passes", "share of right answers"
-        )
+    def frame(self, runs):
+        return worth_rows(runs, self.tau, self.data)
+
+    def table(self, frame):
+        return summary(frame)[0]
+
+    def picture(self, frame, axes):
+        _, kept = summary(frame)
         for i, (which, group) in enumerate(kept.groupby(ROW)):
             curve = group.groupby("lookups").right.agg(["mean", "min", "max"])
             look = {"color": COLORS[i], "marker": MARKERS[i], "linestyle": LINES[i % len(LINES)]}
@@ -252,9 +226,3 @@ class Worth:
             axes.fill_between(curve.index, curve["min"], curve["max"], color=COLORS[i], alpha=0.15)
         axes.axhline(0.25, color="#777777", linestyle=":", label="a guess among the ends of four chains")
         axes.set_ylim(0, 1.05)
-        self.out.mkdir(parents=True, exist_ok=True)
-        save_figure(figure, self.out / "worth.png")
-
-
-if __name__ == "__main__":
-    command_line(lambda: tyro.cli(Worth, prog="python -m lab worth", description=__doc__).draw())

@@ -1,4 +1,4 @@
-"""One model for two kinds of text (corpora/mixed.py): does it think where thinking pays?
+"""One model for two kinds of text (lab corpus lookup --prose): does it think where thinking pays?
 
 column       meaning
 kind         prose: a token of the docstrings; 1 .. 6: the question of a puzzle that takes so many lookups;

@@ -20,9 +20,8 @@ from attention import augment
 from data import UserError, command_line
 from lab.common import Given
 from lab.corpora.lookup import line, longest_of
-from lab.corpora.tokenizers import load_tokenizer
-from lab.figures.explainer import write_page
-from lab.interop.weights import PUZZLES, load, locate
+from lab.figures.explainer import open_model, write_page
+from lab.interop.weights import PUZZLES, locate
 from lab.methods.grid import SlotCache
 from model import Share, settings
 from router import TAU
@@ -98,18 +97,6 @@ def chain_from(letter, table):
     return chain
 
 
-def open_model(path=PUZZLES):
-    """A model of the task and its tokenizer. UserError: it is another one."""
-    model, tokenizer = load(path), load_tokenizer(path / "tokenizer.json")
-    layers = model.config.num_hidden_layers
-    if model.method != "grid" or layers != 1 or tokenizer.name != "lookup":
-        raise UserError(
-            f"{path} is {layers} layers of {model.method} for {tokenizer.name}; a puzzle takes one "
-            f"layer of grid for lookup: bash lab/runs/lookup.sh trains some"
-        )
-    return model, tokenizer
-
-
 def show(model, tokenizer, tau=TAU, seed=6):
     """Print a puzzle, one question of each number of lookups, and what the model does with them."""
     table, letters = puzzle(seed, longest_of(tokenizer))
@@ -135,7 +122,12 @@ class Puzzle:
 
 def main(options: Annotated[Puzzle, tyro.conf.arg(name="")]):
     o = options
-    model, tokenizer = open_model(PUZZLES if o.run is None else locate(o.run))
+    place = PUZZLES if o.run is None else locate(o.run)
+    model, tokenizer = open_model(place, "grid", "lookup")
+    if (layers := model.config.num_hidden_layers) > 1:
+        raise UserError(
+            f"{place} has {layers} layers, not one: bash lab/runs/lookup.sh trains some that have"
+        )
     table, letters = puzzle(o.seed, longest_of(tokenizer))
     number = max(letters) if o.number is None else o.number
     if number not in letters:

@@ -5,13 +5,14 @@ windows                    (W, T+1)      token ids; n = W T tokens are read and 
 steps        K-hat         (n,)          executed steps of each token, at tau
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from analyze import by_token
-from data import Tokenizer, Windows
+from data import Tokenizer
 from lab.engine.states import stopped_states
 from lab.evaluation.texts import validation_windows
 from lab.interop.weights import load
@@ -25,7 +26,6 @@ class Subject:
     path: Path
     model: PonderLM
     tokenizer: Tokenizer
-    val: Windows
     windows: torch.Tensor
     tau: float
 
@@ -36,7 +36,7 @@ def open_subject(path, windows=256, tau=None, device="cpu", data=None, other=Fal
     config, tokenizer, val = validation_windows(path, data, other)
     rows = val.stack(0, min(windows, val.count))
     tau = config.tau if tau is None else tau
-    return Subject(Path(path), load(path).to(device), tokenizer, val, rows.to(device), tau)
+    return Subject(Path(path), load(path).to(device), tokenizer, rows.to(device), tau)
 
 
 def decoded(subject):
@@ -50,3 +50,15 @@ def decoded(subject):
         return model.cross_entropy(h_hat, y), steps, model.lm_head(h_hat).argmax(-1) == y
 
     return by_token(subject.windows, find)
+
+
+@contextmanager
+def rerouted(model, change):
+    """Within it `change` has the last word on s and log_w (B, T, S) of the router: it takes both and gives
+    both. A pass may hold some of the windows alone."""
+    own = model.route
+    model.route = lambda h, alpha=0.0: change(*own(h, alpha))
+    try:
+        yield
+    finally:
+        del model.route

@@ -16,11 +16,10 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 import torch
-from torch import nn
 
 from lab.figures.comparing import ABOUT, Comparison, needs_router
-from lab.figures.subject import decoded
-from lab.figures.tables import COLORS, new_figure, save_figure
+from lab.figures.subject import decoded, rerouted
+from lab.figures.tables import COLORS
 from model import Count, Share, settings
 
 GROUPS = "character", "place in its word", "frequency", "steps taken", "step distribution"
@@ -64,17 +63,10 @@ def kinds_of(windows, tokenizer):
     return [character(pieces[i][-1]) for i in ids], places, [thirds[i] for i in ids]
 
 
-class Permuted(nn.Module):
-    """A router that gives each token the step distribution of another one of its window, always the same
-    one: a pass may hold some of the windows alone."""
-
-    def __init__(self, router):
-        super().__init__()
-        self.router = router
-
-    def forward(self, h0, alpha=0.0):
-        place = torch.randperm(h0.size(1), generator=torch.Generator().manual_seed(0))  # (T,)
-        return tuple(x[:, place.to(x.device)] for x in self.router(h0, alpha))  # (B, T, S)
+def permuted(s, log_w):
+    """s and log_w (B, T, S) of another token of each window, always the same one."""
+    place = torch.randperm(s.size(1), generator=torch.Generator().manual_seed(0)).to(s.device)  # (T,)
+    return s[:, place], log_w[:, place]
 
 
 def where_rows(subject):
@@ -90,9 +82,8 @@ def where_rows(subject):
             found = found.set_index("kind").reindex(map(str, range(K + 1))).reset_index()
             found.tokens = found.tokens.fillna(0)
         rows.append(found.assign(group=group))
-    router, subject.model.router = subject.model.router, Permuted(subject.model.router)
-    other_loss, other_steps, _ = (x.double().numpy() for x in decoded(subject))
-    subject.model.router = router
+    with rerouted(subject.model, permuted):
+        other_loss, other_steps, _ = (x.double().numpy() for x in decoded(subject))
     control = {"kind": ["its own", "another token's"], "steps": [steps.mean(), other_steps.mean()]}
     control |= {"loss": [loss.mean(), other_loss.mean()], "tokens": 1.0, "group": GROUPS[-1]}
     return pd.concat([*rows, pd.DataFrame(control)])
@@ -105,6 +96,7 @@ class Where(Comparison):
     windows: Count = 512  # of the validation text
     tau: Share | None = None  # where pondering stops; by default where each run scored it
     by, keeps_means = ["group", "kind"], True
+    sheet = "executed steps after the token, mean", "", 3
     columns = ABOUT | {"group": "group", "kind": "kind", "share of tokens": "tokens:.3f"}
     columns |= {"steps": "steps:.2f", "loss": "loss:.3f"}
 
@@ -112,12 +104,10 @@ class Where(Comparison):
         needs_router(run)
         return where_rows(self.subject(run, self.windows))
 
-    def picture(self, frame):
+    def picture(self, frame, *panels):
         first = next(iter(frame.groupby(["method", "K"], sort=False)))[1]
-        figure, panels = new_figure("executed steps after the token, mean", "", panels=3)
         for axes, group in zip(panels, GROUPS, strict=False):
             mine = first[first.group == group].sort_values("steps")
             axes.barh(mine.kind, mine.steps, xerr=mine.steps_std.fillna(0), color=COLORS[1])
             axes.set_title(group)
-        figure.suptitle(f"{first.method.iloc[0]}, K = {first.K.iloc[0]:.0f}")
-        save_figure(figure, self.out / "where.png")
+        panels[0].figure.suptitle(f"{first.method.iloc[0]}, K = {first.K.iloc[0]:.0f}")

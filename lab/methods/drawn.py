@@ -23,6 +23,13 @@ class DrawnConfig(PriceConfig):
     entropy: NotNegative = 0.0  # what a nat of the entropy of s takes off the loss
 
 
+def imposed(steps, s, log_w):
+    """s and log_w (B, T, S) of tokens that take `steps` (B, T), whatever their router says."""
+    k = torch.arange(s.size(-1), device=s.device)
+    visible = torch.zeros_like(log_w).masked_fill(k > steps[..., None], MASKED)
+    return F.one_hot(steps, s.size(-1)).to(s.dtype), visible
+
+
 class Drawn(ByProbability, Grid):
     method, title = "drawn", "PonderLM-3 of drawn depth, grid"
     Config = DrawnConfig
@@ -30,21 +37,15 @@ class Drawn(ByProbability, Grid):
     def __init__(self, config):
         super().__init__(config)
         self.register_buffer("seen", torch.zeros(1))  # micro-batches; a resumed training goes on with it
-        self.given = None  # (B, T) steps that all tokens take, whatever the router says
 
     def route(self, h, alpha=0.0):
         s, log_w = super().route(h, alpha)  # (B, T, S)
-        steps, drawn = self.given, torch.ones((), dtype=torch.bool)
-        if self.training:
-            generator = torch.Generator().manual_seed(int(self.seen))
-            steps = torch.randint(s.size(-1), s.shape[:-1], generator=generator)
-            drawn = torch.rand(s.shape[:-1], generator=generator)[..., None] < self.share()
-        if steps is None:
+        if not self.training:
             return s, log_w
-        steps, drawn = steps.to(s.device), drawn.to(s.device)
-        k = torch.arange(s.size(-1), device=s.device)
-        visible = torch.zeros_like(log_w).masked_fill(k > steps[..., None], MASKED)
-        one_hot = F.one_hot(steps, s.size(-1)).to(s.dtype)
+        generator = torch.Generator().manual_seed(int(self.seen))
+        steps = torch.randint(s.size(-1), s.shape[:-1], generator=generator).to(s.device)
+        drawn = torch.rand(s.shape[:-1], generator=generator)[..., None].to(s.device) < self.share()
+        one_hot, visible = imposed(steps, s, log_w)
         return torch.where(drawn, one_hot, s), torch.where(drawn, visible, log_w)
 
     def share(self):

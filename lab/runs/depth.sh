@@ -2,10 +2,8 @@
 # How much could deciding gain on a text, and can a router be brought to choose between no step and one? `tiny`
 # on the grid, 4,000 steps, one seed: models of any depth; half of the depths drawn at first, a price afterwards.
 #     bash lab/runs/depth.sh          PARTS="any tries", SEEDS=1 or both: these runs, no table
-# What is finished is skipped. One core of an EPYC with AVX-512: 3 to 6 minutes a run.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-. lab/runs/once.sh
+# One core of an EPYC with AVX-512: 3 to 6 minutes a run.
+. "$(dirname "$0")/once.sh"
 
 run() { # name, flags
   once out/depth "$1" "$seed" --preset tiny --steps 4000 --eval-every 1000 --log-every 100 "${@:2}"
@@ -41,8 +39,7 @@ for part in ${PARTS:-any tries}; do
   done
 done
 
-if [ -z "${PARTS:-}${SEEDS:-}" ]; then
-  "${PYTHON:-python}" -m lab analyze depth --runs out/depth/any-[13]-[0-9]
-  "${PYTHON:-python}" -m lab analyze depth --runs out/depth/any-3-bpe-[0-9] --out out/analyze/depth-bpe
-  "${PYTHON:-python}" -m lab analyze compare --runs out/depth/{half,deep,fade,entropy,shared}-*-[0-9] --out out/analyze/tries
-fi
+[ -z "${PARTS:-}${SEEDS:-}" ] || exit 0 # a table is of all
+lab analyze depth --runs out/depth/any-[13]-[0-9]
+lab analyze depth --runs out/depth/any-3-bpe-[0-9] --out out/analyze/depth-bpe
+lab analyze compare --runs out/depth/{half,deep,fade,entropy,shared}-*-[0-9] --out out/analyze/tries

@@ -1,12 +1,9 @@
 #!/usr/bin/env bash
-# What training costs: the grid (lab/methods/grid.py) beside Jacobi iteration, loops and no thinking,
-# at equal text and at equal slots. Runs with one seed have the same batches, and the same first
-# weights where both have a router for as many steps, or neither has one. Five pairs of what matters
-# most, three of the rest. What is finished is skipped.
+# What training costs: the grid (lab/methods/grid.py) beside Jacobi iteration, loops and no thinking, at equal
+# text and at equal slots. Runs with one seed have the same batches, and the same first weights where both have a
+# router for as many steps, or neither has one.
 #     bash lab/runs/grid.sh              PARTS="slots text", SEEDS=1 or both: these runs, no figures
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-. lab/runs/once.sh
+. "$(dirname "$0")/once.sh"
 
 train() { # folder, name, flags
   once "out/$1" "$2" "$seed" --preset tiny --eval-every 1000 "${@:3}"
@@ -45,9 +42,8 @@ for part in ${PARTS:-slots half text}; do
   done
 done
 
-if [ -z "${PARTS:-}${SEEDS:-}" ]; then
-  analyze() { "${PYTHON:-python}" -m lab analyze compare --over slots --runs "${@:2}" --out "out/analyze/$1"; }
-  analyze slots out/slots/* out/text/ponderlm3-3-[012]
-  analyze half out/half/* out/slots/grid-1-*
-  analyze text out/text/*
-fi
+[ -z "${PARTS:-}${SEEDS:-}" ] || exit 0 # a table is of all
+analyze() { lab analyze compare --over slots --runs "${@:2}" --out "out/analyze/$1"; }
+analyze slots out/slots/* out/text/ponderlm3-3-[012]
+analyze half out/half/* out/slots/grid-1-*
+analyze text out/text/*

@@ -3,9 +3,7 @@
 # which always take one, two or three steps or decide; the same text, by pairs.
 #     bash lab/runs/layers.sh          PARTS="tiny wide", SEEDS=1 or both: these runs, no table
 # On one core 20 minutes a seed for `tiny`, 17 for `wide` (twice its width), 30 for `long` (four times the steps).
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-. lab/runs/once.sh
+. "$(dirname "$0")/once.sh"
 
 train() { # name, flags
   once "$folder" "$1" "$seed" --preset tiny --eval-every 4000 --eval-windows 512 "${size[@]}" "${@:2}"
@@ -31,9 +29,8 @@ for part in ${PARTS:-tiny wide long}; do
   done
 done
 
-if [ -z "${PARTS:-}${SEEDS:-}" ]; then
-  for part in "" -wide -long; do
-    "${PYTHON:-python}" -m lab analyze layers --runs out/layers$part/{plain-?,always-?,decides-?}-? \
-      --out out/analyze/layers$part
-  done
-fi
+[ -z "${PARTS:-}${SEEDS:-}" ] || exit 0 # a table is of all
+for part in "" -wide -long; do
+  lab analyze layers --runs out/layers$part/{plain-?,always-?,decides-?}-? \
+    --out out/analyze/layers$part
+done

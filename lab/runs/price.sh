@@ -1,12 +1,9 @@
 #!/usr/bin/env bash
-# What does a step have to cost, and from when on? `tiny` by Jacobi iteration, 1,000 steps: the form of the price
-# (executed; half of it on probability; probability), its size, the router's rate, where the router starts.
-# long: the best for 4,000 steps. small: that preset with fewer layers, on the grid and by Jacobi.
+# What does a step have to cost, and from when on? The form of the price (on executed steps, on probability, on
+# half of each), its size, the router's rate, where the router starts.
 #     bash lab/runs/price.sh          PARTS="tiny long small", SEEDS=1 or both: these runs, no table
-# What is finished is skipped. On one core of an EPYC with AVX-512 a run takes 2 minutes, of small 5 to 20.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-. lab/runs/once.sh
+# On one core of an EPYC with AVX-512 a run takes 2 minutes, of small 5 to 20.
+. "$(dirname "$0")/once.sh"
 
 flags_of() { # form-price[-flat][-from share] -> flags
   local form price from flat
@@ -55,10 +52,9 @@ for part in ${PARTS:-tiny long small}; do
   done
 done
 
-if [ -z "${PARTS:-}${SEEDS:-}" ]; then
-  compare() { "${PYTHON:-python}" -m lab analyze compare --out "out/analyze/price-$1" --runs "${@:2}"; }
-  compare tiny out/price/tiny/*-[0-9] --swap --choose 512
-  compare small out/price/small/*-[0-9] --swap
-  compare long out/price/long/*-[0-9] out/pays/jacobi/by-token-0 --swap # of pays.sh
-  compare tau out/price/tiny/executed-{0,0.01,0.1}-rate3-0 --taus 1e-6 1e-5 1e-3 0.01 0.03 0.1 0.3 --over tau
-fi
+[ -z "${PARTS:-}${SEEDS:-}" ] || exit 0 # a table is of all
+compare() { lab analyze compare --out "out/analyze/price-$1" --runs "${@:2}"; }
+compare tiny out/price/tiny/*-[0-9] --swap --choose 512
+compare small out/price/small/*-[0-9] --swap
+compare long out/price/long/*-[0-9] out/pays/jacobi/by-token-0 --swap # of pays.sh
+compare tau out/price/tiny/executed-{0,0.01,0.1}-rate3-0 --taus 1e-6 1e-5 1e-3 0.01 0.03 0.1 0.3 --over tau

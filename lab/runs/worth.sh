@@ -6,28 +6,17 @@
 # A first stage that does not answer 95 of 100 questions of two lookups goes on, to twice its steps at most. Of two
 # learning rates a model without thinking has the one with the lower loss after the first stage of seed 0.
 # One core of an EPYC without AVX-512: decides 27 minutes a seed, always 30, plain-1 10, plain-6 50, with TIMES=4 100.
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-. lab/runs/once.sh
-
-OUT=out/worth LAST=5 ROUTER_RATE=3
+. "$(dirname "$0")/stages.sh"
+OUT=out/worth/stages LAST=5
 
 for K in $(seq 1 $LAST); do # questions of 1 to K + 1 lookups
-  [ -f "data/lookup-K$K/meta.json" ] || "${PYTHON:-python}" -m lab corpus lookup \
-    --folder "data/lookup-K$K" --lines 50000 --seed 0 --lookups $(seq 1 $((K + 1)))
+  corpus lookup-K$K --lines 50000 --seed 0 --lookups $(seq 1 $((K + 1)))
 done
-[ -f data/lookup-all/meta.json ] ||
-  "${PYTHON:-python}" -m lab corpus lookup --folder data/lookup-all --lines 20000 --seed 1
-
-train() { # name, text, flags
-  once $OUT/stages "$1" "$seed" --preset tiny --data "data/lookup-$2" --hidden-size 128 \
-    --intermediate-size 344 --num-attention-heads 4 --head-dim 32 --batch-size 16 --eval-every 500 \
-    --log-every 100 "${@:3}"
-}
+corpus lookup-all --lines 20000 --seed 1
 
 answers() { # run: does it answer 95 of 100 questions of two lookups?
-  "${PYTHON:-python}" -m lab analyze lookup --runs "$1" --data data/lookup-K1 --out "$1/report" > /dev/null
-  "${PYTHON:-python}" - "$1/report/lookup.csv" << 'END'
+  lab analyze lookup --runs "$1" --data data/lookup-K1 --out "$1/report" > /dev/null
+  "$PYTHON" - "$1/report/lookup.csv" << 'END'
 import sys, pandas
 rows = pandas.read_csv(sys.argv[1]).set_index("lookups")
 sys.exit(int(rows.accuracy[2] < 0.95))
@@ -37,29 +26,29 @@ END
 grow() { # name, layers, peak of the learning rate, flags of the first stage, of the others, their times
   local name=$1 rate=$3 times=${6:-1} K before=()
   for try in 1 2; do
-    train "$name-learns-$try" K1 --num-hidden-layers "$2" --learning-rate "$rate" --steps 3000 \
+    train "$name-learns-$try" lookup-K1 --num-hidden-layers "$2" --learning-rate "$rate" --steps 3000 \
       $(steps 1) $4 "${before[@]}"
-    before=(--init-from "$OUT/stages/$name-learns-$try-$seed")
-    answers "$OUT/stages/$name-learns-$try-$seed" && break
+    before=(--init-from "$OUT/$name-learns-$try-$seed")
+    answers "$OUT/$name-learns-$try-$seed" && break
   done
-  train "$name-K1" K1 "${before[@]}" --learning-rate "$rate" --steps 300 $5
+  train "$name-K1" lookup-K1 "${before[@]}" --learning-rate "$rate" --steps 300 $5
   before=$name-K1
   [ "$times" = 1 ] || name=$name-x$times
   for K in $(seq 2 $LAST); do
-    train "$name-K$K" "K$K" --init-from "$OUT/stages/$before-$seed" \
+    train "$name-K$K" "lookup-K$K" --init-from "$OUT/$before-$seed" \
       $(steps "$K") --learning-rate "$(half "$rate")" --steps $((500 * times)) $5
     before=$name-K$K
   done
-  once $OUT "$name" "$seed" --preset tiny --data "data/lookup-K$LAST" --batch-size 16 --eval-every 500 \
-    --log-every 100 --init-from "$OUT/stages/$before-$seed" --learning-rate "$rate" \
+  OUT=out/worth train "$name" lookup-K$LAST --init-from "$OUT/$before-$seed" --learning-rate "$rate" \
     --steps $((1000 * times)) $5
 }
+
 better() { # name, layers, flags: the peak with the lower loss after the first stage
   local seed=0 rate
   for rate in 3e-3 1e-3; do
-    train "$1-$rate-learns-1" K1 --num-hidden-layers "$2" --learning-rate $rate --steps 3000 $3 >&2
+    train "$1-$rate-learns-1" lookup-K1 --num-hidden-layers "$2" --learning-rate $rate --steps 3000 $3 >&2
   done
-  "${PYTHON:-python}" - "$OUT/stages/$1" << 'END'
+  "$PYTHON" - "$OUT/$1" << 'END'
 import json, sys
 loss = {x: json.load(open(f"{sys.argv[1]}-{x}-learns-1-0/results.json"))["hard"]["loss"] for x in ("3e-3", "1e-3")}
 print(min(loss, key=loss.get))
@@ -71,9 +60,7 @@ steps() { [[ $name = plain* ]] || echo "--ponder-steps $1"; }
 for seed in ${SEEDS:-0 1 2}; do
   for model in ${MODELS:-decides always plain-1 plain-6}; do
     case $model in
-      decides) # undecided at first, then each step costs something
-        grow decides 1 3e-3 "--method grid --penalty-weight 0 --router-offset 0 0" \
-          "--penalty-weight 0 --step-price 0.05" ;;
+      decides) grow decides 1 3e-3 "$free --method grid" "$price" ;;
       always) grow always 1 3e-3 "--method grid-fixed" "" ;;
       plain-*)
         rate=$(better "$model" "${model#plain-}" "--method vanilla")
@@ -82,6 +69,5 @@ for seed in ${SEEDS:-0 1 2}; do
   done
 done
 
-if [ -z "${MODELS:-}${SEEDS:-}" ]; then
-  "${PYTHON:-python}" -m lab worth --runs $OUT/*-[0-9] --data data/lookup-all
-fi
+[ -z "${MODELS:-}${SEEDS:-}" ] || exit 0 # a table is of all
+lab analyze worth --runs out/worth/*-[0-9] --data data/lookup-all

@@ -20,17 +20,15 @@ def ids(n, seed=0):
 def test_cut(T):
     """Catches a token that is predicted twice or never, or from less than half a window."""
     texts = [100 * n + np.arange(n) for n in (0, 1, 2, 5, 9, 10, 16, 17, 40)]
-    cuts, predicted = cut(texts, T), []
-    for text, start, end, first in cuts.places:
+    places, predicted = cut(texts, T), []
+    for text, start, end, first in places:
         assert end - start <= T + 1
         predicted.append(texts[text][first:end])
         assert first > start and all(place - start >= min(place, T // 2 + 1) for place in range(first, end))
     assert np.array_equal(np.concatenate(predicted), np.concatenate([ids[1:] for ids in texts]))
-    assert cuts.sizes.tolist() == [*map(len, predicted)]
-    for n in (2, len(cuts) * 6 // 10, len(cuts), 10**6):  # spread over all
-        some = cut(texts, T, n).places.tolist()
-        at = [cuts.places.tolist().index(place) for place in some]
-        assert len({*at}) == min(n, len(cuts)) and (at[0], at[-1]) == (0, len(cuts) - 1)
+    for n in (2, len(places) * 6 // 10, len(places), 10**6):  # spread over all
+        at = [places.tolist().index(place) for place in cut(texts, T, n).tolist()]
+        assert len({*at}) == min(n, len(places)) and (at[0], at[-1]) == (0, len(places) - 1)
         assert max(np.diff(at)) - min(np.diff(at)) <= 1
 
 
@@ -39,7 +37,7 @@ def test_cut(T):
 def test_against_the_simple_decoder(method, tau):
     """Catches scores that decoding does not give: losses to 1e-4, steps exactly."""
     model, text = method_model(method), ids(20)
-    scores = score(model, cut([text], 32), tau)
+    scores = score(model, [text], cut([text], 32), tau)
     for found, its_tau in ((scores.soft, 0), (scores.hard, tau)):
         logits, steps, _ = decode(model, text[:-1], its_tau)
         losses = F.cross_entropy(logits, torch.tensor(text[1:]), reduction="none")
@@ -52,10 +50,11 @@ def test_against_the_simple_decoder(method, tau):
 def test_batches_and_order_do_not_matter(method):
     """Catches padding that is seen, a tolerance that is shared, and scores in the wrong place."""
     model = method_model(method)
-    cuts = cut([ids(n, n) for n in (12, 5, 33, 7, 20, 90)], 32)
-    alone = [score(model, cuts[[i]], 0.3) for i in range(len(cuts))]
-    for batch_tokens, order in ((50, [*range(len(cuts))]), (10_000, [*range(len(cuts))][::-1])):
-        together = score(model, cuts[order], 0.3, batch_tokens)
+    texts = [ids(n, n) for n in (12, 5, 33, 7, 20, 90)]
+    places = cut(texts, 32)
+    alone = [score(model, texts, places[[i]], 0.3) for i in range(len(places))]
+    for batch_tokens, order in ((50, [*range(len(places))]), (10_000, [*range(len(places))][::-1])):
+        together = score(model, texts, places[order], 0.3, batch_tokens)
         for name in ("soft", "hard", "steps"):
             expected = torch.cat([getattr(alone[i], name) for i in order])
             torch.testing.assert_close(getattr(together, name), expected, atol=1e-9, rtol=0)

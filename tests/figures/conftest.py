@@ -65,7 +65,7 @@ def subject():
 
     def make(model, windows=3, T=8, tau=0.3, V=31):
         rows = torch.randint(V, (windows, T + 1), generator=torch.Generator().manual_seed(1))
-        return Subject(Path("run"), model, Tokenizer.named("bytes"), None, rows, tau)
+        return Subject(Path("run"), model, Tokenizer.named("bytes"), rows, tau)
 
     return make
 

@@ -21,10 +21,11 @@ from lab.figures.comparing import (
     differences,
     losses,
     named,
+    of_another_window,
     over_seeds,
     read_runs,
-    swapped,
 )
+from lab.figures.subject import rerouted
 from lab.interop.weights import load
 from lab.methods import find
 
@@ -61,7 +62,7 @@ def test_swapped():
     stays swapped. On the grid s is of h^(0), which no mask has touched."""
     model, idx = small_model(method="grid"), tokens(8, 3)
     own = model(idx, tau=1e-4)
-    with swapped(model):
+    with rerouted(model, of_another_window):
         other = model(idx, tau=1e-4)
         with pytest.raises(UserError, match="--swap"):
             model(idx[:1])

@@ -7,6 +7,7 @@ from lab_helpers import small_model
 
 from data import UserError
 from lab.figures.depth import Depth, depth_rows, given, predict, take_most
+from lab.figures.tables import new_figure
 from lab.methods import configure
 from lab.methods.drawn import Drawn
 
@@ -65,10 +66,11 @@ def test_drawn_share():
 
 
 def test_command(make_run, tmp_path):
-    """Catches a run of another method, and a figure that cannot be drawn."""
+    """Catches a run of another method, and a curve or row that is missing."""
     with pytest.raises(UserError, match="--method drawn"):
         Depth((make_run("plain", 1.0, 0),), out=tmp_path / "out").draw()
     who, figure = {"method": "drawn", "K": 2, "seed": 0}, Depth(out=tmp_path)
     rows = pd.DataFrame(who | row for row in depth_rows(drawn_model(), WINDOWS))
-    figure.picture(rows)
-    assert (tmp_path / "depth.png").read_bytes()[:4] == b"\x89PNG" and len(figure.table(rows)) == 10
+    _, (axes,) = new_figure(*figure.sheet)
+    figure.picture(rows, axes)
+    assert len(axes.lines) == 2 * 3 and len(figure.table(rows)) == 10  # steps, rules and shares

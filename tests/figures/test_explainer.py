@@ -94,6 +94,19 @@ BROWSER = """
       answer = JSON.stringify({result, said}, plain);
     }
 """
+# Logits and steps of all tokens, as the model decodes and by its Jacobi iteration.
+ASKED = """
+    requests.decode = ({ids, tau, alpha}) => {
+      const {tokens} = new Reading(tau, alpha).all(ids);
+      return {logits: tokens.map(({logits}) => logits), steps: tokens.map(({steps}) => steps)};
+    };
+    requests.iterate = ({ids, tau, alpha}) => {
+      const passes = [...model.jacobi(ids, tau, alpha)], {h, s, log_w} = passes.at(-1);
+      const steps = log_w.map(row => stop_step(row, tau));
+      const states = h.map((h_t, t) => model.integrate(h_t.slice(0, steps[t] + 1), s[t]));
+      return {logits: states.map(state => model.lm_head(state)), steps, passes: passes.length};
+    };
+"""
 
 
 class Worker:
@@ -103,7 +116,7 @@ class Worker:
         text = page.read_text("utf-8")
         find = lambda id: re.search(rf'id="{id}">(.*?)</script>', text, re.DOTALL)[1]  # noqa: E731
         self.engine = MiniRacer()
-        self.engine.eval(BROWSER + find("worker"))
+        self.engine.eval(BROWSER + find("worker") + ASKED)
         self.payload = json.loads(find("payload"))[part]
         self.ask("start", **self.payload, weights=find(weights))
 

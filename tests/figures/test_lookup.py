@@ -12,8 +12,8 @@ from lab_helpers import flags, records, small_model
 from data import UserError
 from lab.corpora import lookup
 from lab.figures.comparing import read_runs
-from lab.figures.lookup import Kinds, Lookup, Stilled, answers, kind_rows
-from lab.figures.subject import decoded, open_subject
+from lab.figures.lookup import Kinds, Lookup, answers, kind_rows, stilled
+from lab.figures.subject import decoded, open_subject, rerouted
 from lab.interop.warm_start import start_from
 from lab.interop.weights import load
 
@@ -123,7 +123,7 @@ def test_kinds(trained, subject, lines, tmp_path):
     _, steps, _ = (x.double() for x in decoded(one))
     asked, right, *_ = answers(one)
     found = {row["kind"]: row for row in records(kind_rows(one))}
-    assert model.router is one.model.router and not isinstance(model.router, Stilled)
+    assert torch.equal(decoded(one)[1].double(), steps)  # by its own router again
     accuracies = [right[asked == n].double().mean().item() for n in range(1, 7)]
     everything = found["all"]
     assert everything["steps"] == everything["steps_left"] == pytest.approx(steps.mean().item())
@@ -134,10 +134,10 @@ def test_kinds(trained, subject, lines, tmp_path):
         assert found[kind]["tokens"] == pytest.approx((kinds == i).double().mean().item())
         assert found[kind]["steps"] == pytest.approx(steps[kinds == i].mean().item())
         assert found[kind]["steps_left"] < everything["steps"]
-    model.router = Stilled(model.router, torch.arange(64) == 5)
-    stilled = decoded(one)[1].view(12, 64)
-    assert not stilled[:, 5].any() and torch.equal(stilled[:, :5], steps.view(12, 64)[:, :5].long())
-    s, log_w = model.router(torch.randn(1, 64, model.config.hidden_size).to(model.lm_head.weight))
+    with rerouted(model, stilled(torch.arange(64) == 5)):
+        left = decoded(one)[1].view(12, 64)
+        s, log_w = model.route(torch.randn(1, 64, 1, model.config.hidden_size).to(model.lm_head.weight))
+    assert not left[:, 5].any() and torch.equal(left[:, :5], steps.view(12, 64)[:, :5].long())
     assert s.sum(-1) == pytest.approx(torch.ones(1, 64).double()) and (log_w[0, 5, 1:] < -99).all()
     runs, data = [str(trained / "lookup-0"), str(trained / "lookup-1")], str(trained.parent / "data/lookup")
     Kinds(runs=tuple(runs), data=data, tau=0.3, out=tmp_path).draw()

@@ -8,9 +8,10 @@ from lab_helpers import small_model
 
 from data import UserError
 from lab.corpora import lookup
+from lab.corpora.tokenizers import load_tokenizer
 from lab.figures import puzzle
 from lab.figures.puzzle import Puzzle, main
-from lab.interop.weights import INCLUDED
+from lab.interop.weights import INCLUDED, PUZZLES, load
 from model import rotate
 from router import stop_step
 
@@ -71,7 +72,7 @@ def test_puzzles(longest):
 
 @pytest.fixture(scope="module")
 def included():
-    return puzzle.open_model()
+    return load(PUZZLES), load_tokenizer(PUZZLES / "tokenizer.json")
 
 
 @pytest.mark.slow
@@ -107,6 +108,6 @@ def test_show(included, tmp_path, capsys):
 def test_wrong_models_and_numbers(tmp_path):
     """Catches a model of another task or method that is asked, and a number that no chain has."""
     with pytest.raises(UserError, match="ponderlm3"):
-        puzzle.open_model(INCLUDED)
+        main(Puzzle(run=str(INCLUDED), out=tmp_path / "it.svg"))
     with pytest.raises(UserError, match="--number 7"):
         main(Puzzle(number=7, out=tmp_path / "it.svg"))

@@ -1,6 +1,6 @@
 /* The text of the page: what its model does with it, byte by byte. puzzle.js, which follows, shows
 the puzzle. Both ask a worker (worker.js), which holds the model, and show what comes back. Texts
-reach the document as textContent only. Tests and a console may ask, too: window.ponder. */
+reach the document as textContent only. */
 
 const payload = JSON.parse(document.getElementById("payload").textContent);
 const {config} = payload.text, K = config.ponder_steps, END = 256;  // END: the token behind a text
@@ -25,8 +25,7 @@ addEventListener("unhandledrejection", ({reason}) => fail(reason));
 /** A thread that holds a model -> a function that asks it (see worker.js), which gives a promise
  * of the answer; `hear` gets what comes before it. The weights may come behind this script. */
 function thread(model, weights) {
-  const worker = new Worker(URL.createObjectURL(source)), asked = [], early = [];
-  let send = message => early.push(message);
+  const worker = new Worker(URL.createObjectURL(source)), asked = [];
   worker.onerror = fail;
   worker.onmessage = ({data: {number, event, result, error, done}}) => {
     if (!done) return asked[number].hear(event);
@@ -34,18 +33,12 @@ function thread(model, weights) {
     else asked[number].resolve(result);
     delete asked[number];
   };
-  const request = (name, values = {}, hear = () => {}) => {
-    send({number: asked.length, name, values});
-    return new Promise((resolve, reject) => asked.push({resolve, reject, hear}));
-  };
-  const begin = () => {
-    send = message => worker.postMessage(message);
-    request("start", {...model, weights: find(weights).textContent}).catch(fail);
-    early.forEach(send);
-  };
-  if (find(weights)) begin();
-  else document.addEventListener("DOMContentLoaded", begin);
-  return request;
+  const send = (name, values, hear) => new Promise((resolve, reject) => {
+    worker.postMessage({number: asked.push({resolve, reject, hear}) - 1, name, values});
+  });
+  const loaded = new Promise(done => find(weights) ? done() : addEventListener("DOMContentLoaded", done));
+  const started = loaded.then(() => send("start", {...model, weights: find(weights).textContent})).catch(fail);
+  return (name, values = {}, hear = () => {}) => started.then(() => send(name, values, hear));
 }
 
 /** The buttons NAME-play, -step and -again, which walk to last() by go(n), from what now() says.
@@ -104,15 +97,12 @@ function name_of(byte) {
   return byte < 128 ? labels([byte])[0] : "0x" + byte.toString(16);
 }
 
-function element(name, content, className) {
-  const made = document.createElement(name);
-  if (content !== undefined) made.textContent = content;
-  if (className) made.className = className;
-  return made;
-}
-
+const element = (name, content = "", className = "") =>
+  Object.assign(document.createElement(name), {textContent: content, className});
 const kbd = byte => element("kbd", name_of(byte));
-const shade = (node, p) => { node.style.setProperty("--p", p); return node; };
+const styled = (node, name, value) => { node.style.setProperty(name, value); return node; };
+const shade = (node, p) => styled(node, "--p", p);
+const bar = w => styled(element("span", "", "bar"), "--w", 100 * w);
 const by_steps = steps => DARKEST * steps / K;
 const number_text = x => x >= 0.001 || x === 0 ? x.toFixed(3) : x.toExponential(0);
 
@@ -185,7 +175,7 @@ function show_legend() {
   const counts = Array(K + 1).fill(0);
   for (const steps of state.steps) counts[steps]++;
   find("legend").replaceChildren("steps: ", ...counts.flatMap((count, k) => {
-    const item = element("span", undefined, "item");
+    const item = element("span", "", "item");
     item.append(shade(element("b", k), by_steps(k)), ` ${count} byte${count === 1 ? "" : "s"}`);
     return [item, " "];
   }));
@@ -199,12 +189,8 @@ const PLACES = Array.from({length: 121}, (_, place) => tau_at(place));
 const text_of_tau = tau => tau >= 0.001 || tau === 0 ? String(tau) : tau.toExponential();
 
 function show_costs({n, steps, loss}, name) {
-  const slots = steps + n, all = n * (K + 1);
-  const values = ["", 0, 0];
-  if (n) {
-    const share = Math.round(100 * (1 - slots / all));
-    values.splice(0, 3, (steps / n).toFixed(2), slots, `${all - slots} (${share} %)`);
-  }
+  const all = n * (K + 1), saved = all - n - steps;
+  const values = n ? [(steps / n).toFixed(2), n + steps, `${saved} (${Math.round(100 * saved / all)} %)`] : ["", 0, 0];
   const row = find("cost-" + name);
   row.classList.remove("faint");
   [...values, loss === null ? "" : loss.toFixed(3)].forEach((value, i) => {
@@ -265,37 +251,28 @@ function choose_byte(t) {
 /** The most probable bytes, [[byte, probability], ..], the one that follows in a frame. */
 function guesses(list) {
   return list.map(([byte, p]) => {
-    const made = element("span", undefined, byte === opened.next ? "guess right" : "guess");
+    const made = element("span", "", byte === opened.next ? "guess right" : "guess");
     made.append(kbd(byte), " ", element("i", p.toFixed(2)));
     return shade(made, DARKEST * p);
   });
 }
 
-function bar(w) {
-  const made = element("span", undefined, "bar");
-  made.style.setProperty("--w", 100 * w);
-  return made;
-}
-
-function cells(...contents) {
+/** A row of a table: what stands in each of its cells, or several things in a list. */
+function row_of(name, contents) {
   const row = element("tr");
   for (const content of contents) {
-    const cell = element("td");
+    const cell = element(name);
     cell.append(...[content].flat());
     row.append(cell);
   }
   return row;
 }
 
-function header(...titles) {
-  const row = element("tr");
-  row.append(...titles.map(title => element("th", title)));
-  return row;
-}
+const cells = (...contents) => row_of("td", contents), header = (...titles) => row_of("th", titles);
 
 function show_opened() {
   const {t, id, steps, s, w, alone, integrated, next, probability} = opened;
-  const title = element("p"), table = element("table"), wide = element("div", undefined, "wide");
+  const title = element("p"), table = element("table"), wide = element("div", "", "wide");
   title.append(element("strong", `Byte ${t}: `), kbd(id), `, K\u0302 = ${steps} of ${K} steps. `);
   if (probability !== null)
     title.append("What follows is ", kbd(next), `, of probability ${number_text(probability)}: `
@@ -324,9 +301,9 @@ function show_choices() {
 }
 
 /** A byte and its slots: one cell each. */
-function column(byte, count = K + 1) {
-  const made = element("div", undefined, "column");
-  made.append(kbd(byte), ...Array.from({length: count}, () => element("span", undefined, "cell")));
+function column(byte) {
+  const made = element("div", "", "column");
+  made.append(kbd(byte), ...Array.from({length: K + 1}, () => element("span", "", "cell")));
   return made;
 }
 
@@ -341,9 +318,8 @@ function show_attention() {
   columns.forEach(made => made.querySelectorAll(".cell").forEach(c => c.classList.add("hidden")));
   const rows = [...attention].map((a, j) => ({...keys[j], a}));
   for (const key of rows) {
-    const cell = columns[key.t - start].children[1 + key.k];
+    const cell = styled(columns[key.t - start].children[1 + key.k], "--w", 100 * key.w);
     cell.className = "cell attended visible";
-    cell.style.setProperty("--w", 100 * key.w);
     shade(cell, 95 * Math.sqrt(key.a / most));
     const [a, w] = [key.a, key.w].map(number_text);
     cell.title = `byte ${key.t}, slot ${key.k}: attention ${a}, w ${w}`;
@@ -474,8 +450,7 @@ async function write() {
   place.classList.remove("faint");
   await reading;
   if (mine !== writing) return;  // the text has changed meanwhile
-  const seed = +find("seed").value;
-  const temperature = Math.min(Math.max(+find("temperature").value, 0), 2);
+  const [seed, temperature] = ["seed", "temperature"].map(id => +find(id).value);
   const asked = {ids: state.ids, seed, temperature, count: WRITTEN};
   const ended = await request("more", asked, ({id, steps}) => {
     if (mine !== writing) return;
@@ -562,13 +537,3 @@ for (const link of document.querySelectorAll(`a[href^="${payload.root}/"]`)) {
 }
 
 find("input").addEventListener("input", () => { read(); remember(); });
-find("copy").addEventListener("click", async ({target}) => {
-  write_address();
-  try {
-    await navigator.clipboard.writeText(location.href);
-    target.textContent = "Copied";
-  } catch {  // a page that was opened from a disk may not
-    target.textContent = "It is in the address bar";
-  }
-  setTimeout(() => { target.textContent = "Copy link"; }, 2000);
-});

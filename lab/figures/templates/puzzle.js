@@ -264,11 +264,6 @@ function open_address() {
 follow(document.querySelector("#asked a").hash.slice(1));
 open_address();
 
-/* For tests and for the console:
-
-    await ponder.request("decode", {ids: [72, 105], tau: 0.1, alpha: 0})
-
-gives the logits and steps of a text, decoded slot by slot; "iterate" the same by the Jacobi
-iteration. ponder.state and ponder.puzzle are what the page shows, and document.body.dataset.state
-and .puzzle "ready" when it is all there. */
-window.ponder = {request, state, puzzle};
+// For tests and the console: what the page shows. document.body.dataset.state and .puzzle are "ready" when it is
+// all there.
+window.ponder = {state, puzzle};

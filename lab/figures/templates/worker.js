@@ -8,7 +8,6 @@ solve {ids, tau}                 the same of the last token of a puzzle
 jacobi {}                        before it, each pass: errors and steps of the first tokens
 more {ids, seed, temperature, count}  before it, each token that continues ids, and its steps
 stop {}                          ends what is being written
-decode, iterate {ids, tau, alpha}  logits and steps of all tokens, by either form; for tests
 
 A new `read` ends what still runs. */
 
@@ -182,20 +181,6 @@ const requests = {
 
   stop() {
     written++;
-  },
-
-  decode({ids, tau, alpha}) {
-    const {tokens} = new Reading(tau, alpha).all(ids);
-    return {logits: tokens.map(({logits}) => Array.from(logits)),
-      steps: tokens.map(({steps}) => steps)};
-  },
-
-  iterate({ids, tau, alpha}) {
-    const passes = [...model.jacobi(ids, tau, alpha)], {h, s, log_w} = passes.at(-1);
-    const steps = log_w.map(row => stop_step(row, tau));
-    const states = h.map((h_t, t) => model.integrate(h_t.slice(0, steps[t] + 1), s[t]));
-    return {logits: states.map(state => Array.from(model.lm_head(state))), steps,
-      passes: passes.length};
   },
 };
 
