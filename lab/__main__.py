@@ -7,6 +7,7 @@ evaluate   perplexity and bits per byte of texts; two models compared
 bench      speed and memory, as ratios
 convert    weights: what a directory holds; ours, Hugging Face's
 corpus     prepare texts: JSON lines, large streams, the lookup task
+worth      what thinking is worth where the answer is known: a table
 puzzle     a model solves puzzles, a lookup a step
 """
 
@@ -21,6 +22,7 @@ COMMANDS = {
     "bench": "lab.bench",
     "convert": "lab.interop",
     "corpus": "lab.corpora",
+    "worth": "lab.figures.lookup",
     "puzzle": "lab.figures.puzzle",
 }
 

@@ -4,6 +4,7 @@
     python -m lab bench step          a training step against plain passes over as many slots
     python -m lab bench memory        what a training step takes, by lab/memory.py; what fits; hours
     python -m lab bench decoding      early exit against all steps; against transformers
+    python -m lab bench goals         which of a GPU's goals the results of the others meet
 
 Things that are compared take turns, so that a machine that slows down slows all of them. Tables are printed,
 and written to <out>/attention-<device>.json, train-<preset>-<device>.json, decode-<run>-<device>.json or
@@ -27,7 +28,7 @@ from torch.utils.benchmark import Timer, timer
 
 import sample
 from attention import BACKENDS, auto, sdpa
-from data import UserError, command_line, one_line, pick_device, write_json
+from data import UserError, command_line, one_line, pick_device, read_json, reading, write_json
 from lab import kernels  # noqa: F401 - which adds `exact` to BACKENDS
 from lab.common import autocast, progress
 from lab.engine.batching import Engine, serves
@@ -45,6 +46,7 @@ Preset = Literal["tiny", "small", "70m", "410m"]
 SHORT = {"eager": 4096}  # slots up to which a form is measured: its N x N matrices take gigabytes
 WINDOWS = {"tiny": 256, "small": 64, "70m": 4, "410m": 1}  # of a step in 80 GB
 PEAK = 989e12  # FLOP/s of an H100 in bfloat16
+MFU = {"small": 0.25, "410m": 0.35}  # share of it that a training step should reach
 MIB = 2**20
 
 
@@ -275,7 +277,7 @@ def prompts_of(ids, n, length):
 
 
 def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, **how):
-    """Ratios to all steps. saved: saved time by saved slots, where a tenth of them is."""
+    """Ratios to all steps. saved: saved time by saved slots, where a tenth of them is (goal: 0.9)."""
     B, K, device = len(prompts), model.config.ponder_steps, model.lm_head.weight.device
     how["prefill"] = "sequential"  # of prompts in parallel the time does not go by slots
     ways = {"all steps": Engine(model, B, tau=0, **how)}
@@ -365,7 +367,47 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
     write(o.out, f"decode-{directory.name}", device, **about, exit=rows, others=others)
 
 
+# -- The goals of a GPU ----------------------------------------------------------------------------
+
+
+@settings
+class Goals(Options):
+    run: Path | None = None  # a training of `small`, too
+
+
+def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
+    """Which goals the results in --out meet: a row for each, of those that have been measured."""
+    rows = []
+
+    def goal(what, value, least=None, most=None):
+        passed = value >= least if most is None else value <= most
+        bound = f"at least {least}" if most is None else f"at most {most}"
+        rows.append({"goal": what, "found": value, "bound": bound, "": "passed" if passed else "FELL SHORT"})
+
+    if o.run:
+        with reading(file := o.run / "results.json"):
+            goal(f"{o.run.name}, executed steps", read_json(file)["hard"]["steps"], most=2.9)
+    for file in sorted(o.out.glob("*.json")):
+        found = read_json(file)
+        with reading(file):
+            for row in found.get("rows", []):
+                if row.get("backend") == "sdpa" and row["d"] in (56, 120):
+                    what = f"soft mask, time / plain attention, d = {row['d']}, {row['N']} slots"
+                    goal(what, row["time_ratio"], most=1.1)
+                if row.get("case") == "--compile" and found["preset"] in MFU:
+                    goal(f"{found['preset']}, compiled step, MFU", row["MFU"], least=MFU[found["preset"]])
+            for row in found.get("exit", []):
+                what = f"{found['run']}, batch {row['batch']}, {row['way']}: "
+                if row.get("saved"):
+                    goal(what + "saved time / saved slots", row["saved"], least=0.9)
+                if row["way"] == "all steps, no graphs" and row["batch"] == 1:
+                    goal(what + "time / that with graphs", row["time_ratio"], least=2)
+    if not rows:
+        raise UserError(f"{o.out} has no results of attention, step or decoding: run those first")
+    print(pd.DataFrame(rows).to_string(index=False, float_format="{:.3g}".format))
+
+
 if __name__ == "__main__":
-    commands = {command.__name__: command for command in (attention, step, memory, decoding)}
+    commands = {command.__name__: command for command in (attention, step, memory, decoding, goals)}
     how = dict(prog="python -m lab bench", description=__doc__)
     command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, **how))

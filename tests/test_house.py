@@ -58,7 +58,7 @@ def test_lab_lists_its_commands():
     assert all(f"\n{name} " in listed for name in COMMANDS)
     done = lab("nothing")
     assert done.returncode and done.stderr.startswith("error: 'nothing'")
-    for name in ("train", "corpus"):  # of each it takes seconds
+    for name in ("train", "corpus", "worth"):  # of each it takes seconds
         assert f"python -m lab {name}" in lab(name, "--help").stdout, name
 
 

@@ -10,7 +10,6 @@ Of several runs, written to out/analyze/:
     python -m lab analyze layers --runs out/layers/*          a step's worth in layers
     python -m lab analyze lookup --runs out/lookup/*          accuracy where the difficulty is known
     python -m lab analyze kinds --runs out/lookup/grown-?     which tokens take a step there, and need it
-    python -m lab analyze worth --runs out/worth/*          what thinking is worth there, in layers and time
     python -m lab analyze mixed --runs out/mixed/by-token-?   prose and puzzles by one model
     python -m lab analyze where --runs out/mine               which kinds of tokens are thought about
 
@@ -28,11 +27,11 @@ from lab.figures.depth import Depth
 from lab.figures.difficulty import Difficulty
 from lab.figures.explainer import Explainer
 from lab.figures.layers import Layers
-from lab.figures.lookup import Kinds, Lookup, Worth
+from lab.figures.lookup import Kinds, Lookup
 from lab.figures.mixed import Mixed
 from lab.figures.where import Where
 
-FIGURES = Explainer, Difficulty, Compare, Depth, Layers, Lookup, Kinds, Worth, Mixed, Where
+FIGURES = Explainer, Difficulty, Compare, Depth, Layers, Lookup, Kinds, Mixed, Where
 
 
 def reader(figure):

@@ -16,10 +16,11 @@ from dataclasses import replace
 
 import pandas as pd
 import torch
+import tyro
 from pydantic import PositiveInt
 
 from attention import MASKED
-from data import UserError
+from data import UserError, command_line
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, Comparison, draw_curves, needs_router, read_runs
 from lab.figures.subject import decoded, open_subject, rerouted
@@ -226,3 +227,7 @@ class Worth(Comparison):
             axes.fill_between(curve.index, curve["min"], curve["max"], color=COLORS[i], alpha=0.15)
         axes.axhline(0.25, color="#777777", linestyle=":", label="a guess among the ends of four chains")
         axes.set_ylim(0, 1.05)
+
+
+if __name__ == "__main__":
+    command_line(lambda: tyro.cli(Worth, prog="python -m lab worth", description=__doc__).draw())

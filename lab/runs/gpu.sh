@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What to run on a GPU, in parts meant to take less than ten minutes, without a network. What they print is the
-# report; a test that fails ends with an error.
+# report, with the goals that were met and those that were not; a test that fails ends with an error.
 #     bash lab/runs/gpu.sh a    is it right? equivalence tests on the GPU, forms of attention and float64
 #     bash lab/runs/gpu.sh b    is it good? `python train.py` as it stands, then vanilla and the grid (K = 1, 3)
 #     bash lab/runs/gpu.sh c    is it fast? attention and training steps against plain ones
@@ -50,9 +50,11 @@ for part in "${@:?which part: a, b, c or d}"; do
        "$PYTHON" sample.py --run "$out/small" --tau 1e-4 --max-new-tokens "${NEW:-500}" "${device[@]}"
        train vanilla --method vanilla
        for K in 1 3; do train grid-$K --method grid --ponder-steps $K; done
-       score "$out"/{small,vanilla-0,grid-1-0,grid-3-0} ;;
+       score "$out"/{small,vanilla-0,grid-1-0,grid-3-0}
+       bench goals --run "$out/small" ;;
     c) bench attention --repeats 3 "${toy_attention[@]}"
-       for preset in $presets; do bench step --preset "$preset" --repeats 3 "${toy_step[@]}"; done ;;
+       for preset in $presets; do bench step --preset "$preset" --repeats 3 "${toy_step[@]}"; done
+       bench goals ;;
     d) decode "$out/small" "$data"
        if [ -n "${MODEL:-}" ]; then
          once "$out" taught 0 --preset tiny --init-from "$MODEL" --data $text --ponder-steps 1 --refinements 0 0 \
@@ -60,7 +62,8 @@ for part in "${@:?which part: a, b, c or d}"; do
          decode "$out/taught-0" $text
        else
          echo "left out: decoding of a Llama, which MODEL would name"
-       fi ;;
+       fi
+       bench goals ;;
     *) echo "$part: which part: a, b, c or d"; exit 2 ;;
   esac
   echo "== part $part ran to its end"

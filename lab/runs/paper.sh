@@ -2,18 +2,31 @@
 # The paper's sizes on the Pile, for those who have the hardware: 70M parameters on 15 B tokens, 410M
 # on 10 B, then the benchmarks of its table. Each part is skipped if it is done, and goes on if not.
 #     SIZE=70m GPUS=8 bash lab/runs/paper.sh      SIZE=410m METHODS="ponderlm3 ponderlm2"
+#     TRY=1 bash lab/runs/paper.sh                do they run? Two layers, steps of one short window, on a CPU
 . "$(dirname "$0")/once.sh"
 
 SIZE=${SIZE:-70m}
 RUNS=out/paper/$SIZE
 declare -A TOKENS=([70m]=15e9 [410m]=10e9)
 
-[ -d data/pile ] || lab corpus prepare monology/pile-uncopyrighted --tokenizer gpt2 \
-  --tokens "${TOKENS[$SIZE]}" --to data/pile
+if [ -n "${TRY:-}" ]; then
+  for SIZE in 70m 410m; do
+    run=out/try/$SIZE-$(date +%s)
+    lab train --preset "$SIZE" --num-hidden-layers 2 --data docs/tour.md --tokenizer bytes \
+      --block-size 64 --steps 2 --batch-size 1 --micro-batch-size 1 --recompute --eval-windows 1 --log-every 1 \
+      --device cpu --out out/try --name "${run##*/}"
+    lab convert "$run" --to "$run-hf" --transformers
+  done
+  echo "left out: the Pile, the other methods, several processes, the benchmarks of lm_eval"
+  exit
+fi
+
+[ -d "data/pile-$SIZE" ] || lab corpus prepare monology/pile-uncopyrighted --tokenizer gpt2 \
+  --tokens "${TOKENS[$SIZE]}" --to "data/pile-$SIZE"
 for method in ${METHODS:-ponderlm3 ponderlm2 looped vanilla}; do
   run=$RUNS/$method
   if [ ! -f "$run/results.json" ]; then
-    how=(--preset "$SIZE" --method "$method" --data data/pile)
+    how=(--preset "$SIZE" --method "$method" --data "data/pile-$SIZE")
     [ -f "$run/train.json" ] && how=(--resume)
     "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="${GPUS:-1}" -m lab train \
       "${how[@]}" --out "$RUNS" --name "$method"

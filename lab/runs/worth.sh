@@ -70,4 +70,4 @@ for seed in ${SEEDS:-0 1 2}; do
 done
 
 [ -z "${MODELS:-}${SEEDS:-}" ] || exit 0 # a table is of all
-lab analyze worth --runs out/worth/*-[0-9] --data data/lookup-all
+lab worth --runs out/worth/*-[0-9] --data data/lookup-all

@@ -88,6 +88,29 @@ def test_what_a_step_runs(K, R, monkeypatch):
     assert bench.objective is train_script.objective
 
 
+def test_goals(tmp_path, capsys):
+    """Catches a goal that is judged the wrong way round, or missing, and results that nobody measured."""
+    with pytest.raises(UserError, match="has no results"):
+        bench.goals(bench.Goals(out=tmp_path))
+    sdpa = {"backend": "sdpa", "N": 1024}
+    results = {
+        "attention": {"rows": [{**sdpa, "d": 56, "time_ratio": 1.09}, {**sdpa, "d": 120, "time_ratio": 1.2}]},
+        "small": {"preset": "small", "rows": [{"case": "--compile", "MFU": 0.3}, {"case": "plain"}]},
+        "decode": {"run": "x", "exit": [
+            {"batch": 1, "way": "alpha -2", "saved": 0.95}, {"batch": 8, "way": "alpha -2", "saved": 0.8},
+            {"batch": 1, "way": "all steps, no graphs", "time_ratio": 2.5},
+        ]},
+        "results": {"hard": {"steps": 2.95}},
+    }  # fmt: skip
+    for name, content in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    bench.goals(bench.Goals(out=tmp_path, run=tmp_path))
+    lines = capsys.readouterr().out.splitlines()[1:]
+    failed = "".join(line for line in lines if "passed" not in line)
+    assert len(lines) == 7 and failed.count("FELL SHORT") == 3
+    assert all(what in failed for what in ("d = 120", "batch 8", "executed steps"))
+
+
 # -- Decoding --------------------------------------------------------------------------------------
 
 

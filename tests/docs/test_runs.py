@@ -73,6 +73,7 @@ def read(calls):
         ("pareto.sh", (), {"SCALE": "small", "SEEDS": "5"}, 24, []),
         ("grid.sh", (), {}, 70, ["compare"] * 3),
         ("layers.sh", (), {}, 69, ["layers"] * 3),
+        ("paper.sh", (), {"TRY": "1"}, 2, []),
         ("gpu.sh", ("b",), {"STEPS": "7"}, 3, []),
     ],
 )
