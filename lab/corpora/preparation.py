@@ -162,7 +162,7 @@ def write(o, part, state, tokenizer, notes):
         files = {split: stack.enter_context(open(part / f"{split}.bin", "ab")) for split in state.tokens}
         for split, file in files.items():
             file.truncate(width * state.tokens[split])
-        while not is_full(o, state) and (batch := take(found)):
+        while not is_full(o, state) and (batch := take(found, most_bytes(o, state))):
             parts = [part for name, text, _ in batch for part in divided(name, text, state.few)]
             ids = pool.map(partial(encode, tokenizer), [text for _, text in parts])
             for (split, text), some in zip(parts, ids, strict=True):
@@ -181,10 +181,15 @@ def is_full(o, state):
     return o.tokens and state.tokens["train"] >= o.tokens and state.tokens["val"]
 
 
-def take(found):
-    """The next texts, of BATCH bytes or more."""
+def most_bytes(o, state):
+    """How much is written at once: BATCH, or as many bytes as tokens are still wanted, at least one."""
+    return BATCH if o.tokens is None else min(BATCH, max(o.tokens - state.tokens["train"], 1))
+
+
+def take(found, enough):
+    """The next texts, of so many bytes or more."""
     batch, size = [], 0
-    while size < BATCH and (text := next(found, None)):
+    while size < enough and (text := next(found, None)):
         batch.append(text)
         size += len(text[1])
     return batch

@@ -73,7 +73,7 @@ def of_files(data, field="text", notes=None):
     for file in files_of(data):
         name, kind = str(file.relative_to(Path(data).parent)), file.suffix.lower()
         if kind in LINES:
-            with reading(file, "; --field names the text of a row"):
+            with reading(file):
                 for i, row in enumerate((json_rows if kind == ".jsonl" else parquet_rows)(file), start=1):
                     if (text := text_in(row, field)).strip():
                         yield f"{name} {i}", text
@@ -133,12 +133,15 @@ def of_hub(o, first, place):
                 yield f"{o.data} {first}", text, dataset.state_dict()
                 first += 1
     except Exception as error:  # a download fails in any way
-        raise UserError(f"{o.data} cannot be read ({one_line(error)}); the same command goes on") from None
+        why = f"{o.data} cannot be read: {one_line(error)}"
+        raise UserError(f"{why}; if the network failed, the same command goes on") from None
 
 
 def text_in(row, field):
+    if not isinstance(row, dict) or field not in row:
+        raise ValueError(f"a row has no {field!r}, but {', '.join(map(str, row))}: --field names its text")
     if not isinstance(text := row[field] or "", str):
-        raise ValueError(f"{field} = {text!r:.40} is no text")
+        raise ValueError(f"{field} = {text!r:.40} is no text: --field names it")
     return text.encode("utf-8", "replace")  # halves of surrogate pairs
 
 

@@ -230,4 +230,4 @@ class Worth(Comparison):
 
 
 if __name__ == "__main__":
-    command_line(lambda: tyro.cli(Worth, prog="python -m lab worth", description=__doc__).draw())
+    command_line(lambda: tyro.cli(Worth, prog="python -m lab worth").draw())

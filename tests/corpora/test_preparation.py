@@ -203,6 +203,13 @@ def test_kill(monkeypatch, source, at, tokens):
     assert val and (tokens is None or 1500 <= train < 1700)
 
 
+def test_few_tokens(monkeypatch):
+    """Catches far more tokens than were asked for, where a batch holds more than these."""
+    monkeypatch.setattr(preparation, "BATCH", 10**6)
+    prepare(Options(str(write_texts(Path("texts"))), Path("out"), tokens=300.0))
+    assert 300 <= len(data.open_corpus("out").train) < 400
+
+
 def test_another_text_or_setting(monkeypatch):
     """Catches a folder that is gone on with from another text, by other flags or half a file."""
     write_texts(Path("texts"))
