@@ -18,7 +18,7 @@ import pandas as pd
 
 from lab.figures.comparing import Comparison, check_comparable
 from lab.figures.lookup import NAMES, timed
-from lab.figures.tables import COLORS
+from lab.figures.tables import COLORS, show
 from lab.intervals import interval
 from model import settings
 
@@ -56,12 +56,14 @@ def summary(frame):
     deepest = frame[frame.model == "plain"].groupby("seed").loss.min()
     for (model, layers, K), group in frame.groupby(["model", "layers", "K"], sort=False):
         means, deviations = (getattr(group.drop(columns="model"), how)() for how in ("mean", "std"))
-        within = [f"{means[x]:.{n}f} ± {interval(deviations[x], len(group)):.{n}f}"
-                  for x, n in (("loss", 4), ("worth", 2))]  # fmt: skip
+        loss, worth = (
+            show(means[x], form, interval(deviations[x], len(group)))
+            for x, form in (("loss", ".4f"), ("worth", ".2f"))
+        )
         least = "≥ " if (group.loss < group.seed.map(deepest)).any() else ""
         title = model if model == "plain" else f"{model}, K = {K}"
         row = {"model": f"{title}, {layers} layers", "seeds": len(group), "steps": f"{means.steps:.2f}"}
-        row |= {"loss": within[0], "layers worth": "" if model == "plain" else least + within[1]}
+        row |= {"loss": loss, "layers worth": "" if model == "plain" else least + worth}
         row |= {"parameters": f"{means.parameters:,.0f}", "training, s": f"{means.training:.0f}"}
         rows.append(row | {"decoding, ms": f"{means.decoding:.2f}"})
     return pd.DataFrame(rows)
