@@ -18,21 +18,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention import BACKENDS, SHORT
 
 HALF = (torch.float16, torch.bfloat16)
+UNIT = 8.0  # of a query in the channels of log w: about sqrt(d)
 
 
 def padded_width(d):
     return d + 1 + -(d + 1) % 8
 
 
-def bias_unit(d):
-    """The power of two nearest to sqrt(d)."""
-    return 2.0 ** round(math.log2(d) / 2)
-
-
 def query_channels(d, dtype, device=None):
     """What every query carries, (d'-d,)."""
     channels = torch.zeros(padded_width(d) - d, dtype=dtype, device=device)
-    channels[:2] = bias_unit(d)
+    channels[:2] = UNIT
     return channels
 
 
@@ -41,7 +37,7 @@ def log_w_channels(log_w, d, dtype):
 
     In half precision the second holds what the rounding of the first one loses, else zero.
     """
-    x = log_w.to(torch.promote_types(torch.float32, dtype)) * (math.sqrt(d) / bias_unit(d))
+    x = log_w.to(torch.promote_types(torch.float32, dtype)) * (math.sqrt(d) / UNIT)
     high = x.to(dtype)
     low = (x - high).detach().to(dtype)  # all of the gradient flows through `high`
     return torch.stack([high, low], dim=-1)

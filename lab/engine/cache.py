@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import MASKED
-from lab.kernels import attend, augment, bias_unit, key_channels, padded_width
+from lab.kernels import UNIT, attend, augment, key_channels, padded_width
 
 BLOCK = 256  # places by which the cache grows
 
@@ -30,8 +30,8 @@ def slot_channels(K, d, dtype, device):
     more channels of queries and keys by their slots, (S, K) each."""
     slot = torch.arange(K + 1, device=device)[:, None]
     channel = torch.arange(1, K + 1, device=device)
-    queries = (slot < channel) * bias_unit(d)
-    keys = (slot == channel) * (MASKED * math.sqrt(d) / bias_unit(d))
+    queries = (slot < channel) * UNIT
+    keys = (slot == channel) * (MASKED * math.sqrt(d) / UNIT)
     return queries.to(dtype), keys.to(dtype)
 
 
@@ -43,7 +43,7 @@ class SlotCache:
         self.dtype, self.device, self.block = dtype, device, BLOCK
         masked = key_channels(torch.tensor(MASKED, device=device), self.d, dtype)  # of no key
         self.masked = F.pad(masked, (0, self.width - self.d - len(masked)))  # (d'-d,)
-        self.layers, self.seen = self.empty(0), (0, 0)
+        self.layers, self.seen = self.empty(0), None  # how many rows and places `views` are of
 
     def empty(self, places):
         """Layers in which every place is empty."""
@@ -59,12 +59,7 @@ class SlotCache:
             larger = self.empty(-(-places // self.block) * self.block)
             for new, old in zip(larger, self.layers, strict=True):
                 new[:, :, :before] = old
-            self.layers, self.seen = larger, (0, 0)
-
-    def look(self, rows, places):
-        """Let `views` be the first rows and places of each layer: keys and values (rows, G, places, d')."""
-        self.seen = rows, places
-        self.views = [x[:rows, :, :places].split(self.G, dim=1) for x in self.layers]
+            self.layers, self.seen = larger, None
 
     def clear(self, row, first=0):
         """Forget what a row holds from place `first` on, written with nobody in it or not."""

@@ -37,7 +37,7 @@ class Pass(nn.Module):
         rows = copy(self.rows)
         vars(rows).update(zip(STATE, tensors[: len(STATE)], strict=True))
         rows.cache = copy(rows.cache)
-        rows.cache.layers, rows.cache.seen = tensors[len(STATE) : -1], (None, None)
+        rows.cache.layers, rows.cache.seen = tensors[len(STATE) : -1], None
         return [rows.advance(len(rows.x), tensors[-1].size(0), self.choice)]
 
 

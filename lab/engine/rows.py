@@ -100,12 +100,13 @@ class Rows:
         """
         model, e, x, s = self.model, self.e[:A], self.x[:A], self.s[:A]
         k, steps, position, length, given, limit = self.counters[:A].unbind(1)
-        if self.cache.seen != (A, places):
-            self.cache.look(A, places)
+        if (cache := self.cache).seen != (A, places):
+            views = [x[:A, :, :places].split(cache.G, dim=1) for x in cache.layers]
+            cache.seen, cache.views = (A, places), views  # keys and values, (A, G, places, d') each
         slot = self.slots[:A] + k  # among those of all rows
         of_key = self.channels.flatten(0, 1).index_select(0, slot)[:, None]  # (A, 1, c)
         of_query = None if self.queries is None else self.queries[k][:, None]
-        h = self.step(x, self.cache, position, length, of_key, of_query)
+        h = self.step(x, cache, position, length, of_key, of_query)
         self.h.view(-1, h.size(1)).index_copy_(0, slot, h)
 
         begins = k == 0

@@ -20,7 +20,7 @@ from lab.engine.simple import generate
 from lab.engine.slot_step import BackboneStep, Product
 from lab.engine.states import settle
 from lab.interop.weights import INCLUDED, load
-from lab.kernels import bias_unit
+from lab.kernels import UNIT
 from lab.methods import PonderLM3, all_methods
 from lab.methods.grid import Grid
 
@@ -289,7 +289,7 @@ def test_cache_holds_executed_slots(model, prefill):
         for simple, kv in zip(cache, engine.cache.layers, strict=True):
             assert simple.keys.size(2) == n
             both = torch.cat([simple.keys, simple.values], dim=1)[0]
-            both[..., d] *= math.sqrt(d) / bias_unit(d)  # log w, as the engine's channel has it
+            both[..., d] *= math.sqrt(d) / UNIT  # log w, as the engine's channel has it
             assert (kv[row, :, :n] - both).abs().max() < 1e-9
     expected = generate(model, texts, 5, tau=0.3, temperature=0)
     assert engine.generate(texts, 5, temperature=0) == expected  # nothing is left of the first call
