@@ -132,7 +132,7 @@ class Rows:
         token = self.context[self.numbers[:A], position.clamp(max=self.context.size(1) - 1)]
         chosen = done & (number >= 0)
         if self.static or chosen.any():
-            at = slice(A) if self.static else chosen.nonzero()[:, 0]
+            at = slice(A) if self.static or chosen.all() else chosen.nonzero()[:, 0]
             h_hat = model.integrate(self.h[at], s[at], steps[at])
             logits, u = self.head(h_hat.to(self.dtype)), self.uniform[self.numbers[at], number[at]]
             token[at] = torch.where(chosen[at], choose(logits, u, *choice), token[at])
