@@ -196,11 +196,18 @@ def assert_masked_key_is_not_there(form, augment, d, dtype):
 # -- Files and processes ---------------------------------------------------------------------------
 
 
+def start(*command, cwd=".", **environment):
+    """Python in a process of its own, which has one thread."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    how = dict(cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, *map(str, command)], **how)
+
+
 def python(*command, cwd=ROOT, **environment):
     """Run Python in a process of its own, from the root or elsewhere. -> what became of it"""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    how = dict(cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-    return subprocess.run([sys.executable, *map(str, command)], **how)
+    process = start(*command, cwd=cwd, **environment)
+    output, errors = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def in_bytes(change, name="model.safetensors"):

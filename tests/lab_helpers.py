@@ -23,6 +23,7 @@ from helpers import (  # noqa: F401
     full_disk,
     outputs_and_gradients,
     python,
+    start,
     tokens,
 )
 from placement import DEVICE, TEST_DEVICE
