@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from placement import TEST_DEVICE
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from attention import MASKED, eager
-from model import Config, PonderLM
+from data import Tokenizer
+from model import Config, PonderLM, save
 from router import upcast
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +47,17 @@ def small_model(seed=0, router_scale=5.0, kind=PonderLM, **settings):
     if model.router is not None:
         torch.nn.init.normal_(model.router.proj.weight, std=router_scale / model.config.hidden_size**0.5)
     return model.double().eval().to(TEST_DEVICE)
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory):
+    """A directory of a model with a window of 16 bytes, whose texts end now and then."""
+    model, folder = small_model(seed=2, vocab_size=257, block_size=16).float(), tmp_path_factory.mktemp("run")
+    with torch.no_grad():
+        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
+    save(model, folder)
+    Tokenizer.named("bytes").save(folder / "tokenizer.json")
+    return str(folder)
 
 
 class PonderLM2(PonderLM):

@@ -109,15 +109,6 @@ def save_for_bytes(model, folder):
     return folder
 
 
-@pytest.fixture(scope="session")
-def byte_model(tmp_path_factory):
-    """A directory of a model with a window of 16 bytes, whose texts end now and then."""
-    model = small_model(seed=2, vocab_size=257, block_size=16)
-    with torch.no_grad():
-        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
-    return str(save_for_bytes(model, tmp_path_factory.mktemp("bytes") / "run"))
-
-
 def records(frame):
     """The rows of a frame as dicts, None for nothing."""
     frame = frame.astype(object)

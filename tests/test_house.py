@@ -32,13 +32,6 @@ def imports(file):
     return found & FILES.keys()
 
 
-def test_what_stands_at_the_root():
-    """Catches an eighth script, and a folder of code beside the lab."""
-    assert {file.stem for file in ROOT.glob("*.py")} == SCRIPTS
-    assert {file.parent.parent.name for file in ROOT.glob("*/*.py")} - {""} == {ROOT.name}
-    assert {file.parent.name for file in ROOT.glob("*/*.py")} == {"lab", "docs", "tests"}
-
-
 def test_nobody_imports_what_stands_above():
     """Catches a root that knows the lab, and a lab that knows the pages or the tests."""
     for name, file in FILES.items():
