@@ -69,19 +69,9 @@ def config(tmp_path):
     """A training of a second; its model is `shape`."""
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
-    return TrainConfig(
-        preset="tiny",
-        data=str(text),
-        out=str(tmp_path / "out"),
-        steps=30,
-        batch_size=8,
-        learning_rate=1e-2,
-        log_every=5,
-        eval_every=10,
-        eval_windows=8,
-        device="cpu",
-        precision="float32",
-    )
+    how = dict(steps=30, batch_size=8, learning_rate=1e-2, device="cpu", precision="float32")
+    how |= dict(log_every=5, eval_every=10, eval_windows=8)
+    return TrainConfig("tiny", data=str(text), out=str(tmp_path / "out"), **how)
 
 
 @pytest.fixture

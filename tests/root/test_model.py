@@ -4,20 +4,11 @@ import json
 import math
 import shutil
 
+import helpers
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    PonderLM2,
-    assert_jacobi_is_sequential,
-    assert_three_forms_agree,
-    decode,
-    distance_of_masks,
-    in_bytes,
-    in_tensors,
-    small_model,
-    tokens,
-)
+from helpers import PonderLM2, decode, in_bytes, in_tensors, small_model, tokens
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.func import functional_call
@@ -43,7 +34,7 @@ class PrintedIndex(PonderLM):
 @pytest.mark.parametrize("K", [0, 1, 3])
 def test_jacobi_equals_sequential(kind, K):
     """Catches a wrong slot order, position, mask or router timing."""
-    assert_jacobi_is_sequential(small_model(kind=kind, ponder_steps=K), printed=kind is PrintedIndex)
+    helpers.assert_jacobi_is_sequential(small_model(kind=kind, ponder_steps=K), printed=kind is PrintedIndex)
 
 
 @pytest.mark.parametrize("K", [0, 1, 3])
@@ -91,7 +82,7 @@ def test_tolerance_by_type():
 @pytest.mark.parametrize("kind,K", [(PonderLM, 3), (PonderLM, 1), (PonderLM, 0), (PonderLM2, 2)])
 def test_hard_stopping_parallel_sequential_and_cached_agree(tau, kind, K):
     """Catches a key that stopping should hide, an integration that runs on, a wrong cache."""
-    steps = assert_three_forms_agree(small_model(kind=kind, ponder_steps=K, router_scale=12.0), tau)
+    steps = helpers.assert_three_forms_agree(small_model(kind=kind, ponder_steps=K, router_scale=12.0), tau)
     if kind is PonderLM and K == 3 and tau == 0.3:
         assert 0 in steps and 3 in steps and len(set(steps)) > 2
 
@@ -112,7 +103,7 @@ def test_alpha_in_decoding():
 def test_mask_index(kind, low, high):
     """Reading note 1: masking slot k by w_k, soft and hard agree to 1e-7. By the printed index, w_(k-1),
     the slot after the last executed one stays visible, and the logits move by more than 1e-3."""
-    assert low <= distance_of_masks(small_model(kind=kind, router_scale=2000.0)) < high
+    assert low <= helpers.distance_of_masks(small_model(kind=kind, router_scale=2000.0)) < high
 
 
 @pytest.mark.parametrize("backend", [auto, eager, sdpa])
