@@ -28,11 +28,9 @@ SHAPE = dict(
 
 def make_llama(directory, tied=False, G=2, rope=None, old=False, shard="5GB", **kwargs):
     """A random transformers Llama, whose errors show, in a directory."""
-    torch.manual_seed(0)
     rope = {"rope_type": "default", **(rope or {}), "rope_theta": 500.0}
     kwargs = dict(rope_parameters=rope, num_key_value_heads=G, rms_norm_eps=1e-4) | kwargs
-    config = transformers.LlamaConfig(**SHAPE | {"tie_word_embeddings": tied} | kwargs)
-    llama = write_random(transformers.LlamaForCausalLM(config), directory, shard)
+    llama = write_random(transformers.LlamaForCausalLM, directory, tied, shard, kwargs)
     if old:
         fields = read_json(directory)
         rope = fields.pop("rope_parameters")
@@ -44,11 +42,9 @@ def make_llama(directory, tied=False, G=2, rope=None, old=False, shard="5GB", **
 
 def make_neox(directory, tied=False, rotary_pct=0.25, old=False, shard="5GB", **kwargs):
     """A random transformers GPT-NeoX, as make_llama."""
-    torch.manual_seed(0)
     rope = {"rope_type": "default", "partial_rotary_factor": rotary_pct, "rope_theta": 500.0}
     kwargs = dict(rope_parameters=rope, layer_norm_eps=1e-4) | kwargs
-    config = transformers.GPTNeoXConfig(**SHAPE | {"tie_word_embeddings": tied} | kwargs)
-    neox = write_random(transformers.GPTNeoXForCausalLM(config), directory, shard)
+    neox = write_random(transformers.GPTNeoXForCausalLM, directory, tied, shard, kwargs)
     if old:
         fields = read_json(directory)
         del fields["rope_parameters"]
@@ -56,7 +52,9 @@ def make_neox(directory, tied=False, rotary_pct=0.25, old=False, shard="5GB", **
     return neox
 
 
-def write_random(model, directory, shard):
+def write_random(kind, directory, tied, shard, shape):
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**SHAPE | {"tie_word_embeddings": tied} | shape))
     for name, parameter in model.named_parameters():
         if "bias" in name:  # which transformers starts at 0
             torch.nn.init.normal_(parameter, std=0.1)

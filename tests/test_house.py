@@ -3,7 +3,9 @@
 import ast
 from pathlib import Path
 
-from lab_helpers import ROOT, python
+from lab_helpers import ROOT, python, run_command
+
+from lab.__main__ import COMMANDS
 
 SCRIPTS = {"attention", "router", "model", "data", "train", "sample", "analyze"}
 # Packages of lab/requirements.txt and others that no import of a file may need.
@@ -42,17 +44,11 @@ def test_nobody_imports_what_stands_above():
 
 def test_lab_lists_its_commands():
     """Catches a command that the list lacks, or without --help."""
-    from lab.__main__ import COMMANDS
-
-    def lab(*flags):
-        return python("-m", "lab", *flags)
-
-    listed = lab().stdout
+    _, listed, _ = run_command("lab", [], ".")
     assert all(f"\n{name} " in listed for name in COMMANDS)
-    done = lab("nothing")
-    assert done.returncode and done.stderr.startswith("error: 'nothing'")
-    for name in ("train", "corpus"):  # of each it takes seconds
-        assert f"python -m lab {name}" in lab(name, "--help").stdout, name
+    assert run_command("lab nothing", [], ".")[0].startswith("error: 'nothing'")
+    for name in COMMANDS:
+        assert f"python -m lab {name}" in run_command(f"lab {name}", ["--help"], ".")[1], name
 
 
 def test_a_package_that_is_missing(tmp_path):
