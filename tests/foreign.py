@@ -91,17 +91,12 @@ def byte_level(begin=False):
     t = Library(models.BPE())
     t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     t.decoder = decoders.ByteLevel()
-    t.train_from_iterator(
-        [TEXT],
-        trainers.BpeTrainer(
-            vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )  # fmt: skip
+    how = dict(vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
+    how["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    t.train_from_iterator([TEXT], trainers.BpeTrainer(**how))
     if begin:
-        t.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", t.token_to_id("<s>"))]
-        )
+        begins = [("<s>", t.token_to_id("<s>"))]
+        t.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begins)
     return t
 
 
@@ -111,19 +106,11 @@ def sentencepiece():
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *alphabet]
     merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("o", "x"), ("f", "ox")]
     pieces += [a + b for a, b in merges]
-    t = Library(
-        models.BPE(
-            {piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>",
-            fuse_unk=True, byte_fallback=True,
-        )
-    )  # fmt: skip
+    how = dict(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    t = Library(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, **how))
     t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    t.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )  # fmt: skip
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    t.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     t.add_special_tokens(["<unk>", "<s>", "</s>"])
     t.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return t

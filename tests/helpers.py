@@ -102,7 +102,7 @@ def decode(model, idx, tau=1e-4, alpha=0.0):
 
 
 @torch.no_grad()
-def sequential(model, idx, tau=None, printed=False):
+def sequential(model, idx, tau=None, alpha=0.0, printed=False):
     """Section 3.3 without a cache: for every slot the whole prefix anew. (T,) -> logits, steps.
 
     tau None runs all K steps with soft masks; printed: by the paper's index, w_k on the key of slot k+1.
@@ -119,7 +119,7 @@ def sequential(model, idx, tau=None, printed=False):
             rows = torch.stack(inputs)[None], torch.tensor(positions)
             h = model.model(*rows, torch.tensor([bias], dtype=x.dtype), eager)[0, -1]
             if k == 0:
-                s, log_w = model.route(h[None])
+                s, log_w = model.route(h[None], alpha)
                 w = log_w.exp()
                 stop = max(j for j in range(len(w)) if not tau or w[j] >= tau)
             h_hat = h_hat + s[k] * h
@@ -142,12 +142,12 @@ def assert_jacobi_is_sequential(model, printed=False):
 
 
 @torch.no_grad()
-def assert_three_forms_agree(model, tau):
+def assert_three_forms_agree(model, tau, alpha=0.0):
     """Parallel, sequential and cached: logits to 1e-9, the same steps; a cache of executed slots. -> steps"""
     idx = tokens(T=12)
-    expected, steps = sequential(model, idx[0], tau)
-    out = model(idx, tau=tau, R=model.config.ponder_steps * 11)
-    logits, cached_steps, cache = decode(model, idx[0], tau)
+    expected, steps = sequential(model, idx[0], tau, alpha)
+    out = model(idx, tau=tau, alpha=alpha, R=model.config.ponder_steps * 11)
+    logits, cached_steps, cache = decode(model, idx[0], tau, alpha)
     assert (out.logits[0] - expected).abs().max() < 1e-9
     assert (logits - expected).abs().max() < 1e-9
     assert out.steps[0].tolist() == cached_steps == steps

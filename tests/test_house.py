@@ -7,7 +7,7 @@ from lab_helpers import ROOT, python, run_command
 
 from lab.__main__ import COMMANDS
 
-SCRIPTS = {"attention", "router", "model", "data", "train", "sample", "analyze"}
+SCRIPTS = {file.stem for file in ROOT.glob("*.py")}
 # Packages of lab/requirements.txt and others that no import of a file may need.
 OPTIONAL = ["datasets", "tokenizers", "huggingface_hub", "transformers", "lm_eval"]
 OPTIONAL += ["flash_attn", "ctranslate2"]

@@ -51,9 +51,8 @@ def test_weights():
 
 def test_command(tmp_path, capsys):
     """Catches a command that crashes, a GPU that is given more than it holds, and times in no proportion."""
-    bench.memory(
-        bench.Memory(preset="tiny", block_size=16, micro_batch_size=2, check=True, repeats=1, out=tmp_path)
-    )
+    how = dict(preset="tiny", block_size=16, micro_batch_size=2, check=True, repeats=1, out=tmp_path)
+    bench.memory(bench.Memory(**how))
     found = json.loads((tmp_path / "memory-tiny-16-cpu.json").read_text())
     assert [row["recompute"] for row in found["check"]] == [False, True] and len(found["rows"]) == 4
     assert "fits_24_GB" in capsys.readouterr().out

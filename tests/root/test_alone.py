@@ -1,6 +1,7 @@
 """The seven scripts stand alone, and what a training step runs is what stands in them."""
 
 import ast
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from helpers import ROOT, python
 from model import Config, PonderLM
 from train import objective
 
-SCRIPTS = ["attention", "router", "data", "model", "train", "sample", "analyze"]
+SCRIPTS = re.findall(
+    r"(?m)^\| \[`(\w+)\.py`\]", (ROOT / "README.md").read_text("utf-8")
+)  # each above its users
 PACKAGES = {line.split("==")[0] for line in (ROOT / "requirements.txt").read_text("utf-8").split()}
 BROUGHT = {"regex", "filelock"}  # by tiktoken and torch
 OPTIONAL = {"flash_attn"}
@@ -46,9 +49,8 @@ def test_commands():
         "analyze.py tokens --run out/a --windows 4 --data text.txt --device cpu",
         "analyze.py pareto --runs out/a",
     ):
-        code += (
-            f"sys.argv = {command.split()}; print('#'); runpy.run_path(sys.argv[0], run_name='__main__')\n"
-        )
+        code += f"sys.argv = {command.split()}\n"
+        code += "print('#'); runpy.run_path(sys.argv[0], run_name='__main__')\n"
     done = python("-c", code, cwd=".", PYTHONPATH="", PYTHONIOENCODING="ascii")
     assert not done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
     _, prepared, trained, resumed, sampled, *_ = done.stdout.split("#\n")

@@ -195,9 +195,7 @@ def test_pareto(tmp_path, capsys):
     """Catches numbers of another run, a frontier or ring with a wrong point, a figure that goes elsewhere."""
     runs = [
         finish(tmp_path / "a", steps=1.0, loss=1.0),
-        finish(
-            tmp_path / "b", steps=1.0, loss=1.2, asked=20
-        ),  # of 8 that there are; no more steps than a, and worse
+        finish(tmp_path / "b", steps=1.0, loss=1.2, asked=20),  # of 8 that there are; worse than a
         finish(tmp_path / "c", "two", K=2, steps=2.0, loss=0.9),
         finish(tmp_path / "d", "two", K=0, steps=0.0, loss=2.0),
         finish(tmp_path / "diverged", K=1, steps=3.0, loss=1e9),

@@ -8,7 +8,7 @@ import helpers
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import PonderLM2, decode, in_bytes, in_tensors, small_model, tokens
+from helpers import PonderLM2, in_bytes, in_tensors, small_model, tokens
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.func import functional_call
@@ -79,24 +79,15 @@ def test_tolerance_by_type():
 
 
 @pytest.mark.parametrize("tau", [0, 1e-4, 0.3])
+@pytest.mark.parametrize("alpha", [0.0, 2.0])
 @pytest.mark.parametrize("kind,K", [(PonderLM, 3), (PonderLM, 1), (PonderLM, 0), (PonderLM2, 2)])
-def test_hard_stopping_parallel_sequential_and_cached_agree(tau, kind, K):
-    """Catches a key that stopping should hide, an integration that runs on, a wrong cache."""
-    steps = helpers.assert_three_forms_agree(small_model(kind=kind, ponder_steps=K, router_scale=12.0), tau)
-    if kind is PonderLM and K == 3 and tau == 0.3:
+def test_hard_stopping_parallel_sequential_and_cached_agree(tau, kind, K, alpha):
+    """Catches a key that stopping should hide, an integration that runs on, a wrong cache, an alpha that
+    decoding ignores."""
+    model = small_model(kind=kind, ponder_steps=K, router_scale=12.0)
+    steps = helpers.assert_three_forms_agree(model, tau, alpha)
+    if kind is PonderLM and K == 3 and tau == 0.3 and not alpha:
         assert 0 in steps and 3 in steps and len(set(steps)) > 2
-
-
-def test_alpha_in_decoding():
-    """Catches an alpha that decoding ignores: cached against parallel, logits to 1e-9."""
-    model, idx, means = small_model(router_scale=12.0), tokens(T=12), []
-    for alpha in (-3.0, 0.0, 3.0):
-        logits, _, _ = decode(model, idx[0], 0.1, alpha)
-        with torch.no_grad():
-            out = model(idx, tau=0.1, alpha=alpha, R=33)
-        assert (logits - out.logits[0]).abs().max() < 1e-9
-        means.append(out.steps.double().mean().item())
-    assert means[0] < means[1] < means[2]
 
 
 @pytest.mark.parametrize("kind, low, high", [(PonderLM, 0, 1e-7), (PrintedIndex, 1e-3, math.inf)])

@@ -102,10 +102,8 @@ def assert_same(a, b):
 
 def test_training_learns_and_leaves_a_run(capsys):
     """Catches a loop that does not learn, is not deterministic, leaves out a file or says nothing."""
-    run, results = go("--log-every 20")
-    assert re.search(
-        r"step 30/30  loss [\d.]+  ce .* left 0:00\n(.*\n)+.*at the fixed point", capsys.readouterr().out
-    )
+    (run, results), said = go("--log-every 20"), capsys.readouterr().out
+    assert re.search(r"step 30/30  loss [\d.]+  ce .* left 0:00\n(.*\n)+.*at the fixed point", said)
     assert results["fixed"]["loss"] < results["unigram_entropy"]
     assert results == json.loads((run / "results.json").read_text())
     names = {"config.json", "model.safetensors", "tokenizer.json", "trainer.pt", "train.json"}
