@@ -115,10 +115,11 @@ def run_command(what, arguments, folder, out=None):
     name, *arguments = *what.split(), *arguments
     name = str(ROOT / name) if name.endswith(".py") else name
     printed, said = (io.TextIOWrapper(io.BytesIO(), code) for code in ("utf-8", "ascii"))
-    handlers, code = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}, None
+    code = None
     with (
         contextlib.chdir(folder),
         patch.object(sys, "argv", [name, *arguments]),
+        patch.object(signal, "signal"),  # the tests keep theirs
         contextlib.redirect_stdout(out or printed),
         contextlib.redirect_stderr(said),
         warnings.catch_warnings(),
@@ -132,9 +133,6 @@ def run_command(what, arguments, folder, out=None):
             sys.stdout.flush()
         except SystemExit as end:
             code = end.code
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
     printed.flush()
     said.flush()
     return code, printed.buffer.getvalue().decode(), said.buffer.getvalue().decode()

@@ -81,13 +81,6 @@ def shortened(line):
     return what, [*arguments, *" ".join(short).split()], None
 
 
-def run(what, arguments, directory):
-    """Run a command that ends well -> what it printed."""
-    code, printed, said = run_command(what, arguments, directory)
-    assert not code, f"{code}\n{printed}\n{said}"
-    return printed
-
-
 def is_slow(line):
     """Does it take a quarter of a minute?"""
     return pytest.mark.slow if re.search("^torchrun|lab bench", line) else ()
@@ -99,7 +92,8 @@ def test_command(name, line, directory):
     sampling takes the newest run."""
     what, arguments, launch = shortened(line)
     if launch is None:
-        assert run(what, arguments, directory).strip()
+        code, printed, said = run_command(what, arguments, directory)
+        assert not code and printed.strip(), f"{code}\n{printed}\n{said}"
         return
     command = ["-m", "torch.distributed.run", "--standalone", *launch, ROOT / what, *arguments]
     done = python(*command, cwd=directory, PYTHONUTF8="1")

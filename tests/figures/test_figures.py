@@ -1,4 +1,4 @@
-"""What is measured of one run."""
+"""What is measured of one run; saved numbers and the tables that are made of them."""
 
 import pandas as pd
 import pytest
@@ -8,6 +8,7 @@ import analyze
 from data import UserError
 from lab.figures.difficulty import Difficulty, gains, shifts
 from lab.figures.subject import decoded, open_subject
+from lab.figures.tables import save, tabulate
 
 
 def test_difficulty(trained, tmp_path, subject):
@@ -29,3 +30,12 @@ def test_difficulty(trained, tmp_path, subject):
     for reference, run, message in (("lookup-0", "ponder", "--reference"), ("ponder", "plain", "vanilla")):
         with pytest.raises(UserError, match=message):
             Difficulty(str(trained / reference), **given | {"run": str(trained / run)}).draw()
+
+
+def test_numbers_survive_their_file(tmp_path):
+    """Catches digits that are lost, and nothing as 0."""
+    frame = pd.DataFrame([{"x": 1 / 3, "y": 1.0}, {"x": 2 / 3, "y": None}])
+    save(tmp_path, "a", frame, tabulate(frame, {"x": "x:.2f", "y": "y:g"}))
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "a.csv"), frame, check_exact=True)
+    shown = "| x | y |\n| --- | --- |\n| 0.33 | 1 |\n| 0.67 | - |\n"
+    assert (tmp_path / "a.md").read_text() == shown
