@@ -133,8 +133,7 @@ def test_official_ponderlm2(tmp_path, name, K, J):
     with torch.no_grad():
         out = model(idx, targets, R=J)
     torch.testing.assert_close(out.logits, expected["logits"], atol=1e-5, rtol=0)
-    if "loss" in metadata:
-        assert out.loss.item() == pytest.approx(float(metadata["loss"]), abs=1e-5)
+    assert out.loss.item() == pytest.approx(float(metadata["loss"]), abs=1e-5)
     one = generate(model, idx[:, :8], 8, temperature=0)
     assert Engine(model, 2).generate(idx[:, :8], 8, temperature=0) == one
     save(model, tmp_path / "again")
