@@ -104,7 +104,8 @@ def test_causality_to_the_bit(backend, kwargs, kind, dtype):
 
 
 def test_training_loss_and_its_gradient():
-    """Catches a detach in the Jacobi iteration: its gradient is that of finite differences."""
+    """Catches a detach in the iteration, in attention or on the way to log w: the gradient is that of finite
+    differences."""
     model, (idx, y) = small_model().train(), (tokens(T=6, B=2, seed=seed) for seed in (0, 1))
     torch.manual_seed(1)
     directions = {name: torch.randn_like(p) for name, p in model.named_parameters()}
