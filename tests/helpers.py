@@ -228,6 +228,17 @@ def in_bytes(change, name="model.safetensors"):
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
+def in_config(*without, **changes):
+    """A damage of a folder: fields of config.json that are changed, or left out."""
+
+    def damage(folder):
+        file = folder / "config.json"
+        content = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({k: v for k, v in content.items() if k not in without}))
+
+    return damage
+
+
 def in_tensors(change, name="model.safetensors"):
     """A damage of a folder: a change of a dict of the tensors of a file."""
 

@@ -1,13 +1,12 @@
 """PonderLM: all tokens at once, one after another and from a cache are the same function; and its files."""
 
-import json
 import math
 import shutil
 
 import helpers
 import pytest
 import torch
-from helpers import PonderLM2, in_bytes, in_tensors, small_model, tokens
+from helpers import PonderLM2, in_bytes, in_config, in_tensors, small_model, tokens
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.func import functional_call
@@ -199,17 +198,6 @@ def test_files(tied, tmp_path):
         assert not any("_orig_mod" in name for name in names) and ("lm_head.weight" in names) != tied
         modes = {file.name: file.stat().st_mode for file in (tmp_path / name).iterdir()}
         assert modes.keys() == {"config.json", "model.safetensors"} and len({*modes.values()}) == 1
-
-
-def in_config(*without, **changes):
-    """Change fields of config.json, and leave some out."""
-
-    def damage(folder):
-        file = folder / "config.json"
-        content = json.loads(file.read_text()) | changes
-        file.write_text(json.dumps({k: v for k, v in content.items() if k not in without}))
-
-    return damage
 
 
 @pytest.mark.parametrize(
