@@ -219,7 +219,10 @@ def start(*command, cwd=".", **environment):
 def python(*command, cwd=ROOT, **environment):
     """Run Python in a process of its own, from the root or elsewhere. -> what became of it"""
     process = start(*command, cwd=cwd, **environment)
-    output, errors = process.communicate(timeout=300)
+    try:
+        output, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()  # if it hangs
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 

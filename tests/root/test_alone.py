@@ -13,9 +13,8 @@ from helpers import ROOT, python
 from model import Config, PonderLM
 from train import objective
 
-SCRIPTS = re.findall(
-    r"(?m)^\| \[`(\w+)\.py`\]", (ROOT / "README.md").read_text("utf-8")
-)  # each above its users
+README = (ROOT / "README.md").read_text("utf-8")
+SCRIPTS = re.findall(r"(?m)^\| \[`(\w+)\.py`\]", README)  # each above those that import it
 PACKAGES = {line.split("==")[0] for line in (ROOT / "requirements.txt").read_text("utf-8").split()}
 BROUGHT = {"regex", "filelock"}  # by tiktoken and torch
 OPTIONAL = {"flash_attn"}
