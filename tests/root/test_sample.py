@@ -128,7 +128,7 @@ def test_samples_and_prompts(byte_model, monkeypatch, capsys):
     assert three == printed(prompt="ab", num_samples=3, seed=4)
     second = three.split("--- sample 2 of 3\n")[1].split("\n\n--- sample 3")[0]
     assert second in printed(prompt="ab", seed=5) and second not in printed(prompt="ab", seed=4)
-    assert printed(prompt="ab") != printed(prompt="ab")
+    assert printed(prompt="ab", num_samples=5) != printed(prompt="ab", num_samples=5)  # some end at once
     assert "note" not in printed() and "only its last 8 are read" in printed(prompt=17 * "a")
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO("né\n".encode() + b"\xff")))
     assert "\nné\n\ufffd" in printed(prompt="-")
