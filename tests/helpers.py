@@ -193,7 +193,7 @@ def assert_is_attention(form, leaves, tolerance):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m)
 
 
-def assert_masked_key_is_not_there(form, augment, d, dtype):
+def assert_masked_key_is_gone(form, augment, d, dtype):
     """In half precision, too: a key of MASKED does not overflow, and no weight of it is seen."""
     q, k, v, _ = (x.to(dtype) for x in attention_inputs(N=12, d=d, dtype=torch.float32))
     log_w = torch.zeros(2, 12)

@@ -13,19 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import (  # noqa: F401
-    GOLDEN,
-    ROOT,
-    SHAPE,
-    assert_is_attention,
-    attention_inputs,
-    decode,
-    full_disk,
-    outputs_and_gradients,
-    python,
-    start,
-    tokens,
-)
+from helpers import GOLDEN, ROOT, SHAPE, decode, full_disk, python, start, tokens  # noqa: F401
 from placement import DEVICE, TEST_DEVICE
 
 from data import Tokenizer
