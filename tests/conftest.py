@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import byte_model  # noqa: F401
 from placement import DEVICE, EQUIVALENCE, ON_CPU
 
 TESTS = Path(__file__).parent
@@ -27,7 +28,7 @@ MISSING = missing_packages()
 if MISSING:
     collect_ignore = [file.name for file in TESTS.iterdir() if file.name != "root"]
 else:
-    from lab_helpers import byte_model, config, shape, tokens_alone  # noqa: F401
+    from lab_helpers import config, shape, tokens_alone  # noqa: F401
 
 
 def pytest_collection_modifyitems(items):

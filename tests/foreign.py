@@ -28,11 +28,9 @@ SHAPE = dict(
 
 def make_llama(directory, tied=False, G=2, rope=None, old=False, shard="5GB", **kwargs):
     """A random transformers Llama, whose errors show, in a directory."""
-    torch.manual_seed(0)
     rope = {"rope_type": "default", **(rope or {}), "rope_theta": 500.0}
     kwargs = dict(rope_parameters=rope, num_key_value_heads=G, rms_norm_eps=1e-4) | kwargs
-    config = transformers.LlamaConfig(**SHAPE | {"tie_word_embeddings": tied} | kwargs)
-    llama = write_random(transformers.LlamaForCausalLM(config), directory, shard)
+    llama = write_random(transformers.LlamaForCausalLM, directory, tied, shard, kwargs)
     if old:
         fields = read_json(directory)
         rope = fields.pop("rope_parameters")
@@ -44,11 +42,9 @@ def make_llama(directory, tied=False, G=2, rope=None, old=False, shard="5GB", **
 
 def make_neox(directory, tied=False, rotary_pct=0.25, old=False, shard="5GB", **kwargs):
     """A random transformers GPT-NeoX, as make_llama."""
-    torch.manual_seed(0)
     rope = {"rope_type": "default", "partial_rotary_factor": rotary_pct, "rope_theta": 500.0}
     kwargs = dict(rope_parameters=rope, layer_norm_eps=1e-4) | kwargs
-    config = transformers.GPTNeoXConfig(**SHAPE | {"tie_word_embeddings": tied} | kwargs)
-    neox = write_random(transformers.GPTNeoXForCausalLM(config), directory, shard)
+    neox = write_random(transformers.GPTNeoXForCausalLM, directory, tied, shard, kwargs)
     if old:
         fields = read_json(directory)
         del fields["rope_parameters"]
@@ -56,7 +52,9 @@ def make_neox(directory, tied=False, rotary_pct=0.25, old=False, shard="5GB", **
     return neox
 
 
-def write_random(model, directory, shard):
+def write_random(kind, directory, tied, shard, shape):
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**SHAPE | {"tie_word_embeddings": tied} | shape))
     for name, parameter in model.named_parameters():
         if "bias" in name:  # which transformers starts at 0
             torch.nn.init.normal_(parameter, std=0.1)
@@ -93,17 +91,12 @@ def byte_level(begin=False):
     t = Library(models.BPE())
     t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     t.decoder = decoders.ByteLevel()
-    t.train_from_iterator(
-        [TEXT],
-        trainers.BpeTrainer(
-            vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        ),
-    )  # fmt: skip
+    how = dict(vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
+    how["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    t.train_from_iterator([TEXT], trainers.BpeTrainer(**how))
     if begin:
-        t.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", t.token_to_id("<s>"))]
-        )
+        begins = [("<s>", t.token_to_id("<s>"))]
+        t.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begins)
     return t
 
 
@@ -113,19 +106,11 @@ def sentencepiece():
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *alphabet]
     merges = [("t", "h"), ("th", "e"), ("\u2581", "the"), ("o", "x"), ("f", "ox")]
     pieces += [a + b for a, b in merges]
-    t = Library(
-        models.BPE(
-            {piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>",
-            fuse_unk=True, byte_fallback=True,
-        )
-    )  # fmt: skip
+    how = dict(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    t = Library(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, **how))
     t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    t.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )  # fmt: skip
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    t.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     t.add_special_tokens(["<unk>", "<s>", "</s>"])
     t.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return t

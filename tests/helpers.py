@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from placement import TEST_DEVICE
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from attention import MASKED, eager
-from model import Config, PonderLM
+from data import Tokenizer
+from model import Config, PonderLM, save
 from router import upcast
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +47,17 @@ def small_model(seed=0, router_scale=5.0, kind=PonderLM, **settings):
     if model.router is not None:
         torch.nn.init.normal_(model.router.proj.weight, std=router_scale / model.config.hidden_size**0.5)
     return model.double().eval().to(TEST_DEVICE)
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory):
+    """A directory of a model with a window of 16 bytes, whose texts end now and then."""
+    model, folder = small_model(seed=2, vocab_size=257, block_size=16).float(), tmp_path_factory.mktemp("run")
+    with torch.no_grad():
+        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
+    save(model, folder)
+    Tokenizer.named("bytes").save(folder / "tokenizer.json")
+    return str(folder)
 
 
 class PonderLM2(PonderLM):
@@ -89,7 +102,7 @@ def decode(model, idx, tau=1e-4, alpha=0.0):
 
 
 @torch.no_grad()
-def sequential(model, idx, tau=None, printed=False):
+def sequential(model, idx, tau=None, alpha=0.0, printed=False):
     """Section 3.3 without a cache: for every slot the whole prefix anew. (T,) -> logits, steps.
 
     tau None runs all K steps with soft masks; printed: by the paper's index, w_k on the key of slot k+1.
@@ -106,7 +119,7 @@ def sequential(model, idx, tau=None, printed=False):
             rows = torch.stack(inputs)[None], torch.tensor(positions)
             h = model.model(*rows, torch.tensor([bias], dtype=x.dtype), eager)[0, -1]
             if k == 0:
-                s, log_w = model.route(h[None])
+                s, log_w = model.route(h[None], alpha)
                 w = log_w.exp()
                 stop = max(j for j in range(len(w)) if not tau or w[j] >= tau)
             h_hat = h_hat + s[k] * h
@@ -129,12 +142,12 @@ def assert_jacobi_is_sequential(model, printed=False):
 
 
 @torch.no_grad()
-def assert_three_forms_agree(model, tau):
+def assert_three_forms_agree(model, tau, alpha=0.0):
     """Parallel, sequential and cached: logits to 1e-9, the same steps; a cache of executed slots. -> steps"""
     idx = tokens(T=12)
-    expected, steps = sequential(model, idx[0], tau)
-    out = model(idx, tau=tau, R=model.config.ponder_steps * 11)
-    logits, cached_steps, cache = decode(model, idx[0], tau)
+    expected, steps = sequential(model, idx[0], tau, alpha)
+    out = model(idx, tau=tau, alpha=alpha, R=model.config.ponder_steps * 11)
+    logits, cached_steps, cache = decode(model, idx[0], tau, alpha)
     assert (out.logits[0] - expected).abs().max() < 1e-9
     assert (logits - expected).abs().max() < 1e-9
     assert out.steps[0].tolist() == cached_steps == steps
@@ -180,7 +193,7 @@ def assert_is_attention(form, leaves, tolerance):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: n + m)
 
 
-def assert_masked_key_is_not_there(form, augment, d, dtype):
+def assert_masked_key_is_gone(form, augment, d, dtype):
     """In half precision, too: a key of MASKED does not overflow, and no weight of it is seen."""
     q, k, v, _ = (x.to(dtype) for x in attention_inputs(N=12, d=d, dtype=torch.float32))
     log_w = torch.zeros(2, 12)
@@ -196,16 +209,37 @@ def assert_masked_key_is_not_there(form, augment, d, dtype):
 # -- Files and processes ---------------------------------------------------------------------------
 
 
+def start(*command, cwd=".", **environment):
+    """Python in a process of its own, which has one thread."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    how = dict(cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, *map(str, command)], **how)
+
+
 def python(*command, cwd=ROOT, **environment):
     """Run Python in a process of its own, from the root or elsewhere. -> what became of it"""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    how = dict(cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
-    return subprocess.run([sys.executable, *map(str, command)], **how)
+    process = start(*command, cwd=cwd, **environment)
+    try:
+        output, errors = process.communicate(timeout=300)
+    finally:
+        process.kill()  # if it hangs
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def in_bytes(change, name="model.safetensors"):
     """A damage of a folder: a change of the bytes of a file."""
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+def in_config(*without, **changes):
+    """A damage of a folder: fields of config.json that are changed, or left out."""
+
+    def damage(folder):
+        file = folder / "config.json"
+        content = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({k: v for k, v in content.items() if k not in without}))
+
+    return damage
 
 
 def in_tensors(change, name="model.safetensors"):

@@ -13,18 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import (  # noqa: F401
-    GOLDEN,
-    ROOT,
-    SHAPE,
-    assert_is_attention,
-    attention_inputs,
-    decode,
-    full_disk,
-    outputs_and_gradients,
-    python,
-    tokens,
-)
+from helpers import GOLDEN, ROOT, SHAPE, decode, full_disk, python, start, tokens  # noqa: F401
 from placement import DEVICE, TEST_DEVICE
 
 from data import Tokenizer
@@ -68,19 +57,9 @@ def config(tmp_path):
     """A training of a second; its model is `shape`."""
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200, encoding="utf-8")
-    return TrainConfig(
-        preset="tiny",
-        data=str(text),
-        out=str(tmp_path / "out"),
-        steps=30,
-        batch_size=8,
-        learning_rate=1e-2,
-        log_every=5,
-        eval_every=10,
-        eval_windows=8,
-        device="cpu",
-        precision="float32",
-    )
+    how = dict(steps=30, batch_size=8, learning_rate=1e-2, device="cpu", precision="float32")
+    how |= dict(log_every=5, eval_every=10, eval_windows=8)
+    return TrainConfig("tiny", data=str(text), out=str(tmp_path / "out"), **how)
 
 
 @pytest.fixture
@@ -108,15 +87,6 @@ def save_for_bytes(model, folder):
     return folder
 
 
-@pytest.fixture(scope="session")
-def byte_model(tmp_path_factory):
-    """A directory of a model with a window of 16 bytes, whose texts end now and then."""
-    model = small_model(seed=2, vocab_size=257, block_size=16)
-    with torch.no_grad():
-        model.lm_head.weight[256] = 4 * model.lm_head.weight[100]
-    return str(save_for_bytes(model, tmp_path_factory.mktemp("bytes") / "run"))
-
-
 def records(frame):
     """The rows of a frame as dicts, None for nothing."""
     frame = frame.astype(object)
@@ -133,10 +103,11 @@ def run_command(what, arguments, folder, out=None):
     name, *arguments = *what.split(), *arguments
     name = str(ROOT / name) if name.endswith(".py") else name
     printed, said = (io.TextIOWrapper(io.BytesIO(), code) for code in ("utf-8", "ascii"))
-    handlers, code = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP)}, None
+    code = None
     with (
         contextlib.chdir(folder),
         patch.object(sys, "argv", [name, *arguments]),
+        patch.object(signal, "signal"),  # the tests keep theirs
         contextlib.redirect_stdout(out or printed),
         contextlib.redirect_stderr(said),
         warnings.catch_warnings(),
@@ -150,9 +121,6 @@ def run_command(what, arguments, folder, out=None):
             sys.stdout.flush()
         except SystemExit as end:
             code = end.code
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
     printed.flush()
     said.flush()
     return code, printed.buffer.getvalue().decode(), said.buffer.getvalue().decode()

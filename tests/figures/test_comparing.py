@@ -13,18 +13,8 @@ from lab_helpers import flags, small_model, tokens
 
 from analyze import pareto
 from data import UserError, Windows, open_corpus
-from lab.figures.comparing import (
-    Compare,
-    by_run,
-    check_comparable,
-    comparison_table,
-    differences,
-    losses,
-    named,
-    of_another_window,
-    over_seeds,
-    read_runs,
-)
+from lab.figures import comparing
+from lab.figures.comparing import by_run, losses, read_runs
 from lab.figures.subject import rerouted
 from lab.interop.weights import load
 from lab.methods import find
@@ -42,7 +32,7 @@ def test_means_over_seeds(make_run):
     paths += [make_run("c", 0.5, 4.0, method="looped", ponder_steps=4)]
     rows = rows_of(paths)
     assert rows.entropy.tolist() == pytest.approx([math.log(2)] * 3)  # of tokens by their last step
-    frame = over_seeds(rows, ["tau"])
+    frame = comparing.over_seeds(rows, ["tau"])
     adaptive, looped = frame.to_dict("records")
     assert (adaptive["method"], adaptive["K"], adaptive["seeds"]) == ("PonderLM-3", 3, 2)
     assert adaptive["steps"] == 2.5 and adaptive["steps_std"] == pytest.approx(math.sqrt(0.5))
@@ -62,7 +52,7 @@ def test_swapped():
     stays swapped. On the grid s is of h^(0), which no mask has touched."""
     model, idx = small_model(method="grid"), tokens(8, 3)
     own = model(idx, tau=1e-4)
-    with rerouted(model, of_another_window):
+    with rerouted(model, comparing.of_another_window):
         other = model(idx, tau=1e-4)
         with pytest.raises(UserError, match="--swap"):
             model(idx[:1])
@@ -78,7 +68,7 @@ def test_other_tau_and_windows_to_choose_by(trained):
     runs, val = read_runs([trained / "ponder", trained / "tau"]), open_corpus(text, "bytes").val
     frame = by_run(runs, lambda run: losses(run, (1e-4, 0.97), 4, CPU, text))
     rows_of_val, windows = Windows(val, 16, seed=0), {"": (0, 8), "choose": (8, 12)}
-    assert len(frame) == 4 and len(over_seeds(frame, ["tau"])) == 4
+    assert len(frame) == 4 and len(comparing.over_seeds(frame, ["tau"])) == 4
     for run, (name, rows) in zip(runs, frame.groupby("method", sort=False), strict=True):
         assert ("tau" in name) == (run.config.tau != 1e-4)
         for row, (which, part) in product(rows.to_dict("records"), windows.items()):
@@ -102,15 +92,15 @@ def test_differences_by_pair(make_run):
         paths.append(make_run(f"l{seed}", 2.4 + seed - gain, 1.5, seed, **shape))
         paths.append(make_run(f"q{seed}", 2.0, 2.5, seed, method="pause"))  # more than the reference has
     frame = rows_of(paths)
-    found = differences(frame, "PonderLM-2").set_index("method").difference
+    found = comparing.differences(frame, "PonderLM-2").set_index("method").difference
     assert found["LoopedLM"].tolist() == pytest.approx([-0.1, -0.2, -0.6]) and found["Pause"].isna().all()
     assert found["PonderLM-2"].tolist() == pytest.approx([0] * 6)
-    cells = comparison_table(frame, "PonderLM-2").set_index("method")
+    cells = comparing.comparison_table(frame, "PonderLM-2").set_index("method")
     assert len(cells) == 4  # each K has its own
     within = 4.303 * math.sqrt(0.07 / 3)
     assert cells.loc["LoopedLM"].iloc[-1] == f"-0.3000 ± {within:.4f}" and cells.loc["Pause"].iloc[-1] == "-"
     with pytest.raises(UserError, match="PonderLM-4"):
-        differences(frame, "PonderLM-4")
+        comparing.differences(frame, "PonderLM-4")
 
 
 def test_other_settings_are_other_curves(make_run):
@@ -128,8 +118,8 @@ def test_other_settings_are_other_curves(make_run):
         "j": dict(method="pause"),
     }.items():
         make_run(name, 1, 2, **changes)
-    runs = read_runs(sorted(x.parent for x in Path().glob("*/results.json")))
-    assert {name: [run.shape.ponder_steps for run in runs] for name, runs in named(runs).items()} == {
+    found = comparing.named(read_runs(sorted(x.parent for x in Path().glob("*/results.json"))))
+    assert {name: [run.shape.ponder_steps for run in runs] for name, runs in found.items()} == {
         "PonderLM-3": [3, 3, 4],
         "PonderLM-3, penalty_weight 0": [3],
         "LoopedLM, batch_size 4": [3],
@@ -151,8 +141,8 @@ def test_refused_comparisons(make_run, tmp_path, capsys):
     other = replace(first, corpus=first.corpus | {"sha256": "another"})
     for run, what in ((short, "windows"), (fewer, "numbers of windows"), (other, "corpora")):
         with pytest.raises(UserError, match=what):
-            check_comparable([first, run])
-    check_comparable(read_runs([first.path, make_run("b", 1, 3, method="looped", batch_size=16)]))
+            comparing.check_comparable([first, run])
+    comparing.check_comparable(read_runs([first.path, make_run("b", 1, 3, method="looped", batch_size=16)]))
     assert "batch_size" in capsys.readouterr().out
     with pytest.raises(UserError, match="no finished run"):
         read_runs([tmp_path / "missing"])
@@ -173,7 +163,7 @@ def test_command(make_run, tmp_path):
     """Catches a table or figure that is not of the rows."""
     paths = [make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, method="ponderlm2", ponder_steps=2)]
     paths += [make_run("c", 1.3, 2.2, seed=1), make_run("v", 1.7, 0, method="vanilla")]
-    Compare(flags(paths), out=tmp_path, over="tau").draw()
+    comparing.Compare(flags(paths), out=tmp_path, over="tau").draw()
     assert (tmp_path / "compare.png").stat().st_size > 5000
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "compare.csv"), rows_of(paths), check_exact=True)
     assert len((tmp_path / "compare.md").read_text().splitlines()) == 2 + 3

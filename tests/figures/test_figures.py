@@ -1,30 +1,14 @@
-"""What is measured of one run."""
+"""What is measured of one run; saved numbers and the tables that are made of them."""
 
 import pandas as pd
 import pytest
-import torch
-import torch.nn.functional as F
-from lab_helpers import decode, small_model
+from lab_helpers import small_model
 
 import analyze
 from data import UserError
 from lab.figures.difficulty import Difficulty, gains, shifts
 from lab.figures.subject import decoded, open_subject
-
-
-@pytest.mark.parametrize("tau", [0.3, 0.0])
-@pytest.mark.parametrize("method", ["ponderlm3", "grid"])
-@torch.no_grad()
-def test_measured_is_what_decoding_does(tau, method, subject):
-    """Catches soft masks where hard ones are said, Jacobi on the grid."""
-    model = small_model(seed=2, method=method)
-    one = subject(model, windows=2, tau=tau)
-    loss, steps, _ = (x.view(2, 8) for x in decoded(one))
-    for row, losses, taken in zip(one.windows, loss, steps, strict=True):
-        logits, expected, _ = decode(model, row[:-1], tau)
-        by_hand = F.cross_entropy(logits, row[1:], reduction="none")
-        torch.testing.assert_close(losses.double(), by_hand.double(), atol=3e-5, rtol=0)
-        assert taken.tolist() == expected
+from lab.figures.tables import save, tabulate
 
 
 def test_difficulty(trained, tmp_path, subject):
@@ -46,3 +30,12 @@ def test_difficulty(trained, tmp_path, subject):
     for reference, run, message in (("lookup-0", "ponder", "--reference"), ("ponder", "plain", "vanilla")):
         with pytest.raises(UserError, match=message):
             Difficulty(str(trained / reference), **given | {"run": str(trained / run)}).draw()
+
+
+def test_numbers_survive_their_file(tmp_path):
+    """Catches digits that are lost, and nothing as 0."""
+    frame = pd.DataFrame([{"x": 1 / 3, "y": 1.0}, {"x": 2 / 3, "y": None}])
+    save(tmp_path, "a", frame, tabulate(frame, {"x": "x:.2f", "y": "y:g"}))
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "a.csv"), frame, check_exact=True)
+    shown = "| x | y |\n| --- | --- |\n| 0.33 | 1 |\n| 0.67 | - |\n"
+    assert (tmp_path / "a.md").read_text() == shown

@@ -17,7 +17,7 @@ def test_kinds(subject):
     rows = [[*tokens.encode(lookup.line(rng)), tokens.end_of_text, 9] for _ in range(8)]
     rows += [[rng.randrange(256) for _ in range(65)] for _ in range(3)]
     rng.shuffle(rows)
-    model = small_model(vocab_size=tokens.vocab_size, block_size=64, seed=3)
+    model = small_model(method="grid", vocab_size=tokens.vocab_size, block_size=64, seed=3)
     one = subject(model)
     one.tokenizer, one.windows = tokens, torch.tensor(rows)
     found = {row.kind: row for row in kind_rows(one).itertuples()}

@@ -5,25 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    assert_is_attention,
-    assert_masked_key_is_not_there,
-    attention_inputs,
-    outputs_and_gradients,
-)
+from helpers import assert_is_attention, assert_masked_key_is_gone, attention_inputs, outputs_and_gradients
 from pretended_cuda import pretended_cuda
 from torch.backends import cuda as flags
 
 from attention import SHORT, eager
-from lab.kernels import (
-    attend,
-    attend_to_slots,
-    augment,
-    decoding_kernels,
-    exact,
-    key_channels,
-    query_channels,
-)
+from lab import kernels
 
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-11), (torch.float32, 5e-5)])
@@ -31,7 +18,7 @@ from lab.kernels import (
 @pytest.mark.parametrize("N,d", [(1, 8), (17, 7), (33, 8), (40, 56), (19, 64)])
 def test_exact_equals_eager(dtype, tolerance, G, N, d):
     """Catches errors of the channels or a head group, in outputs and all gradients."""
-    assert_is_attention(exact, attention_inputs(4, G, N, d, dtype), tolerance)
+    assert_is_attention(kernels.exact, attention_inputs(4, G, N, d, dtype), tolerance)
 
 
 # -- One slot of all tokens against several --------------------------------------------------------
@@ -58,7 +45,8 @@ def test_attend_to_slots(short, n, G, monkeypatch):
     monkeypatch.setattr("lab.kernels.SHORT", SHORT if short else 0)
     q, k, v, log_w = attention_inputs(4, G, n * 11, 16, log_w=(-8, 0))
     leaves = [q.detach()[:, :, :11].requires_grad_(), k, v, log_w]
-    found, expected = (outputs_and_gradients(form, leaves) for form in (attend_to_slots, to_slots_by_hand))
+    forms = kernels.attend_to_slots, to_slots_by_hand
+    found, expected = (outputs_and_gradients(form, leaves) for form in forms)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
 
@@ -73,21 +61,21 @@ def test_bias_in_half_precision(d, dtype, bits):
     what queries and keys carry makes sqrt(d) log w to 16 bits in bfloat16, 20 in float16 (of which
     the smallest number is 6e-8)."""
     log_w = -torch.logspace(-3, 2, 400, dtype=torch.float64)
-    q, k = query_channels(d, dtype).double(), key_channels(log_w, d, dtype).double()
+    q, k = kernels.query_channels(d, dtype).double(), kernels.key_channels(log_w, d, dtype).double()
     torch.testing.assert_close(k @ q / math.sqrt(d), log_w, rtol=2**-bits, atol=1e-7)
-    assert key_channels(log_w, d, dtype).shape == (400, 8)
+    assert kernels.key_channels(log_w, d, dtype).shape == (400, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("d", [8, 24, 56, 128])
 def test_masked_in_half_precision(d, dtype):
     """Catches a hidden key that overflows (-1e4 sqrt(128) is -1e5, beyond float16), or is seen."""
-    assert_masked_key_is_not_there(exact, augment, d, dtype)
+    assert_masked_key_is_gone(kernels.exact, kernels.augment, d, dtype)
 
 
 def test_decoding_kernels():
     """Catches decoding that waits for a cuDNN plan at each slot, and training that loses cuDNN."""
-    with decoding_kernels(torch.device("cuda")):
+    with kernels.decoding_kernels(torch.device("cuda")):
         assert not flags.cudnn_sdp_enabled()
         assert flags.flash_sdp_enabled() and flags.mem_efficient_sdp_enabled()
     assert flags.cudnn_sdp_enabled()
@@ -106,6 +94,6 @@ def test_keys_that_heads_share(dtype, masked, monkeypatch):
     with pretended_cuda():
         q, k, v, _ = (x.detach().to("cuda", getattr(torch, dtype)) for x in attention_inputs(G=2))
         mask = torch.ones(17, 17, dtype=torch.bool, device="cuda").tril() if masked else None
-        found, expected = attend(q, k, v, 8, mask), eager(q, k, v, None)
+        found, expected = kernels.attend(q, k, v, 8, mask), eager(q, k, v, None)
     assert asked == [dtype == "bfloat16" and not masked]
     assert (found - expected).norm() < 1e-2 * expected.norm()

@@ -69,7 +69,8 @@ def test_price_by_probability():
 
 @pytest.mark.parametrize("method, low, high", [("ponderlm3", 0, 1e-7), ("ablation-index", 1e-3, math.inf)])
 def test_mask_index(method, low, high):
-    """Catches an ablation that has another index than the printed one, as in root/test_model.py."""
+    """Catches an ablation that has another index than the printed one, by which the slot after the last
+    executed one stays visible, and the logits move by more than 1e-3."""
     assert low <= distance_of_masks(small_model(method=method, router_scale=2000.0)) < high
 
 

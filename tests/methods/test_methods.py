@@ -10,10 +10,9 @@ from lab_helpers import LLAMA3, NEOX, decode, method_model, small_model, tokens
 import lab.methods as methods
 from attention import eager
 from data import UserError
-from lab.interop.weights import as_root, load
+from lab.interop.weights import load
 from lab.methods import PonderConfig, PonderLM3, all_methods, build, configure, find
 from lab.train import parse
-from model import save as root_save
 from sample import stream
 from train import train
 
@@ -70,30 +69,6 @@ def test_cached_decoding_equals_scoring(method, settings):
     assert len(taken) > 1 or method != "ponderlm3"
 
 
-TIED = dict(tie_word_embeddings=True, router_offset=(0.0, 1.0, 2.0, 3.0))
-REREAD = dict(reread=True)
-REREAD = dict(reread=True)
-
-
-@pytest.mark.parametrize(
-    "method,kwargs",
-    [*((method, {}) for method in METHODS), *(("ponderlm3", kwargs) for kwargs in (TIED, TURNED, REREAD))],
-)
-def test_files(method, kwargs, tmp_path):
-    """Catches a parameter or setting that a file loses, odd names, a class that reads another's weights."""
-    model, idx = method_model(method, **kwargs).float(), texts()
-    with torch.no_grad():
-        expected = model(idx, R=3).logits
-    blocks = model.model.layers
-    blocks[0] = torch.compile(blocks[0])
-    root_save(as_root(model), tmp_path)
-    loaded = load(tmp_path)
-    assert type(loaded) is type(model) and loaded.config == model.config
-    with torch.no_grad():
-        assert torch.equal(loaded(idx, R=3).logits, expected)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_training_gradients(method):
     """Catches a detached path, an unused parameter, and `recompute` that changes a gradient."""
@@ -124,14 +99,18 @@ def test_training_gradients(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_train_and_evaluate(method, config, shape):
-    """Catches a method that the root cannot train, evaluate, save, resume or sample from."""
+    """Catches a method that the root cannot train, evaluate, save, resume or sample from; a parameter or
+    setting that a file loses, and a class that reads another's weights."""
     shape, config = configure(shape, method), replace(config, name=method, steps=3, eval_every=2)
     run, results = train(config, shape, build, find(method).objective)
     K = shape.ponder_steps
     assert results["hard"]["loss"] < 6 and len(results["hard"]["stopped"]) == K + 1
     run, again = train(replace(config, steps=4, resume=True), shape, build, find(method).objective)
     assert again["hard"]["loss"] != results["hard"]["loss"]
-    model, idx = load(run), texts(T=16)
+    model, idx, trained = load(run), texts(T=16), torch.load(run / "trainer.pt")["model"]
+    assert type(model) is find(method) and model.config == shape
+    assert trained.keys() == model.state_dict().keys()
+    assert all(torch.equal(x, trained[name]) for name, x in model.state_dict().items())
     out = model(idx, idx, tau=1e-4)
     assert out.steps.float().mean() == K or "mor" in method or find(method).has_router
     found = [*stream(model, [3, 1, 4], 4, temperature=0)]

@@ -1,6 +1,7 @@
 """The seven scripts stand alone, and what a training step runs is what stands in them."""
 
 import ast
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ from helpers import ROOT, python
 from model import Config, PonderLM
 from train import objective
 
-SCRIPTS = ["attention", "router", "data", "model", "train", "sample", "analyze"]
-PACKAGES = {"torch", "numpy", "tiktoken", "matplotlib", "safetensors", "tyro", "pydantic"}
+README = (ROOT / "README.md").read_text("utf-8")
+SCRIPTS = re.findall(r"(?m)^\| \[`(\w+)\.py`\]", README)  # each above those that import it
+PACKAGES = {line.split("==")[0] for line in (ROOT / "requirements.txt").read_text("utf-8").split()}
 BROUGHT = {"regex", "filelock"}  # by tiktoken and torch
 OPTIONAL = {"flash_attn"}
 SMALL = "--hidden-size 32 --intermediate-size 48 --num-hidden-layers 1 --head-dim 16 --block-size 16 "
@@ -32,52 +34,30 @@ def test_imports(script):
             assert name in known, f"{script}: {name}"
 
 
-def test_requirements():
-    """Catches an eighth package, and one that comes by chance alone."""
-    lines = (ROOT / "requirements.txt").read_text("utf-8").split()
-    assert {line.split("==")[0] for line in lines} == PACKAGES
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """A folder with the seven and a text, and a function that runs commands there, as `python FILE ..`."""
-    folder = tmp_path_factory.mktemp("alone")
-    for script in SCRIPTS:
-        shutil.copy(ROOT / f"{script}.py", folder)
-    text = (ROOT / "LICENSE").read_text("utf-8")
-    (folder / "text.txt").write_text(text * 20, encoding="utf-8")
-
-    def run(*commands):
-        """All in one process, since torch takes seconds to import. -> what each printed"""
-        script = "import runpy, sys\n" + "".join(
-            f"sys.argv = {command}; print('#'); runpy.run_path(sys.argv[0], run_name='__main__')\n"
-            for command in (command.split() for command in commands)
-        )
-        done = python("-c", script, cwd=folder, PYTHONPATH="", PYTHONIOENCODING="ascii")
-        assert not done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
-        return done.stdout.split("#\n")[1:]
-
-    return folder, run
-
-
-def test_commands(alone):
+def test_commands():
     """Catches a command that cannot run where only the seven are, and an output that ASCII stops."""
-    folder, run = alone
-    prepared, trained, resumed, sampled, *_ = run(
+    for script in SCRIPTS:
+        shutil.copy(ROOT / f"{script}.py", ".")
+    Path("text.txt").write_text((ROOT / "LICENSE").read_text("utf-8") * 20, encoding="utf-8")
+    code = "import runpy, sys\n"  # all in one process, since torch takes seconds to import
+    for command in (
         "data.py --data text.txt",
         f"train.py --preset tiny --steps 2 --name a {SMALL}",
         "train.py --resume --name a --steps 3",
         "sample.py --run out/a --prompt The --max-new-tokens 5 --show-steps --seed 1",
         "analyze.py tokens --run out/a --windows 4 --data text.txt --device cpu",
         "analyze.py pareto --runs out/a",
-    )
+    ):
+        code += f"sys.argv = {command.split()}\n"
+        code += "print('#'); runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    done = python("-c", code, cwd=".", PYTHONPATH="", PYTHONIOENCODING="ascii")
+    assert not done.returncode, done.stdout[-2000:] + done.stderr[-2000:]
+    _, prepared, trained, resumed, sampled, *_ = done.stdout.split("#\n")
     assert "unigram entropy" in prepared and "step 2/2" in trained
     assert "resumed at step 2" in resumed and "step 3/3" in resumed
     assert "of 2 pondering steps per token" in sampled and "\nThe" in sampled and r"\u208" in sampled
-    names = {"config.json", "model.safetensors", "tokenizer.json", "trainer.pt", "train.json"}
-    assert names <= {file.name for file in (folder / "out/a").iterdir()}
     for file in ("out/a/report/tokens.png", "out/analyze/pareto.png"):
-        assert (folder / file).stat().st_size > 5000
+        assert Path(file).stat().st_size > 5000
 
 
 def test_what_a_training_step_runs():

@@ -12,25 +12,6 @@ import torch
 import torch.nn.functional as F
 
 import analyze
-from analyze import (
-    DRAWINGS,
-    Options,
-    buckets,
-    converge,
-    decoded,
-    exponential_fit,
-    find_words,
-    losses_by_depth,
-    main,
-    pareto,
-    perplexity,
-    sheet,
-    shift,
-    show_token,
-    tau_curve,
-    tokens,
-    write_csv,
-)
 from data import Tokenizer, UserError, Windows, open_corpus
 from model import save
 from train import TrainConfig
@@ -63,7 +44,7 @@ def test_losses_by_depth(model, monkeypatch):
     """Catches another order, target, truncation or steps, and weights that are not made to sum to 1."""
     monkeypatch.setattr(analyze, "windows_at_a_time", lambda T, device: 2)
     windows = rows_of(5)
-    ce, steps = losses_by_depth(model, windows, 0.3)
+    ce, steps = analyze.losses_by_depth(model, windows, 0.3)
     at = 0
     for row in windows:
         h, s, log_w = model.jacobi(row[None, :-1], R=24)
@@ -82,7 +63,7 @@ def test_losses_by_depth(model, monkeypatch):
 def test_decoded_is_what_decoding_does(model, tau, alpha):
     """Catches soft masks where hard ones are said, a forgotten alpha, and other steps."""
     windows = rows_of(2)
-    loss, steps = decoded(model, windows, tau, alpha)
+    loss, steps = analyze.decoded(model, windows, tau, alpha)
     at = 0
     for row in windows:
         cache = model.new_cache()
@@ -97,7 +78,7 @@ def test_decoded_is_what_decoding_does(model, tau, alpha):
 def test_converge(model):
     """Catches refinements one off, errors of other slots, no fixed point, and a model left in float64."""
     single, windows = small_model().float(), rows_of(2)
-    rows = converge(single, windows, most=K * T)
+    rows = analyze.converge(single, windows, most=K * T)
     assert single.lm_head.weight.dtype == torch.float32
     model, idx = single.double(), windows[:, :-1]
     fixed, fixed_s, _ = model.jacobi(idx, R=K * T)
@@ -114,24 +95,24 @@ def test_converge(model):
 def test_exponential_fit():
     """Catches a fit that misses the planted decay, another R^2, and rounding or zeros that enter it."""
     rounding = [max(0.3 * 0.02**n, 1e-16) for n in range(12)]
-    assert exponential_fit(range(12), rounding) == pytest.approx((0.02, 0.3, 1))
-    L, _, r2 = exponential_fit([0, 1, 2, 3], errors := [1.0, 0.5, 0.1, 0])
+    assert analyze.exponential_fit(range(12), rounding) == pytest.approx((0.02, 0.3, 1))
+    L, _, r2 = analyze.exponential_fit([0, 1, 2, 3], errors := [1.0, 0.5, 0.1, 0])
     slope = math.log(0.1) / 2
     total = sum((math.log(e) - math.log(0.05) / 3) ** 2 for e in errors[:3])
     assert pytest.approx(math.exp(slope)) == L and r2 == pytest.approx(2 * slope**2 / total)
-    assert all(map(math.isnan, exponential_fit([0, 1], [0, 0])))
+    assert all(map(math.isnan, analyze.exponential_fit([0, 1], [0, 0])))
 
 
 def test_buckets_and_shift(model):
     """Catches gains of the wrong sign, step or bucket; a change to another alpha, and one not passed on."""
     windows = rows_of(4)
-    ce, steps = losses_by_depth(model, windows, 0.3)
+    ce, steps = analyze.losses_by_depth(model, windows, 0.3)
     order = sorted(range(len(ce)), key=lambda i: ce[i, 0].item())
     parts = [[i for rank, i in enumerate(order) if rank * 3 // len(order) == b] for b in range(3)]
-    found, moved = buckets(model, windows, 0.3), shift(model, windows, 0.3, alphas=(-3, 3))
+    found, moved = analyze.buckets(model, windows, 0.3), analyze.shift(model, windows, 0.3, alphas=(-3, 3))
     assert [row["bucket"] for row in found] == [*analyze.BUCKETS]
     assert [row["alpha"] for row in moved] == 3 * [-3] + 3 * [0] + 3 * [3]
-    before, _ = decoded(model, windows, 0.3)
+    before, _ = analyze.decoded(model, windows, 0.3)
     for name, mine, row in zip(analyze.BUCKETS, parts, found, strict=True):
         expected = {f"gain_{k}": average((ce[i, k - 1] - ce[i, k]).item() for i in mine) for k in (1, 2, 3)}
         expected |= {"difficulty": average(ce[i, 0].item() for i in mine)}
@@ -140,7 +121,7 @@ def test_buckets_and_shift(model):
         assert row == close | {"bucket": name, "tokens": len(mine)}
         for alpha in (-3, 0, 3):
             (row,) = [row for row in moved if (row["alpha"], row["bucket"]) == (alpha, name)]
-            loss, taken = decoded(model, windows, 0.3, alpha)
+            loss, taken = analyze.decoded(model, windows, 0.3, alpha)
             assert row["change"] == pytest.approx(average((loss - before)[i].item() for i in mine))
             assert row["steps"] == pytest.approx(average(taken[i].item() for i in mine))
 
@@ -148,24 +129,24 @@ def test_buckets_and_shift(model):
 def test_tau_curve(model):
     """Catches a change to something else than all K steps, and rows that are not in order."""
     windows = rows_of(2)
-    rows = tau_curve(model, windows, (1, 0.3, 0))
+    rows = analyze.tau_curve(model, windows, (1, 0.3, 0))
     assert [row["tau"] for row in rows] == [0, 0.3, 1]
-    full, (loss, steps) = decoded(model, windows, 0.0)[0], decoded(model, windows, 0.3)
+    full, (loss, steps) = analyze.decoded(model, windows, 0.0)[0], analyze.decoded(model, windows, 0.3)
     assert (rows[0]["steps"], rows[0]["change"]) == (K, 0)
     assert rows[1]["steps"] == pytest.approx(average(steps.tolist()))
     assert rows[1]["loss"] == pytest.approx(average(loss.tolist()))
     assert rows[1]["perplexity"] == pytest.approx(math.exp(average(loss.tolist())))
     assert rows[1]["change"] == pytest.approx(average((loss - full).tolist()))
     assert rows[2]["steps"] < rows[1]["steps"] < K
-    assert perplexity(1.0) == math.e and perplexity(1e4) == math.inf
+    assert analyze.perplexity(1.0) == math.e and analyze.perplexity(1e4) == math.inf
 
 
 def test_words():
     """Catches words cut by a window's ends or joined with other characters, and spaces."""
     single = [bytes([b]) for b in b"he cat, it's a do"]
-    assert [*find_words(single)] == [("cat", 3, 5), ("it", 8, 9), ("s", 11, 11), ("a", 13, 13)]
+    assert [*analyze.find_words(single)] == [("cat", 3, 5), ("it", 8, 9), ("s", 11, 11), ("a", 13, 13)]
     pieces = [b" the", b" bi", b"cy", b"cle", b" of", b"f1", b" in", b"-", b"to", b" it"]
-    assert [*find_words(pieces)] == [("the", 0, 0), ("bicycle", 1, 3), ("in", 6, 6), ("to", 8, 8)]
+    assert [*analyze.find_words(pieces)] == [("the", 0, 0), ("bicycle", 1, 3), ("in", 6, 6), ("to", 8, 8)]
 
 
 def test_tokens(model, monkeypatch):
@@ -175,7 +156,7 @@ def test_tokens(model, monkeypatch):
     def rows_of_texts(texts, tokenizer, words, least):
         windows = torch.tensor([[*text, 0] for text in texts])
         monkeypatch.setattr(analyze, "decoded", lambda *_: (None, steps[: windows[:, :-1].numel()]))
-        return tokens(model, windows, tokenizer, words=words, least=least)
+        return analyze.tokens(model, windows, tokenizer, words=words, least=least)
 
     rows = rows_of_texts([b" the a the ofx "], Tokenizer.named("bytes"), ("the", "a", "of"), 2)
     found = {(row["kind"], row["text"]): row for row in rows}
@@ -190,7 +171,7 @@ def test_tokens(model, monkeypatch):
     assert shares("inside a word") == pytest.approx([3 / 6, 2 / 6, 1 / 6, 0])
     assert shares("at its end") == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
     assert rows_of_texts([b" the", b" ofx"], Tokenizer.named("bytes"), ("the",), 1)[-3]["tokens"] == 0
-    assert show_token(b"\n\xe2 a") == "\\n\\xe2 a"
+    assert analyze.show_token(b"\n\xe2 a") == "\\n\\xe2 a"
     alike = rows_of_texts([[0, 1, 1, 1]], Tokenizer("bpe", [b"\n", b"\\n"]), (), 1)
     assert [(row["text"], row["tokens"]) for row in alike[:2]] == [("\\n", 1), ("\\n", 3)]
 
@@ -214,15 +195,13 @@ def test_pareto(tmp_path, capsys):
     """Catches numbers of another run, a frontier or ring with a wrong point, a figure that goes elsewhere."""
     runs = [
         finish(tmp_path / "a", steps=1.0, loss=1.0),
-        finish(
-            tmp_path / "b", steps=1.0, loss=1.2, asked=20
-        ),  # of 8 that there are; no more steps than a, and worse
+        finish(tmp_path / "b", steps=1.0, loss=1.2, asked=20),  # of 8 that there are; worse than a
         finish(tmp_path / "c", "two", K=2, steps=2.0, loss=0.9),
         finish(tmp_path / "d", "two", K=0, steps=0.0, loss=2.0),
         finish(tmp_path / "diverged", K=1, steps=3.0, loss=1e9),
         tmp_path / "unfinished",
     ]
-    rows = pareto(runs)
+    rows = analyze.pareto(runs)
     assert "unfinished" in capsys.readouterr().out
     assert [row["run"] for row in rows] == ["a", "b", "c", "d", "diverged"]
     assert [row["method"] for row in rows[:4]] == ["ponderlm3", "ponderlm3", "two", "two"]
@@ -243,13 +222,13 @@ def test_pareto_refuses(other, tmp_path):
     """Catches a comparison of what cannot be compared, and a stack trace for a damaged run."""
     runs = [finish(tmp_path / "a"), finish(tmp_path / "b", **other)]
     with pytest.raises(UserError, match="scored on different"):
-        pareto(runs)
+        analyze.pareto(runs)
     with pytest.raises(UserError, match="--runs"):
-        pareto([tmp_path])
+        analyze.pareto([tmp_path])
     for hard in ({}, {"steps": 1, "loss": "1.0.0"}, {"steps": [1], "loss": 1}, None):
         (runs[0] / "results.json").write_text(json.dumps({"hard": hard}))
         with pytest.raises(UserError, match=r"a: .*results\.json"):
-            pareto(runs)
+            analyze.pareto(runs)
 
 
 # -- The command -----------------------------------------------------------------------------------
@@ -293,14 +272,14 @@ def read_csv(file):
 
 
 def draw(figure, rows):
-    title, panels, into = DRAWINGS[figure]
-    drawn, axes = sheet(title, panels)
+    title, panels, into = analyze.DRAWINGS[figure]
+    drawn, axes = analyze.sheet(title, panels)
     into(rows, *axes)
     return drawn
 
 
 def command(figure, **options):
-    main(Options(figure, device="cpu", **options))
+    analyze.main(analyze.Options(figure, device="cpu", **options))
 
 
 def test_draw(run, capsys):
@@ -322,7 +301,7 @@ def test_texts_stay_texts(tmp_path):
     texts = ("token", "$$"), ("token", ',"'), ("compound", "inside a word"), ("compound", "at its end")
     rows = [dict(kind=kind, text=text) | numbers for kind, text in texts]
     draw("tokens", rows).savefig(tmp_path / "x.png")
-    write_csv(tmp_path / "x.csv", rows)
+    analyze.write_csv(tmp_path / "x.csv", rows)
     assert [row["text"] for row in read_csv(tmp_path / "x.csv")] == [text for _, text in texts]
 
 

@@ -21,11 +21,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, full_disk, in_bytes, small_model, tokens
+from helpers import ROOT, full_disk, in_bytes, python, small_model, start, tokens
 
 import train
 from data import UserError, Windows, open_corpus
 from model import Config, PonderLM, from_json, load
+from router import bottom_mass_penalty, relaxed_steps
 from train import TrainConfig, learning_rate, objective, parse, read_run
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 200
@@ -101,10 +102,8 @@ def assert_same(a, b):
 
 def test_training_learns_and_leaves_a_run(capsys):
     """Catches a loop that does not learn, is not deterministic, leaves out a file or says nothing."""
-    run, results = go("--log-every 20")
-    assert re.search(
-        r"step 30/30  loss [\d.]+  ce .* left 0:00\n(.*\n)+.*at the fixed point", capsys.readouterr().out
-    )
+    (run, results), said = go("--log-every 20"), capsys.readouterr().out
+    assert re.search(r"step 30/30  loss [\d.]+  ce .* left 0:00\n(.*\n)+.*at the fixed point", said)
     assert results["fixed"]["loss"] < results["unigram_entropy"]
     assert results == json.loads((run / "results.json").read_text())
     names = {"config.json", "model.safetensors", "tokenizer.json", "trainer.pt", "train.json"}
@@ -115,8 +114,9 @@ def test_training_learns_and_leaves_a_run(capsys):
 
 
 def test_the_loop_written_out(monkeypatch):
-    """Catches a step with another R, order of windows, rate, clipped gradient or decay than written out."""
-    run, _ = go("--steps 3 --micro-batch-size 8 --seed 5 --step-price 0.1 --price-from 0.4 --router-rate 5")
+    """Catches a step with another R, order of windows, rate, clipped gradient or decay than written out, and
+    gradients or losses of micro-batches, of which the last is smaller, that are summed and not averaged."""
+    run, _ = go("--steps 3 --micro-batch-size 3 --seed 5 --step-price 0.1 --price-from 0.4 --router-rate 5")
     corpus = open_corpus("text.txt", "bytes")
     config, shape, _ = read_run(run)
     torch.manual_seed(5)
@@ -133,29 +133,23 @@ def test_the_loop_written_out(monkeypatch):
         betas=(0.9, 0.95),
         fused=True,
     )
-    windows = Windows(corpus.train, 16, seed=5)
+    windows, logged = Windows(corpus.train, 16, seed=5), log(run)
     for step in range(3):
         rows = torch.from_numpy(np.stack([windows.window(8 * step + i) for i in range(8)]))
         R = np.random.default_rng((5, step)).integers(0, 3)
         out = model(rows[:, :-1], rows[:, 1:], R=int(R))
         price = 0.1 if step >= 2 else 0.0  # from 0.4 of three steps on
-        (out.loss + price * (1 + out.log_w[..., 1:] / math.log(1e4)).clamp(min=0).sum(-1).mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        relaxed = (1 + out.log_w[..., 1:] / math.log(1e4)).clamp(min=0).sum(-1).mean()
+        (out.loss + price * relaxed).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        means = {"ce": out.loss.item(), "relaxed": relaxed.item(), "grad_norm": norm.item()}
+        assert {key: logged[step][key] for key in means} == pytest.approx(means, rel=1e-4)
         for group in optimizer.param_groups:
             group["lr"] = group.get("rate", 1) * learning_rate(step, config)
         optimizer.step()
         optimizer.zero_grad()
     for name, x in load(run).state_dict().items():
         torch.testing.assert_close(x, model.state_dict()[name], atol=1e-6, rtol=1e-5)
-
-
-def test_micro_batches():
-    """Catches gradients of micro-batches that are summed, not averaged; Adam alone would hide it."""
-    whole, _ = go("--penalty-weight 0 --steps 3 --micro-batch-size None")
-    for size in (2, 3):  # of 8 windows: the last part may be smaller
-        parts, _ = go(f"--penalty-weight 0 --steps 3 --micro-batch-size {size} --name parts-{size}")
-        for a, b in zip(log(whole), log(parts), strict=True):
-            assert a == pytest.approx(b, rel=1e-4)
 
 
 def test_micro_batch_of_processes(monkeypatch, capsys):
@@ -187,20 +181,16 @@ def test_objective(penalty):
         direction = model(x, R=1).h.mean((0, 1, 2))
         model.lm_head.weight.zero_()[0] = 2 * direction
     loss, found, out = objective(model, x, y, 1, price=0.2)
-    w = out.log_w[y != -100].exp()  # (n, 3)
+    log_w = out.log_w[y != -100]  # (n, 3)
     partial = [
         model.cross_entropy((out.s[..., :i][..., None] * out.h[:, :, :i]).sum(2), y) for i in (1, 2, 3)
     ]
     ce = torch.stack(partial, dim=-1)[y != -100]  # (n, 3)
     torch.testing.assert_close(out.loss, ce[:, -1].mean())
-    solved = lambda x: 1 - torch.sigmoid(10 * (x - 0.5))  # noqa: E731
-    rho = solved(ce).mean(0) if penalty == "token" else solved(ce.mean(0))
-    counts = [int(max(rho[k] - rho[k - 1], 0) * len(w)) for k in (1, 2)]
-    assert max(counts) > 0
-    expected = sum(w[:, k].sort().values[:n].mean() for k, n in zip((1, 2), counts, strict=True) if n)
+    expected, _ = bottom_mass_penalty(log_w, ce, penalty)  # of which test_router.py has the loops
+    assert expected > 0
     torch.testing.assert_close(found, expected)
-    executed = (1 + w[:, 1:].log() / math.log(1e4)).clamp(min=0).sum(-1).mean()
-    torch.testing.assert_close(loss, out.loss + 0.3 * expected + 0.2 * executed)
+    torch.testing.assert_close(loss, out.loss + 0.3 * expected + 0.2 * relaxed_steps(log_w).mean())
     assert objective(model, x, torch.full_like(y, -100), 1, 0.2)[0] == 0  # nothing to predict
     model.config.penalty_weight = 0.0
     assert objective(model, x, y, 1)[1] == 0
@@ -607,50 +597,19 @@ def test_torn_log(damage):
 # -- Processes -------------------------------------------------------------------------------------
 
 
-def environment():
-    """Of a process with one thread."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-def start(*command, stderr=subprocess.STDOUT):
-    """A process of Python."""
-    pipes = dict(stdout=subprocess.PIPE, stderr=stderr, text=True)
-    return subprocess.Popen([sys.executable, *command], env=environment(), **pipes)
-
-
-def output_of(process):
-    """What a process prints that ends well."""
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, output
-    return output
-
-
 def start_patched(patches, flags="--steps 2"):
     """main of train.py, after some patches."""
     script = (
-        f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r})\nimport model, train\n"
+        "import os, signal, sys, time, model, train\n"
         f"sys.argv = ['train.py', *{shlex.split(f'{TINY} {flags}')}]; {patches}\n"
         "train.command_line(train.main)"
     )
-    return start("-c", script, stderr=subprocess.PIPE)
+    return start("-c", script, PYTHONUNBUFFERED="1")
 
 
-def wait_for(text, process, stream="stdout"):
-    while text not in (line := getattr(process, stream).readline()):
-        assert line, process.communicate()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals(number):
-    """Catches a kill or a Ctrl-C that loses the training, or does not stop the script that it is part of."""
-    process = start(str(ROOT / "train.py"), *shlex.split(f"{TINY} --steps 100000"))
-    wait_for("step 3/", process)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output  # so that a script goes no further
-    assert "python train.py --resume --name x" in output or number == signal.SIGHUP  # nobody reads it
-    assert checkpoint(Path("out/x"))["step"] == log(Path("out/x"))[-1]["step"]
+def wait_for(text, stream):
+    while text not in (line := stream.readline()):
+        assert line
 
 
 def test_closed_terminal():
@@ -658,7 +617,7 @@ def test_closed_terminal():
     ours, its = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *shlex.split(f"{TINY} --steps 100000")],
-        **dict(stdin=its, stdout=its, stderr=its, env=environment(), start_new_session=True),
+        **dict(stdin=its, stdout=its, stderr=its, start_new_session=True),
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(its)
@@ -666,16 +625,16 @@ def test_closed_terminal():
     while b"step 3/" not in printed:
         printed += os.read(ours, 1000)
     os.close(ours)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=60) == 130  # so that a script goes no further
     assert checkpoint(Path("out/x"))["step"] == log(Path("out/x"))[-1]["step"] >= 3
 
 
 def test_the_second_signal():
     """Catches a second Ctrl-C that waits for the end of the step, however long that takes."""
     process = start_patched("train.learning_rate = lambda *_: (print('sleeping'), time.sleep(600))")
-    wait_for("sleeping", process)
+    wait_for("sleeping", process.stdout)
     process.send_signal(signal.SIGINT)
-    wait_for("once more", process, "stderr")
+    wait_for("once more", process.stderr)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
@@ -720,9 +679,7 @@ def test_kill_while_it_saves(function, call):
 # the gradients of its first step. The model is sure of an `a`, so that some tokens are below 0.5 nats, the
 # more the deeper, and a penalty by token acts.
 DOUBLE = """
-import os, shlex, signal, sys
-sys.path.insert(0, ROOT)
-import torch, train
+import os, shlex, signal, sys, torch, train
 from model import PonderLM
 
 torch.set_default_dtype(torch.float64)
@@ -786,7 +743,7 @@ def test_two_processes(float64):
     that depends on the number of processes, R drawn by each for itself, a second writer, a process that
     stops alone at its signal, a resume that only the first process makes, and a training that a process
     began and two cannot go on with."""
-    Path("double.py").write_text(DOUBLE.replace("ROOT", repr(str(ROOT))))
+    Path("double.py").write_text(DOUBLE)
     text = np.random.default_rng(0).choice([97, 97, 97, 98], 3000).astype(np.uint8)
     Path("text.txt").write_bytes(text.tobytes())
     double, tiny = runpy.run_path("double.py"), f"{TINY} --eval-every 4 --steps 3"
@@ -799,7 +756,9 @@ def test_two_processes(float64):
     argv = [f"{tiny} {flags} --name {name}" for name, flags in SHARED.items()]
     argv.append("--resume --name begun --steps 5")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "double.py"]
-    output = output_of(start(*torchrun, *argv))
+    done = python(*torchrun, *argv, cwd=".", GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stderr
+    output = done.stdout
     assert "step 5/8" in output and "stopped; go on with: python train.py --resume --name stopped" in output
     assert output.count("resumed at step 5") == output.count("step 8/8  loss") == 1
     assert output.count("note: 4 windows at a time, not 8") == 1
