@@ -84,7 +84,7 @@ def write(out, name, device, **results):
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     machine = {"device": f"{device.type} {gpu}".strip(), "threads": torch.get_num_threads()}
     machine |= {"torch": torch.__version__, "time": time.strftime("%Y-%m-%d %H:%M")}
-    print(machine)
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
     for title, rows in results.items():
         if isinstance(rows, list) and rows:
             table = pd.DataFrame(rows).dropna(axis=1, how="all")
@@ -371,7 +371,8 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
 
 
 @settings
-class Goals(Options):
+class Goals:
+    out: Path = Path("out/bench")  # folder of the results
     run: Path | None = None  # a training of `small`, too
 
 

@@ -19,7 +19,7 @@ import train as root
 from data import UserError, command_line, newest_run
 from lab.common import settings_of
 from lab.corpora.preparation import open_corpus
-from lab.interop.warm_start import FEEDBACK_RATE, check_ids, start_defaults, start_from
+from lab.interop.warm_start import FEEDBACK_RATE, check_ids, check_start, start_defaults, start_from
 from lab.interop.weights import as_root, locate, parse_config
 from lab.methods import build, check_settings, configure, find
 from model import settings
@@ -86,6 +86,8 @@ def check(config, shape):
         raise UserError(f"step_price = {config.step_price}: {shape.method} has no price; leave it at 0")
     if config.attention != "auto" and kind.grid:
         raise UserError(f"attention = {config.attention}: {shape.method} has its own; leave it at auto")
+    if config.init_from and not config.resume:
+        check_start(config.init_from, shape)  # before a text is prepared
 
 
 def read_run(run):

@@ -122,7 +122,7 @@ def are_few(o):
         if sides.total() >= FEW and len(sides) == 2:
             return False
     if not sides:
-        raise UserError(f"{o.data} holds no text; give a file or folder with some")
+        raise UserError(f"{o.data} holds no text: blank files are none, nor those with zero bytes (UTF-16)")
     print(f"note: of these {sides.total()} documents the last tenth of each is for validation")
     return True
 

@@ -74,9 +74,8 @@ def of_files(data, field="text", notes=None):
         name, kind = str(file.relative_to(Path(data).parent)), file.suffix.lower()
         if kind in LINES:
             with reading(file):
-                for i, row in enumerate((json_rows if kind == ".jsonl" else parquet_rows)(file), start=1):
-                    if (text := text_in(row, field)).strip():
-                        yield f"{name} {i}", text
+                rows = (json_rows if kind == ".jsonl" else parquet_rows)(file, field)
+                yield from ((f"{name} {i}", text) for i, text in enumerate(rows, start=1) if text.strip())
             continue
         is_text, is_utf8 = (False, True) if kind in NO_TEXT else look_through(file)
         if not is_text:
@@ -104,21 +103,21 @@ def look_through(file):
     return not (blank or zero), not foreign
 
 
-def json_rows(file):
+def json_rows(file, field):
     with open(file, encoding="utf-8-sig") as lines:
         for i, line in enumerate(lines, start=1):
             if line.strip():
                 with reading(f"{file}, line {i},"):
-                    row = json.loads(line)
-                yield row
+                    text = text_in(json.loads(line), field)
+                yield text
 
 
-def parquet_rows(file):
+def parquet_rows(file, field):
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(file) as content:
         for batch in content.iter_batches(256):
-            yield from batch.to_pylist()
+            yield from (text_in(row, field) for row in batch.to_pylist())
 
 
 def of_hub(o, first, place):
@@ -138,10 +137,14 @@ def of_hub(o, first, place):
 
 
 def text_in(row, field):
-    if not isinstance(row, dict) or field not in row:
-        raise ValueError(f"a row has no {field!r}, but {', '.join(map(str, row))}: --field names its text")
-    if not isinstance(text := row[field] or "", str):
-        raise ValueError(f"{field} = {text!r:.40} is no text: --field names it")
+    """The text of a row; of none, null, an empty one. ValueError: something else."""
+    names = "python -m lab corpus prepare --field names the text"
+    if not isinstance(row, dict):
+        raise ValueError(f"{row!r:.40} is no row with a field {field!r}")
+    if field not in row:
+        raise ValueError(f"a row has no {field!r}, but {', '.join(map(str, row))}: {names}")
+    if not isinstance(text := "" if row[field] is None else row[field], str):
+        raise ValueError(f"{field} = {text!r:.40} is no text: {names}")
     return text.encode("utf-8", "replace")  # halves of surrogate pairs
 
 

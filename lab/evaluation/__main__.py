@@ -113,6 +113,10 @@ def show(result):
 
 
 def main(o: Annotated[Options, tyro.conf.arg(name="")]):
+    if o.data and o.corpus:
+        raise UserError(f"--corpus {o.corpus} is where a run's own text is: leave it out, or --data {o.data}")
+    if o.out:
+        o.out.parent.mkdir(parents=True, exist_ok=True)  # not after an hour
     run, device = find_model(o.run, otherwise=INCLUDED), pick_device(o.device)
     model, other = load(run).to(device), None
     if o.against:

@@ -237,12 +237,13 @@ class Comparison:
 
 def losses(run, taus, windows, device, data=None, swap=False):
     """Rows of a run, one for each tau where that matters: the columns above."""
-    first, val, model = run.config.eval_windows, None, None
+    first, val, model = run.scored, None, None
     if windows or swap or any(tau != run.config.tau for tau in taus):
         (_, _, val), model = validation_windows(run.path, data), load(run.path).to(device)
+        first = min(first, val.count)  # of a run that does not say
         if val.count < first + windows:
             raise UserError(
-                f"{run.path}: {first} of {val.count} windows are reported, less than {windows} left"
+                f"--choose {windows}: {run.path} has {val.count} windows, of which {first} are reported"
             )
     text = run.config.steps * run.config.batch_size * run.shape.block_size / 1e6
     shared = {"trained": run.results["trained"]["loss"], "fixed": run.results["fixed"]["loss"], "read": text}
@@ -250,7 +251,7 @@ def losses(run, taus, windows, device, data=None, swap=False):
     for tau in taus if taus and run.method.has_router else [run.config.tau]:
         hard = run.results["hard"]
         if tau != run.config.tau:
-            hard = evaluate(model, val, min(first, val.count), tau=tau)
+            hard = evaluate(model, val, first, tau=tau)
         stopped = torch.tensor(hard["stopped"])
         row = {"tau": tau, "steps": hard["steps"], "loss": hard["loss"]}
         row["entropy"] = torch.special.entr(stopped).sum().item()
@@ -260,7 +261,7 @@ def losses(run, taus, windows, device, data=None, swap=False):
             row |= {"choose": other["loss"], "choose_steps": other["steps"]}
         if swap and run.method.priced:
             with rerouted(model, of_another_window):
-                row["swapped"] = evaluate(model, val, min(first, val.count), tau=tau)["loss"]
+                row["swapped"] = evaluate(model, val, first, tau=tau)["loss"]
         yield shared | row
 
 

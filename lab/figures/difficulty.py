@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 
 import analyze
-from data import UserError, pick_device
+from data import UserError, pick_device, write_whole
 from lab.common import Given
 from lab.corpora.tokenizers import load_tokenizer
 from lab.figures.subject import decoded, open_subject
@@ -63,8 +63,12 @@ class Difficulty:
         difficulty, out = reference_losses(subject, find_model(self.reference)), self.out or path / "report"
         for name, rows in (("buckets", gains(subject, difficulty)), ("shift", shifts(subject, difficulty))):
             title, _, draw = analyze.DRAWINGS[name]
-            save(out, f"{name}-by-reference", table := pd.DataFrame(rows), table)
+            frame = pd.DataFrame(rows)
+            cells = frame.map(lambda x: x if isinstance(x, str) else f"{x:.4g}")
+            save(out, f"{name}-by-reference", frame, cells)
             figure, (axes,) = analyze.sheet(title)
             draw(rows, axes)
             axes.get_legend().set_title("thirds by the loss of another model")
-            figure.savefig(out / f"{name}-by-reference.png", format="png")
+            file = out / f"{name}-by-reference.png"
+            write_whole(file, lambda part, figure=figure: figure.savefig(part, format="png"))
+            print(f"written: {file}")

@@ -13,6 +13,7 @@ seconds          to decode a line of 64 tokens, one after another: mean over 16 
 
 import time
 from dataclasses import replace
+from typing import Annotated
 
 import pandas as pd
 import torch
@@ -24,7 +25,7 @@ from data import UserError, command_line
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, Comparison, draw_curves, needs_router, read_runs
 from lab.figures.subject import decoded, open_subject, rerouted
-from lab.figures.tables import COLORS, LINES, MARKERS
+from lab.figures.tables import COLORS, LINES, MARKERS, show
 from lab.interop.warm_start import longer, start_from
 from model import Share, settings
 
@@ -196,7 +197,7 @@ def summary(frame):
     for which, group in kept.groupby(ROW):
         row = {"model": row_title(*which, kept.last_stage.min()), "seeds": group.seed.nunique()}
         right = group.groupby("lookups").right.mean()
-        row |= {f"{n} lookup{'s' * (n > 1)}": f"{share:.2f}" for n, share in right.items()}
+        row |= {f"{n} lookup{'s' * (n > 1)}": show(share, ".2f") for n, share in right.items()}
         worst = group.groupby("seed").right.min().min()
         row |= {"worst": f"{worst:.2f}", "steps of training": f"{group.steps.mean():,.0f}"}
         row |= {"passes a token": f"{group.passes.mean():.2f}"}
@@ -229,5 +230,10 @@ class Worth(Comparison):
         axes.set_ylim(0, 1.05)
 
 
+def main(figure: Annotated[Worth, tyro.conf.arg(name="")]):
+    """What thinking is worth where the answer is known: table and figure."""
+    figure.draw()
+
+
 if __name__ == "__main__":
-    command_line(lambda: tyro.cli(Worth, prog="python -m lab worth").draw())
+    command_line(lambda: tyro.cli(main, prog="python -m lab worth"))

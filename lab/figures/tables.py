@@ -41,7 +41,7 @@ def save(out, name, frame, cells):
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / f"{name}.csv", lambda part: frame.to_csv(part, index=False))
     write_whole(out / f"{name}.md", lambda part: part.write_text(text, encoding="utf-8"))
-    print(text)
+    print(f"{text}\nwritten: {out / name}.csv, .md")
 
 
 def new_figure(x, y, panels=1):
@@ -63,4 +63,4 @@ def save_figure(figure, file):
     if handles:
         figure.legend(handles, labels, ncols=2 * len(figure.axes), **look)
     write_whole(file, lambda part: figure.savefig(part, dpi=300, format="png"))
-    print(f"written: {file.with_suffix('')}.csv, .md, .png")
+    print(f"written: {file}")

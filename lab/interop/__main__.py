@@ -1,7 +1,7 @@
 """`python -m lab convert`: what a directory of weights holds, and the same written anew.
 
 python -m lab convert DIR                                what it holds
-python -m lab convert DIR --to OTHER                     write it anew; without pondering as others do
+python -m lab convert DIR --to OTHER                     write it anew; a vanilla one as others do
 python -m lab convert DIR --to OTHER --transformers      as a model that transformers runs
 python -m lab convert DIR --to OTHER --half              in half the size
 """
@@ -37,7 +37,7 @@ def main(
 
     Args:
         directory: a model's directory, or its name on the Hugging Face Hub
-        to: a new directory. A model without pondering becomes a Hugging Face Llama or GPT-NeoX,
+        to: a new directory. A model of --method vanilla becomes a Hugging Face Llama or GPT-NeoX,
             which transformers loads, any other one a directory of our own
         half: weights in float16, 2 bytes each, read as float32 again
         transformers: what transformers' AutoModelForCausalLM and AutoTokenizer load, of any method

@@ -79,10 +79,20 @@ def start_from(directory, config):
     """A new model of config.method with the weights of `directory`; only what it adds is new.
 
     Raises:
+        UserError: as check_start.
+    """
+    check_start(directory, config)
+    return carried_over(load(locate(directory)), config)
+
+
+def check_start(directory, config):
+    """Refuse a model that cannot go on as `config` says.
+
+    Raises:
         UserError: as read_config; or a model of another method or shape.
     """
-    base = load(locate(directory))
-    had, K, T = base.config, base.config.ponder_steps, base.config.block_size
+    had = read_config(locate(directory))
+    K, T = had.ponder_steps, had.block_size
     if had.method not in ("vanilla", config.method):
         raise UserError(f"{directory} is a {had.method} and can only go on as that: --method {had.method}")
     for name in BACKBONE:
@@ -94,7 +104,6 @@ def start_from(directory, config):
         raise UserError(f"ponder_steps = {config.ponder_steps}: {directory} takes {K}, which can only grow")
     if config.block_size > T:
         raise UserError(f"block_size = {config.block_size}: {directory} was trained on windows of {T} tokens")
-    return carried_over(base, config)
 
 
 def carried_over(base, config):

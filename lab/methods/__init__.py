@@ -16,7 +16,7 @@ objective                                 its loss in training
 training_forwards                         slots that run for a token in training
 
 Whoever overrides states, ponder_token or a part of them is decoded by engine/simple.py, one text at a time.
-`python -m pytest tests -k NAME` runs the tests of one method.
+`python -m pytest tests/methods -k NAME` runs the tests of one method.
 """
 
 import pkgutil
@@ -140,6 +140,12 @@ def all_methods():
         module = import_module(f"{__name__}.{file.name}")
         kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
         found += [kind for kind in kinds if kind.__module__ == module.__name__ and "method" in vars(kind)]
+    known = {}
+    for kind in found:
+        if (other := known.setdefault(kind.method, kind)) is not kind:
+            raise UserError(f"{other.__module__} and {kind.__module__} both have a method {kind.method!r}")
+        if "title" not in vars(kind) and kind is not PonderLM3:
+            raise UserError(f"{kind.__module__}: the method {kind.method!r} has no title")
     return found
 
 

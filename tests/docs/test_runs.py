@@ -175,7 +175,7 @@ def test_gpu_at_toy_size(tmp_path):
     tree = tmp_path / "tree"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", "data", "out", "figures"))
     environment = os.environ | {"TRY": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    environment["MODEL"] = "out/gpu/vanilla-0"  # of part b
+    environment["MODEL"] = "out/try/gpu/vanilla-0"  # of part b
     command = ["bash", "lab/runs/gpu.sh", *"abcd"]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

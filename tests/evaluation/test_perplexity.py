@@ -111,9 +111,10 @@ def test_refused(folder, config, shape):
         ("out/run", dict(corpus=config.data, against="out/other"), "--against out/other"),
         ("out/run", dict(corpus=config.data, against="out/run", windows=99), "99 windows"),
         ("out/run", {}, "--corpus"),
+        ("out/run", dict(data="short.txt", corpus="x"), "--corpus x"),
         ("out/run", dict(corpus="short.txt"), "short.txt"),
     ):
         with pytest.raises(UserError, match=words):
             main(Options(run, device="cpu", **options))
-    main(Options("out/run", corpus=config.data, device="cpu", windows=20, out=Path("scores.json")))
-    assert read_json("scores.json")["text"] == "validation text of out/run"
+    main(Options("out/run", corpus=config.data, device="cpu", windows=20, out=Path("new/scores.json")))
+    assert read_json("new/scores.json")["text"] == "validation text of out/run"

@@ -79,6 +79,9 @@ def test_other_tau_and_windows_to_choose_by(trained):
             assert steps == pytest.approx(out.steps.float().mean().item(), rel=1e-5)
     with pytest.raises(UserError, match="are reported"):
         by_run(runs, lambda run: losses(run, (), 10**6, CPU, text))
+    runs[0].config.eval_windows = 10**6  # more than there are: it was scored on fewer
+    (row,) = losses(runs[0], (0.97,), 0, CPU, text)
+    assert row["loss"] == pytest.approx(frame[frame.tau == 0.97].loss.iloc[0])
 
 
 def test_differences_by_pair(make_run):

@@ -11,7 +11,7 @@ import lab.methods as methods
 from attention import eager
 from data import UserError
 from lab.interop.weights import load
-from lab.methods import PonderConfig, PonderLM3, all_methods, build, configure, find
+from lab.methods import FixedDepth, PonderConfig, PonderLM3, all_methods, build, configure, find
 from lab.train import parse
 from sample import stream
 from train import train
@@ -313,11 +313,18 @@ def test_refused_settings(method, settings, message):
         build(configure(PonderConfig(), method, **settings))
 
 
-def test_registry():
-    """Catches two methods of one name or title."""
+def test_registry(monkeypatch):
+    """Catches two methods of one title, one that takes the name of another, or passes for PonderLM-3."""
     kinds = all_methods()
-    assert kinds[0] is PonderLM3
-    assert len({kind.method for kind in kinds}) == len(kinds) == len({kind.title for kind in kinds})
+    assert kinds[0] is PonderLM3 and len(kinds) == len({kind.title for kind in kinds})
+    for own, words in (
+        (dict(method="looped", title="My method"), "lab.methods.looped and lab.methods.pause"),
+        (dict(method="mine"), "lab.methods.pause: the method 'mine' has no title"),
+    ):
+        kind = type("Mine", (FixedDepth,), own | {"__module__": "lab.methods.pause"})
+        monkeypatch.setattr("lab.methods.pause.Mine", kind, raising=False)
+        with pytest.raises(UserError, match=words):
+            find("vanilla")
 
 
 def test_initialisation_of_gpt_neox():
