@@ -38,6 +38,9 @@ score() { # runs
 bench() { # kind, flags
   lab bench "$1" --out "$out/bench" "${device[@]}" "${@:2}"
 }
+goals() { # flags
+  lab bench goals --out "$out/bench" "$@"
+}
 decode() { # run, the text that it was trained on
   bench decoding --run "$1" --data "$2" --precision bfloat16 --prompts 512 --repeats 2 "${toy_decoding[@]}"
 }
@@ -51,10 +54,10 @@ for part in "${@:?which part: a, b, c or d}"; do
        train vanilla --method vanilla
        for K in 1 3; do train grid-$K --method grid --ponder-steps $K; done
        score "$out"/{small,vanilla-0,grid-1-0,grid-3-0}
-       bench goals --run "$out/small" ;;
+       goals --run "$out/small" ;;
     c) bench attention --repeats 3 "${toy_attention[@]}"
        for preset in $presets; do bench step --preset "$preset" --repeats 3 "${toy_step[@]}"; done
-       bench goals ;;
+       goals ;;
     d) decode "$out/small" "$data"
        if [ -n "${MODEL:-}" ]; then
          once "$out" taught 0 --preset tiny --init-from "$MODEL" --data $text --ponder-steps 1 --refinements 0 0 \
@@ -63,7 +66,7 @@ for part in "${@:?which part: a, b, c or d}"; do
        else
          echo "left out: decoding of a Llama, which MODEL would name"
        fi
-       bench goals ;;
+       goals ;;
     *) echo "$part: which part: a, b, c or d"; exit 2 ;;
   esac
   echo "== part $part ran to its end"
