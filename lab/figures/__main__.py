@@ -13,7 +13,7 @@ Of several runs, written to out/analyze/:
     python -m lab analyze mixed --runs out/mixed/by-token-?   prose and puzzles by one model
     python -m lab analyze where --runs out/mine               which kinds of tokens are thought about
 
-A figure comes with its numbers (<figure>.csv) and their table (.md).
+A figure comes with its numbers (<figure>.csv) and their table (.md); --runs <figure>.csv draws it again.
 """
 
 import sys

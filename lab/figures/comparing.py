@@ -20,6 +20,7 @@ difference   a run's loss minus that of the reference with the same seed, as man
 interval     half the width of the 95 % interval of its mean (Student's t over the seeds)
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
@@ -198,7 +199,8 @@ class Comparison:
     One of them says what it `measure`s of a run, rows of numbers, and what it draws into its sheet.
     """
 
-    runs: tuple[str, ...] = ()  # directories of trained runs
+    # directories of trained runs; or the CSV that such a figure kept of some, to draw it again
+    runs: tuple[str, ...] = ()
     data: Given | None = None  # the text that they were scored on, if that is no named corpus
     out: Path = Path("out/analyze")  # where the results go
     device: str = "auto"  # auto, cpu, cuda or mps
@@ -224,8 +226,11 @@ class Comparison:
         return tabulate(frame if self.keeps_means else over_seeds(frame, self.by), self.columns)
 
     def draw(self):
-        frame, name = self.frame(read_runs(self.runs)), type(self).__name__.lower()
-        save(self.out, name, frame, self.table(frame))
+        name, kept = type(self).__name__.lower(), [Path(run).suffix for run in self.runs] == [".csv"]
+        with reading(self.runs[0]) if kept else nullcontext():
+            frame = pd.read_csv(*self.runs) if kept else self.frame(read_runs(self.runs))
+            cells = self.table(frame)
+        save(self.out, name, frame, cells)
         if self.sheet:
             figure, panels = new_figure(*self.sheet)
             self.picture(frame, *panels)

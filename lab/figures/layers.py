@@ -53,14 +53,15 @@ def with_worth(frame):
 def summary(frame):
     """A row for each model, its layers and K: means over seeds, and 95 % intervals of loss and worth."""
     rows = []
-    deepest = frame[frame.model == "plain"].groupby("seed").loss.min()
+    deepest = frame[frame["model"] == "plain"].groupby("seed").loss.min()
     for (model, layers, K), group in frame.groupby(["model", "layers", "K"], sort=False):
         means, deviations = (getattr(group.drop(columns="model"), how)() for how in ("mean", "std"))
         loss, worth = (
             show(means[x], form, interval(deviations[x], len(group)))
             for x, form in (("loss", ".4f"), ("worth", ".2f"))
         )
-        least = "≥ " if (group.loss < group.seed.map(deepest)).any() else ""
+        known = group.worth.notna()  # of a seed with plain models of two depths
+        least = "≥ " if (group.loss < group.seed.map(deepest))[known].any() else ""
         title = model if model == "plain" else f"{model}, K = {K}"
         row = {"model": f"{title}, {layers} layers", "seeds": len(group), "steps": f"{means.steps:.2f}"}
         row |= {"loss": loss, "layers worth": "" if model == "plain" else least + worth}
