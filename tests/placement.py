@@ -28,7 +28,7 @@ EQUIVALENCE |= {"engine/test_batching.py", "engine/test_states.py"}
 # Tests in these files that make modules of their own, that are about files, other devices or the
 # compiler, or that count what runs: on a GPU more does, so that nobody has to wait.
 ON_CPU = {"test_initialisation", "test_tolerance_by_type"}
-ON_CPU |= {"test_files", "test_damaged_files"}
+ON_CPU |= {"test_files", "test_damaged_files", "test_k0_is_llama"}
 ON_CPU |= {"test_what_cannot_be", "test_compiled", "test_frozen"}
 ON_CPU |= {"test_bfloat16", "test_bias_in_half_precision", "test_nobody_waits"}
 ON_CPU |= {"test_alpha_shifts_and_a_scalar_would_not"}

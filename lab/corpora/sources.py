@@ -137,7 +137,7 @@ def of_hub(o, first, place):
 
 
 def text_in(row, field):
-    """The text of a row; of none, null, an empty one. ValueError: something else."""
+    """The text of a row; null is an empty one. ValueError: it has none, or something else."""
     names = "python -m lab corpus prepare --field names the text"
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.40} is no row with a field {field!r}")

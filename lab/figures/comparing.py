@@ -199,7 +199,8 @@ class Comparison:
     One of them says what it `measure`s of a run, rows of numbers, and what it draws into its sheet.
     """
 
-    # directories of trained runs; or the CSV that such a figure kept of some, to draw it again
+    # directories of trained runs; or one CSV that this figure kept, to draw it again: flags that say what is
+    # measured do nothing then
     runs: tuple[str, ...] = ()
     data: Given | None = None  # the text that they were scored on, if that is no named corpus
     out: Path = Path("out/analyze")  # where the results go
@@ -226,7 +227,9 @@ class Comparison:
         return tabulate(frame if self.keeps_means else over_seeds(frame, self.by), self.columns)
 
     def draw(self):
-        name, kept = type(self).__name__.lower(), [Path(run).suffix for run in self.runs] == [".csv"]
+        name, kept = type(self).__name__.lower(), ".csv" in {Path(run).suffix for run in self.runs}
+        if kept and len(self.runs) > 1:
+            raise UserError(f"--runs {' '.join(self.runs)}: give directories of runs, or one CSV")
         with reading(self.runs[0]) if kept else nullcontext():
             frame = pd.read_csv(*self.runs) if kept else self.frame(read_runs(self.runs))
             cells = self.table(frame)

@@ -15,6 +15,7 @@ import math
 
 import numpy as np
 import pandas as pd
+import tyro
 
 from lab.figures.comparing import Comparison, check_comparable
 from lab.figures.lookup import NAMES, timed
@@ -53,7 +54,7 @@ def with_worth(frame):
 def summary(frame):
     """A row for each model, its layers and K: means over seeds, and 95 % intervals of loss and worth."""
     rows = []
-    deepest = frame[frame["model"] == "plain"].groupby("seed").loss.min()
+    deepest = frame[frame["model"] == "plain"].groupby("seed")["loss"].min()
     for (model, layers, K), group in frame.groupby(["model", "layers", "K"], sort=False):
         means, deviations = (getattr(group.drop(columns="model"), how)() for how in ("mean", "std"))
         loss, worth = (
@@ -74,6 +75,7 @@ def summary(frame):
 class Layers(Comparison):
     """What a step is worth, in layers: table and figure."""
 
+    device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
     sheet = "layers of a model without thinking", "nats per token"
 
     def frame(self, runs):

@@ -210,6 +210,7 @@ class Worth(Comparison):
     """What thinking is worth where the answer is known: table and figure."""
 
     tau: Share | None = None  # where pondering stops; by default where each run scored it
+    device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
     sheet = "lookups that a question takes; passes: layers that a token passes", "share of right answers"
 
     def frame(self, runs):

@@ -17,7 +17,7 @@ tests=(tests/root tests/lab/test_kernels.py tests/engine tests/methods -n 4)
 presets="small 70m 410m"
 toy_training=() toy_evaluation=() toy_attention=(--widths 56 64 120 128) toy_step=(--compile) toy_decoding=()
 if [ -n "${TRY:-}" ]; then
-  out=out/try/gpu data=docs/tour.md text=docs/tour.md presets=tiny
+  out=${OUT:-out/try/gpu} data=docs/tour.md text=docs/tour.md presets=tiny
   device=(--device cpu) test_device=pretended
   tests=(tests/root/test_golden.py)
   toy_training=(--preset tiny --steps 4 --batch-size 2 --block-size 64 --eval-windows 2)

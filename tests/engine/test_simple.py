@@ -23,6 +23,7 @@ def test_choices():
     for kept, args in (
         *(({1}, (0, None, None)), ({0, 1, 2, 3}, (1, None, None)), ({1, 3}, (1, 2, None))),
         *(({1}, (1, None, 0.39)), ({1, 3}, (1, None, 0.41)), ({1, 2, 3}, (1, 3, 0.99))),
+        ({0, 1, 2, 3}, (1, 9, None)),
     ):
         assert set(choose_finite(logits.expand(1000, 4), u, *args).tolist()) == kept
     assert choose_finite(torch.tensor([-torch.inf, 1.0, 1.0]), torch.tensor(0.0)) == 1  # never 0

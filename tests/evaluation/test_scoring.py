@@ -26,6 +26,7 @@ def test_cut(T):
         predicted.append(texts[text][first:end])
         assert first > start and all(place - start >= min(place, T // 2 + 1) for place in range(first, end))
     assert np.array_equal(np.concatenate(predicted), np.concatenate([ids[1:] for ids in texts]))
+    assert (places[:, 2] - places[:, 3]).tolist() == [*map(len, predicted)]
     for n in (2, len(places) * 6 // 10, len(places), 10**6):  # spread over all
         at = [places.tolist().index(place) for place in cut(texts, T, n).tolist()]
         assert len({*at}) == min(n, len(places)) and (at[0], at[-1]) == (0, len(places) - 1)

@@ -82,6 +82,9 @@ def test_other_tau_and_windows_to_choose_by(trained):
     runs[0].config.eval_windows = 10**6  # more than there are: it was scored on fewer
     (row,) = losses(runs[0], (0.97,), 0, CPU, text)
     assert row["loss"] == pytest.approx(frame[frame.tau == 0.97].loss.iloc[0])
+    del runs[0].results["windows"]  # it does not say on how many: on all
+    (row,) = losses(runs[0], (0.97,), 0, CPU, text)
+    assert row["loss"] != pytest.approx(frame[frame.tau == 0.97].loss.iloc[0])
 
 
 def test_differences_by_pair(make_run):

@@ -74,3 +74,5 @@ def test_published(figure, file, tmp_path):
     for path in (bad, tmp_path / "none.csv"):
         with pytest.raises(UserError, match=path.name):
             figure(runs=(str(path),), out=tmp_path).draw()
+    with pytest.raises(UserError, match="one CSV"):
+        figure(runs=(str(kept), str(bad)), out=tmp_path).draw()

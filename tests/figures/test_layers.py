@@ -48,3 +48,5 @@ def test_worth(capsys):
     assert cells["always, K = 1, 3 layers"]["layers worth"] == f"1.25 ± {half:.2f}"
     assert cells["always, K = 2, 3 layers"]["layers worth"] == "≥ 3.00"
     assert cells["plain, 4 layers"]["layers worth"] == ""
+    one = with_worth(frame[(frame.seed == 0) & (frame.layers == 3)])  # plain models of one depth
+    assert [row["layers worth"] for row in summary(one).to_dict("records")] == ["", "-", "-"]
