@@ -38,6 +38,8 @@ def log_w_channels(log_w, d, dtype):
     In half precision the second holds what the rounding of the first one loses, else zero.
     """
     x = log_w.to(torch.promote_types(torch.float32, dtype)) * (math.sqrt(d) / UNIT)
+    if x.dtype == dtype:  # nothing is rounded
+        return F.pad(x[..., None], (0, 1))
     high = x.to(dtype)
     low = (x - high).detach().to(dtype)  # all of the gradient flows through `high`
     return torch.stack([high, low], dim=-1)
