@@ -1,5 +1,7 @@
 """Prose and puzzles in one corpus."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -30,7 +32,7 @@ def test_two_kinds_of_windows(tmp_path):
         asked = lookups_asked(rows[puzzle], tokens)
         assert {*asked.flatten().tolist()} == {-1, 0, 1, 3}
         text = b"".join(tokens.decode(row[:-1]) for row in rows[~puzzle].tolist())
-        assert b"Return the first" in text
+        assert max(map(int, re.findall(rb"Return the first (\d+) of", text))) > 120  # in random order
 
 
 def test_refused(tmp_path):
