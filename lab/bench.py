@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from pydantic import Field
-from torch.utils.benchmark import Timer, timer
+from torch.utils.benchmark import Timer
 
 import sample
 from attention import BACKENDS, auto, sdpa
@@ -72,7 +72,7 @@ def measure(runs, repeats, device, calls=1):
         except Exception as error:  # too little memory; a kernel of others fails in any way
             refused[name] = one_line(error)
         else:
-            how = dict(globals={"run": run}, num_threads=torch.get_num_threads(), timer=timer)
+            how = dict(globals={"run": run}, num_threads=torch.get_num_threads())
             timers[name] = Timer("run()", **how)
     rounds = [{name: timer.timeit(calls).mean for name, timer in timers.items()} for _ in range(repeats)]
     seconds = {name: statistics.median(found[name] for found in rounds) for name in timers}
