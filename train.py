@@ -19,8 +19,10 @@ Every flag and its default: python train.py --help. Ctrl-C saves. A run is a dir
 import json
 import math
 import os
+import platform
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from contextlib import contextmanager, nullcontext, suppress
@@ -293,7 +295,9 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     if processes > 1:
         losses = DistributedDataParallel(losses)
 
-    config = replace(config, name=run.name, micro_batch_size=micro, precision=precision)
+    # More processes need smaller micro-batches; a later start with fewer has the first one's again.
+    recorded = config.micro_batch_size if config.resume else micro
+    config = replace(config, name=run.name, micro_batch_size=recorded, precision=precision)
     content = {"config": asdict(config), "model": {"method": model.method, **asdict(model_config)}}
     content["corpus"] = corpus.fingerprint
     with locked(run, rank):
@@ -304,8 +308,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
             check_free(run)  # once more: another training may have taken it while this one read text
         if first > config.steps:
             raise UserError(f"{run} has done {first} steps already: go on with a larger --steps")
-        about = {"torch": str(torch.__version__), "device": device.type, "processes": processes}
-        log.append({"step": first, **about, "config": asdict(config)})
+        machine = describe_machine(device, precision)
+        log.append({"step": first, **machine, "processes": processes, "config": asdict(config)})
         if not rank:
             if first < config.steps:
                 (run / "results.json").unlink(missing_ok=True)
@@ -402,6 +406,50 @@ def pick_precision(name, device):
     else:
         fast = device.type == "cpu" and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
     return "bfloat16" if fast else "float32"
+
+
+def describe_machine(device, precision):
+    """Where a training runs, as its log records it: the same seed gives other losses elsewhere.
+
+    Args:
+        device: a torch.device.
+        precision: of the training, "float32" or "bfloat16".
+
+    Returns:
+        A dict for JSON: the type and name of the device, how many CPU cores this process may use, threads,
+        precision, versions of Python and torch, and the commit of this code (None outside of git).
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    return {
+        "device": device.type,
+        "machine": name,
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "commit": current_commit(),
+    }
+
+
+def cpu_name():
+    """The CPU as Linux names it, with its family and model numbers: "AMD EPYC" alone is many CPUs."""
+    found = {}
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            found.setdefault(key.strip(), value.strip())
+    if "model name" not in found:  # not every architecture has one
+        return platform.machine()
+    return f"{found['model name']} (family {found.get('cpu family')}, model {found.get('model')})"
+
+
+def current_commit():
+    """The commit that this file is of, followed by -dirty where a tracked file differs from it, or None."""
+    ask = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(ask, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        return said.stdout.strip()
 
 
 def pick_tokenizer(preset, data, tokenizer):

@@ -8,6 +8,7 @@
 Every flag and its default: python -m lab train --method NAME --help. What else a run is, see train.py.
 """
 
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from lab.corpora.preparation import open_corpus
 from lab.interop.warm_start import FEEDBACK_RATE, check_ids, check_start, start_defaults, start_from
 from lab.interop.weights import as_root, locate, parse_config
 from lab.methods import build, check_settings, configure, find
+from lab.methods.schedule import Scheduled, count_steps
 from model import settings
 from train import PRESETS, TrainConfig, refuse_changes
 
@@ -101,9 +103,15 @@ def read_run(run):
 def train(config, shape):
     """Train as a LabConfig and the settings of a method say. -> as train.train"""
     check(config, shape)
-    return root.train(
-        config, shape, partial(make_model, config), find(shape.method).objective, partial(open_text, config)
-    )
+    with ExitStack() as afterwards:
+
+        def make(shape):
+            model = make_model(config, shape)
+            if isinstance(model, Scheduled):
+                afterwards.callback(count_steps(model).remove)
+            return model
+
+        return root.train(config, shape, make, find(shape.method).objective, partial(open_text, config))
 
 
 def open_text(config, data, tokenizer, vocab_size):

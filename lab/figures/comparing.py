@@ -2,7 +2,7 @@
 
 column       meaning
 method       of a run, with those of its settings in which the runs of its method and K differ
-K            extra computations a token may take, of any method (methods/)
+K            extra computations a token may take, of any method (methods/); where a method lowers it, at first
 seed         of its weights and batches: runs with the same one are a pair
 tau          where pondering stops
 steps, loss  as it decodes, hard-stopped at tau: extra computations a token, nats a token, means over the
@@ -52,6 +52,7 @@ LEFT_OUT |= {"log_every", "eval_every", "device", "attention", "compile", "recom
 class Run:
     path: Path
     config: TrainConfig
+    begun: PonderConfig  # the model's settings as the training began, of which a method may change some
     shape: PonderConfig  # of the trained model
     corpus: dict
     results: dict
@@ -106,19 +107,19 @@ def read_runs(directories):
         if not (path / "results.json").is_file():
             print(f"left out, not a finished run: {path}")
             continue
-        config, _, corpus = read_run(path)
+        config, begun, corpus = read_run(path)
         results = read_json(path / "results.json")
         with reading(path / "results.json"):
             if not all(float(results[way]["loss"]) >= 0 for way in ("trained", "fixed", "hard")):
                 raise ValueError("a loss below 0")
-        runs.append(Run(path, config, read_config(path), corpus, results))
+        runs.append(Run(path, config, begun, read_config(path), corpus, results))
     if not runs:
         raise UserError(
             "no finished run among those given: name some, for instance --runs out/*, "
             "or train one: python train.py"
         )
     for a, b in combinations(runs, 2):
-        pairs = [(r.shape.method, r.shape.ponder_steps, r.config.seed, r.recipe) for r in (a, b)]
+        pairs = [(r.shape.method, r.begun.ponder_steps, r.config.seed, r.recipe) for r in (a, b)]
         if pairs[0] == pairs[1]:
             raise UserError(f"{a.path} and {b.path} are the same training: give one of them")
     return runs
@@ -129,10 +130,10 @@ def named(runs):
     not at its default, of the method's own settings and of those in which its runs with the same K differ."""
     groups = {}
     for kind in all_methods():
-        of_kind = sorted((r for r in runs if r.method is kind), key=lambda run: run.shape.ponder_steps)
+        of_kind = sorted((r for r in runs if r.method is kind), key=lambda run: run.begun.ponder_steps)
         among = {field.name for field in fields(kind.Config)} - {field.name for field in fields(PonderConfig)}
         for a, b in combinations(of_kind, 2):
-            if a.shape.ponder_steps == b.shape.ponder_steps:
+            if a.begun.ponder_steps == b.begun.ponder_steps:
                 among |= {name for name, value in a.recipe.items() if value != b.recipe[name]}
         for run in of_kind:
             groups.setdefault(run.title(among), []).append(run)
@@ -167,7 +168,7 @@ def by_run(runs, measure, one_text=True):
     found = []
     for name, group in named(runs).items():
         for run in progress(group, desc=name, leave=False):
-            who = {"method": name, "K": run.shape.ponder_steps, "seed": run.config.seed}
+            who = {"method": name, "K": run.begun.ponder_steps, "seed": run.config.seed}
             rows = pd.DataFrame(measure(run)).reset_index(drop=True)
             found.append(pd.DataFrame(who, index=rows.index).join(rows))
     return pd.concat(found, ignore_index=True)
@@ -263,7 +264,7 @@ def losses(run, taus, windows, device, data=None, swap=False):
         stopped = torch.tensor(hard["stopped"])
         row = {"tau": tau, "steps": hard["steps"], "loss": hard["loss"]}
         row["entropy"] = torch.special.entr(stopped).sum().item()
-        row["slots"] = run.method.training_forwards(run.shape, hard["steps"]) * text
+        row["slots"] = run.method.training_forwards(run.begun, hard["steps"], run.config.steps) * text
         if windows:
             other = evaluate(model, val, windows, tau=tau, first=first)
             row |= {"choose": other["loss"], "choose_steps": other["steps"]}

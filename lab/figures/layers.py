@@ -31,7 +31,7 @@ def layer_rows(runs, data=None):
     for run, subject, time_ in timed(runs, 4, data=data):
         read = run.config.steps * run.config.batch_size * run.shape.block_size
         row = {"model": NAMES[run.shape.method], "layers": run.shape.num_hidden_layers}
-        row |= {"K": run.shape.ponder_steps, "seed": run.config.seed} | {
+        row |= {"K": run.begun.ponder_steps, "seed": run.config.seed} | {
             key: run.results["hard"][key] for key in ("loss", "steps")
         }
         row |= {"parameters": sum(p.numel() for p in subject.model.parameters())}

@@ -122,6 +122,8 @@ def carried_over(base, config):
         rows = tensors["router.proj.weight"]
         copies = rows[-1:].expand(config.ponder_steps - K, -1)
         tensors["router.proj.weight"] = torch.cat([rows, copies])
+    # Buffers say how far a training has come, and this one begins.
+    tensors |= {name: x for name, x in model.named_buffers() if name in tensors}
     try:
         model.load_state_dict(tensors)
     except RuntimeError:

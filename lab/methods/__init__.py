@@ -46,8 +46,10 @@ class PonderConfig(Config):
         super().__post_init__()
         numbers = {k: float(x) if isinstance(x, str) else x for k, x in self.backbone_options.items()}
         self.backbone_options = numbers  # a command line has strings
-        plain = self.ponder_steps == 0  # also a PonderLM-3 without steps, as train.py trains
-        if plain != (self.method == "vanilla") and not (plain and self.method == "ponderlm3"):
+        plain = self.ponder_steps == 0
+        # train.py trains a PonderLM-3 without steps; a warm-up ends without.
+        may_be_plain = self.method in ("ponderlm3", "warmup")
+        if plain != (self.method == "vanilla") and not (plain and may_be_plain):
             raise ValueError(
                 f"ponder_steps = {self.ponder_steps}, method {self.method}: vanilla takes 0, others more"
             )
@@ -96,8 +98,14 @@ class PonderLM3(PonderLM):
         return of_paper(self, x, y, R, price)
 
     @classmethod
-    def training_forwards(kind, config, steps):
-        """Passes of the stack for each training token, the mean over the range of R."""
+    def training_forwards(kind, config, steps, training_steps):
+        """Slots that run for each token in training, the mean over the range of R.
+
+        Args:
+            config: the model's settings, as its training began.
+            steps: extra steps a token, as the trained model decodes.
+            training_steps: how many there were.
+        """
         K = config.ponder_steps
         if not kind.iterates or not K:
             return K + 1

@@ -5,12 +5,15 @@ In training a share of the tokens does not take the steps that its router says, 
 afterwards. With a share that falls to 0 the router decides between depths that can all predict.
 """
 
+import zlib
+
 import torch
 import torch.nn.functional as F
 
 from attention import MASKED
 from lab.methods.ablation import ByProbability, PriceConfig
 from lab.methods.grid import Grid
+from lab.methods.schedule import Scheduled
 from lab.methods.shared import OneForAll
 from model import Count, NotNegative, Share, settings
 
@@ -19,7 +22,7 @@ from model import Count, NotNegative, Share, settings
 class DrawnConfig(PriceConfig):
     by_probability: Share = 0.0  # share of a price on steps that is on w_1 + .. + w_K
     drawn: Share = 0.5  # share of the tokens whose depth is drawn
-    drawn_until: Count | None = None  # micro-batches until which that share falls to 0; None: it stays
+    drawn_until: Count | None = None  # training steps until which that share falls to 0; None: it stays
     entropy: NotNegative = 0.0  # what a nat of the entropy of s takes off the loss
 
 
@@ -30,32 +33,51 @@ def imposed(steps, s, log_w):
     return F.one_hot(steps, s.size(-1)).to(s.dtype), visible
 
 
-class Drawn(ByProbability, Grid):
+def draw(windows, step, S):
+    """Draw a depth and a number for each token.
+
+    They follow from the training step and the tokens of the window alone: however a batch is split, into
+    micro-batches or among processes, a window's draws are the same.
+
+    Args:
+        windows: (B, T) tokens.
+        step: the training step.
+        S: how many depths there are.
+
+    Returns:
+        (B, T) depths in 0 .. S-1, and (B, T) numbers in [0, 1).
+    """
+    depths, numbers = [], []
+    for window in windows.cpu().numpy():
+        generator = torch.Generator().manual_seed(zlib.crc32(window.tobytes(), step))
+        depths.append(torch.randint(S, window.shape, generator=generator))
+        numbers.append(torch.rand(window.shape, generator=generator))
+    return torch.stack(depths).to(windows.device), torch.stack(numbers).to(windows.device)
+
+
+class Drawn(Scheduled, ByProbability, Grid):
     method, title = "drawn", "PonderLM-3 of drawn depth, grid"
     Config = DrawnConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.register_buffer("seen", torch.zeros(1))  # micro-batches; a resumed training goes on with it
+    windows = None  # (B, T) tokens that the objective is about; outside of it no depth is drawn
 
     def route(self, h, alpha=0.0):
         s, log_w = super().route(h, alpha)  # (B, T, S)
-        if not self.training:
+        if self.windows is None:
             return s, log_w
-        generator = torch.Generator().manual_seed(int(self.seen))
-        steps = torch.randint(s.size(-1), s.shape[:-1], generator=generator).to(s.device)
-        drawn = torch.rand(s.shape[:-1], generator=generator)[..., None].to(s.device) < self.share()
+        steps, numbers = draw(self.windows, int(self.seen), s.size(-1))
+        drawn = numbers[..., None] < self.share()
         one_hot, visible = imposed(steps, s, log_w)
         return torch.where(drawn, one_hot, s), torch.where(drawn, visible, log_w)
 
     def share(self):
-        """Of the tokens whose depth is drawn in this micro-batch."""
+        """Of the tokens whose depth is drawn in this training step."""
         end = self.config.drawn_until
         return self.config.drawn * (1 if end is None else max(0.0, 1 - float(self.seen) / end))
 
     def objective(self, x, y, R, price=0.0):
-        self.seen += 1
+        self.windows = x
         loss, penalty, out = super().objective(x, y, R, price)
+        self.windows = None
         return loss - self.config.entropy * torch.special.entr(out.s).sum(-1).mean(), penalty, out
 
 

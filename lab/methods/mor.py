@@ -139,7 +139,7 @@ class ExpertChoice(MoR):
         return self.lm_head(self.model.norm(x))[0, 0], steps
 
     @staticmethod
-    def training_forwards(config, steps):
+    def training_forwards(config, steps, training_steps):
         return 1 + config.ponder_steps / 2
 
 
@@ -147,7 +147,8 @@ class TokenChoice(MoR):
     """p = softmax(W x_0), i = argmax p; y_r = Stack(y_{r-1}), y_0 = x_0; out = x_0 + p_i y_i.
 
     The routers' loss spreads the tokens over the depths: 0.1 N_r sum_r f_r P_r (f_r: the share of
-    tokens with depth r, P_r: the mean of p_r), plus 1e-5 mean(logsumexp(W x_0)^2).
+    tokens with depth r, P_r: the mean of p_r), plus 1e-5 mean(logsumexp(W x_0)^2). f_r and P_r are of
+    one micro-batch, so that the loss of a batch depends on how the batch is split.
     """
 
     method, title = "mor-token", "MoR, token choice"
@@ -190,6 +191,6 @@ class TokenChoice(MoR):
         return self.lm_head(self.model.norm(x + gate * y))[0, 0], int(depth) - 1
 
     @staticmethod
-    def training_forwards(config, steps):
+    def training_forwards(config, steps, training_steps):
         """Those of the tokens themselves: a batch is padded to the row with the most tokens at each depth."""
         return 1 + steps

@@ -38,7 +38,7 @@ def test_means_over_seeds(make_run):
     assert adaptive["steps"] == 2.5 and adaptive["steps_std"] == pytest.approx(math.sqrt(0.5))
     assert (looped["seeds"], looped["loss"]) == (1, 0.5) and math.isnan(looped["loss_std"])
     shape = read_runs(paths)[0].shape
-    assert adaptive["slots"] == pytest.approx(find("ponderlm3").training_forwards(shape, 2.5) * 0.0512)
+    assert adaptive["slots"] == pytest.approx(find("ponderlm3").training_forwards(shape, 2.5, 100) * 0.0512)
     assert adaptive["minutes"] == pytest.approx(51_200 / 100 / 60)
     for name, ours in pd.DataFrame(pareto(paths)).groupby("method"):
         (mine,) = frame[frame.method == find(name).title].to_dict("records")

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pickle
+import platform
 import pty
 import re
 import runpy
@@ -409,6 +410,20 @@ def test_a_signal_in_the_last_save(monkeypatch):
     assert checkpoint(run)["step"] == 2 and results is None and not (run / "results.json").exists()
 
 
+def test_where_it_ran():
+    """Catches a start whose record does not say on which machine, how and with which code it computed."""
+    run, _ = go("--steps 1")
+    go("--resume --name x --steps 2")
+    starts = [json.loads(x) for x in (run / "log.jsonl").read_text().splitlines() if "torch" in x]
+    assert [x["step"] for x in starts] == [0, 1]
+    for found in starts:
+        assert found["device"] == "cpu" and found["precision"] == "float32" and found["machine"]
+        assert found["threads"] == torch.get_num_threads() and 1 <= found["cores"] <= os.cpu_count()
+        assert found["python"] == platform.python_version() and found["torch"] == torch.__version__
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert (found["commit"] or "").removesuffix("-dirty") == git.stdout.strip()
+
+
 def test_more_steps(capsys):
     """Catches a longer training that starts anew or is refused, and a shorter one that passes."""
     run, _ = go("--steps 20")
@@ -762,6 +777,7 @@ def test_two_processes(float64):
     assert "step 5/8" in output and "stopped; go on with: python train.py --resume --name stopped" in output
     assert output.count("resumed at step 5") == output.count("step 8/8  loss") == 1
     assert output.count("note: 4 windows at a time, not 8") == 1
+    assert read_run("out/begun")[0].micro_batch_size == 8  # one process would take them at once again
     # are the same.
     for name, (run, expected) in one.items():
         found = torch.load(f"out/{name}/gradients.pt")

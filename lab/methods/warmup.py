@@ -1,0 +1,26 @@
+"""A pondering warm-up: extra steps at the beginning of the training only, then a plain transformer.
+
+What does training with extra steps leave behind, once there are none? K is lowered as in lowered.py, but to
+0: the last stage trains a plain transformer, and the model decodes as one.
+"""
+
+from typing import Literal
+
+from lab.methods.lowered import Lowered, LoweredConfig
+from model import settings
+
+
+@settings
+class WarmupConfig(LoweredConfig):
+    # what an extra step reads. embedding: its token's once more, so that as much is computed and nothing is
+    # passed on
+    fed_back: Literal["state", "embedding"] = "state"
+
+
+class Warmup(Lowered):
+    method, title = "warmup", "pondering warm-up, grid"
+    Config = WarmupConfig
+    last = 0
+
+    def feed_back(self, h, e):
+        return super().feed_back(h, e) if self.config.fed_back == "state" else e

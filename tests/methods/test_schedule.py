@@ -1,0 +1,102 @@
+"""Methods that change in the course of their training: by training steps, however these are computed."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from lab_helpers import flags
+
+from lab.figures.comparing import losses, read_runs
+from lab.interop.warm_start import start_from
+from lab.interop.weights import load
+from lab.methods import configure
+from lab.methods.drawn import draw
+from lab.train import LabConfig, train
+
+
+@pytest.fixture
+def settings(config):
+    """A training of five steps of 8 windows."""
+    return replace(LabConfig(**asdict(config)), name="x", steps=5, log_every=1, eval_every=2)
+
+
+def depths(run):
+    """How many steps a token took in each training step, by the log."""
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return [row["K_hat"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("method, taken", [("lowered", [2, 2, 1, 1, 1]), ("warmup", [2, 2, 1, 1, 0])])
+def test_depth_goes_by_training_steps(method, taken, settings, shape):
+    """Catches a stage of so many micro-batches, and micro-batches of one step that take different depths."""
+    shape = configure(shape, method, stage=2)
+    weights = []
+    for size in (8, 3, 1):
+        run, results = train(replace(settings, name=f"by-{size}", micro_batch_size=size), shape)
+        assert depths(run) == taken
+        assert results["hard"]["steps"] == load(run).config.ponder_steps == taken[-1]
+        weights.append(load(run).state_dict())
+    for other in weights[1:]:
+        for name, tensor in weights[0].items():
+            torch.testing.assert_close(other[name], tensor, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("method, left", [("lowered", 1), ("warmup", 0)])
+def test_resumed_where_no_step_is_left(method, left, settings, shape):
+    """Catches a depth that is set only when the next step is trained: the final evaluation was stopped, the
+    training resumed, and its results and settings are of another K."""
+    run, results = train(settings, configure(shape, method, stage=2))
+    files = {name: (run / name).read_text() for name in ("results.json", "config.json")}
+    (run / "results.json").unlink()
+    run, again = train(replace(settings, resume=True), configure(shape, method, stage=2))
+    assert again == results and again["hard"]["steps"] == left
+    assert files == {name: (run / name).read_text() for name in files}
+
+
+def test_resumed_in_the_middle(settings, shape):
+    """Catches a schedule that begins anew when a training is resumed."""
+    shape = configure(shape, "warmup", stage=2)
+    whole, _ = train(settings, shape)
+    train(replace(settings, name="y", steps=3), shape)
+    resumed, _ = train(replace(settings, name="y", resume=True), shape)
+    assert depths(resumed) == depths(whole) == [2, 2, 1, 1, 0]
+
+
+def test_depths_are_drawn_by_window():
+    """Catches draws by the place in a micro-batch: with others, or with two processes, another training."""
+    windows = torch.arange(24).view(4, 6)
+    steps, numbers = draw(windows, 7, 3)
+    for part in (windows[:3], windows[3:]):
+        at = slice(0, 3) if len(part) == 3 else slice(3, 4)
+        assert torch.equal(draw(part, 7, 3)[0], steps[at]) and torch.equal(draw(part, 7, 3)[1], numbers[at])
+    assert not torch.equal(draw(windows, 8, 3)[0], steps)  # another step draws others
+    assert not torch.equal(numbers[0], numbers[1])
+
+
+def test_drawn_depths_go_by_training_steps(settings, shape):
+    """Catches a share of drawn tokens, or their depths, that depend on how a batch is split."""
+    shape = configure(shape, "drawn", drawn=1.0, drawn_until=4, penalty_weight=0.0)
+    one, _ = train(replace(settings, name="one"), shape)
+    many, _ = train(replace(settings, name="many", micro_batch_size=3), shape)
+    assert depths(one) == pytest.approx(depths(many), abs=1e-6)
+    for name, tensor in load(one).state_dict().items():
+        torch.testing.assert_close(load(many).state_dict()[name], tensor, atol=1e-4, rtol=0)
+
+
+def test_a_new_training_begins_at_its_first_step(settings, shape):
+    """Catches the steps of the model that a training begins from, counted as its own: it draws no depth."""
+    for method in ("drawn", "lowered"):
+        shape = configure(shape, method)
+        run, _ = train(replace(settings, name=method), shape)
+        assert load(run).seen == 5 and start_from(run, load(run).config).seen == 0
+
+
+def test_what_a_lowered_depth_cost(settings, shape):
+    """Catches K and slots of the last stage alone, in the table of the runs."""
+    run, _ = train(settings, configure(shape, "lowered", stage=2))
+    (found,) = read_runs(flags([run]))
+    (row,) = losses(found, (), 0, "cpu")
+    read = 5 * 8 * 16 / 1e6
+    assert row["read"] == read and row["slots"] == pytest.approx(read * (3 + 3 + 2 + 2 + 2) / 5)
+    assert found.begun.ponder_steps == 2 and found.shape.ponder_steps == 1
