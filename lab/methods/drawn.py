@@ -14,7 +14,7 @@ from attention import MASKED
 from lab.methods.ablation import ByProbability, PriceConfig
 from lab.methods.grid import Grid
 from lab.methods.schedule import Scheduled
-from lab.methods.shared import OneForAll
+from lab.methods.shared import SharedDepth
 from model import Count, NotNegative, Share, settings
 
 
@@ -81,5 +81,5 @@ class Drawn(Scheduled, ByProbability, Grid):
         return loss - self.config.entropy * torch.special.entr(out.s).sum(-1).mean(), penalty, out
 
 
-class DrawnForAll(OneForAll, Drawn):
-    method, title = "drawn-shared", "one s for all, of drawn depth, grid"
+class DrawnShared(SharedDepth, Drawn):
+    method, title = "drawn-shared", "shared depth, drawn, grid"

@@ -1,6 +1,7 @@
-"""The control of deciding: PonderLM-3 that learns one s for all tokens, since its router reads a constant.
+"""Shared depth, the control of deciding: PonderLM-3 whose router reads a constant.
 
-It may lower its steps during the training, as PonderLM-3 does, but not tell one token from another.
+It learns one s, and so one number of steps, for all tokens. During the training this number may fall, as
+PonderLM-3's does, but the model cannot tell one token from another.
 """
 
 import torch
@@ -9,16 +10,16 @@ from lab.methods import PonderLM3
 from lab.methods.grid import Grid
 
 
-class OneForAll:
+class SharedDepth:
     """What both forms share, before PonderLM3 or Grid in the order of bases."""
 
     def route(self, h, alpha=0.0):
         return super().route(torch.ones_like(h), alpha)  # of the RMS of a normed state
 
 
-class Shared(OneForAll, PonderLM3):
-    method, title = "shared", "one s for all"
+class Shared(SharedDepth, PonderLM3):
+    method, title = "shared", "shared depth"
 
 
-class SharedGrid(OneForAll, Grid):
-    method, title = "shared-grid", "one s for all, grid"
+class SharedGrid(SharedDepth, Grid):
+    method, title = "shared-grid", "shared depth, grid"

@@ -32,7 +32,7 @@ for part in ${PARTS:-any tries}; do
         ROUTER_RATE=10
         try fade-1 1 0.05 --method drawn --drawn 1 --drawn-until 4000 --price-from 0.25
         try entropy-1 1 0.05 --method drawn --drawn 0 --entropy 0.05
-        try shared-0 1 0 --method drawn-shared # one s for all, which ends at one step
+        try shared-0 1 0 --method drawn-shared # shared depth, which ends at one step
         try shared-0.1 1 0.1 --method drawn-shared # with either price
         ;;
     esac

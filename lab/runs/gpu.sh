@@ -10,6 +10,7 @@
 # MODEL is the directory of a Llama with its tokenizer (SmolLM2-135M), which part d decodes, too.
 . "$(dirname "$0")/once.sh"
 ROUTER_RATE=3 # the default
+PRECISION=bfloat16
 
 out=${OUT:-out/gpu} data=${DATA:-pysource} text=pydocs
 device=(--device cuda) test_device=cuda

@@ -12,14 +12,14 @@ done
 corpus mixed-Kall --prose --lines 20000 --seed 1 # to measure with
 
 for seed in ${SEEDS:-0 1 2}; do
-  for model in ${MODELS:-by-token one-for-all always-1 always-5}; do
+  for model in ${MODELS:-by-token shared-depth always-1 always-5}; do
     case $model in
       by-token) grow by-token mixed 5 5 "$free --method grid" "$price" ;;
-      one-for-all) grow one-for-all mixed 5 5 "$free --method shared-grid" "$price" ;;
+      shared-depth) grow shared-depth mixed 5 5 "$free --method shared-grid" "$price" ;;
       always-*) grow "$model" mixed 5 "${model#always-}" "--method grid-fixed" "" ;;
     esac
   done
 done
 
 [ -z "${MODELS:-}${SEEDS:-}" ] || exit 0 # a table is of all
-lab analyze mixed --runs $OUT/{by-token,one-for-all,always-1,always-5}-[0-9] --data data/mixed-Kall --tau 1e-4
+lab analyze mixed --runs $OUT/{by-token,shared-depth,always-1,always-5}-[0-9] --data data/mixed-Kall --tau 1e-4

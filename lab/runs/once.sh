@@ -1,6 +1,7 @@
 # What the other scripts share: they stop at the first error, run at the root of the project, and train what is
 # not finished. The numbers on the pages are of a router that learns as fast as the rest, unless they say
-# otherwise; those of before 2026-11-27 of one whose weights decay, too.
+# otherwise; those of before 2026-11-27 of one whose weights decay, too. The precision is named, since --precision
+# auto is bfloat16 on one CPU and float32 on another, where the same seed gives another model.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -15,6 +16,7 @@ once() { # folder, name, seed, flags: train a run; an interrupted one goes on
   if [ -f "$run/train.json" ]; then
     lab train --resume --out "$1" --name "$2-$3"
   else
-    lab train --out "$1" --name "$2-$3" --seed "$3" --router-rate "${ROUTER_RATE:-1}" "${@:4}"
+    lab train --out "$1" --name "$2-$3" --seed "$3" --router-rate "${ROUTER_RATE:-1}" \
+      --precision "${PRECISION:-float32}" "${@:4}"
   fi
 }

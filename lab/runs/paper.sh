@@ -14,7 +14,7 @@ if [ -n "${TRY:-}" ]; then
     run=out/try/$SIZE-$(date +%s)
     lab train --preset "$SIZE" --num-hidden-layers 2 --data docs/tour.md --tokenizer bytes \
       --block-size 64 --steps 2 --batch-size 1 --micro-batch-size 1 --recompute --eval-windows 1 --log-every 1 \
-      --device cpu --out out/try --name "${run##*/}"
+      --device cpu --precision float32 --out out/try --name "${run##*/}"
     lab convert "$run" --to "$run-hf" --transformers
   done
   echo "left out: the Pile, the other methods, several processes, the benchmarks of lm_eval"
@@ -26,7 +26,7 @@ fi
 for method in ${METHODS:-ponderlm3 ponderlm2 looped vanilla}; do
   run=$RUNS/$method
   if [ ! -f "$run/results.json" ]; then
-    how=(--preset "$SIZE" --method "$method" --data "data/pile-$SIZE")
+    how=(--preset "$SIZE" --method "$method" --data "data/pile-$SIZE" --precision bfloat16)
     [ -f "$run/train.json" ] && how=(--resume)
     "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="${GPUS:-1}" -m lab train \
       "${how[@]}" --out "$RUNS" --name "$method"

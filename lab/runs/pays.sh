@@ -18,20 +18,20 @@ for part in ${PARTS:-grid jacobi rates longer}; do
         run grid none --method vanilla
         for K in 1 2 3; do run grid always-$K --method grid-fixed --ponder-steps $K; done
         run grid by-token --method grid
-        run grid one-for-all --method shared-grid
+        run grid shared-depth --method shared-grid
         run grid lowered --method lowered --ponder-steps 3 --stage 1333
         ;;
       jacobi)
         run jacobi none --method vanilla
         run jacobi always-1 --method ponderlm2 --ponder-steps 1 --refinements 2 2
         run jacobi by-token
-        run jacobi one-for-all --method shared
+        run jacobi shared-depth --method shared
         ;;
       rates)
         run rates none-6e-3 --method vanilla --learning-rate 6e-3
         run rates always-1-6e-3 --method grid-fixed --ponder-steps 1 --learning-rate 6e-3
         run rates by-token-6e-3 --method grid --learning-rate 6e-3
-        run rates one-for-all-6e-3 --method shared-grid --learning-rate 6e-3
+        run rates shared-depth-6e-3 --method shared-grid --learning-rate 6e-3
         ;;
       longer)
         for method in grid shared-grid; do
