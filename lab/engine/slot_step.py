@@ -134,6 +134,7 @@ class SlotStep:
         turned = new[..., :d].unflatten(-1, (2, -1))  # (A, H+2G, 2, d/2)
         at = self.heads[:A] * cache.layers[0].size(2) + length[:, None]  # (A, 2G) the slot's places
         at, scale = at.flatten(), 1 / math.sqrt(d)
+        rows, heads = torch.arange(A, device=x.device)[:, None], torch.arange(2 * G, device=x.device)
         q, k_v = new[:, :H].view(A, G, H // G, -1), new[:, H:]  # a group's heads are its queries
         for layer, kv, (keys, values) in zip(self.layers, cache.layers, cache.views, strict=True):
             y = layer.qkv(self.norm(x).to(self.dtype)).view(A, H + 2 * G, 2, -1)
@@ -142,8 +143,13 @@ class SlotStep:
                 q, k_v = y[:, :H].view(A, G, H // G, -1), y[:, H:]
             else:
                 torch.addcmul(y * cos, y.flip(2), sin, out=turned)  # RoPE, as model.rotate
-            kv.view(-1, self.width).index_copy_(0, at, k_v.reshape(-1, self.width))
-            if self.compiled:  # spelled out, it becomes a few loops: (A, G, H/G, M), then (A, G, H/G, d)
+            if self.compiled:  # written through a view, the compiler would copy the whole cache
+                kv.index_put_((rows, heads, length[:, None]), k_v)
+            else:
+                kv.view(-1, self.width).index_copy_(0, at, k_v.reshape(-1, self.width))
+            if (
+                self.compiled
+            ):  # spelled out, attention becomes a few loops: (A, G, H/G, M), then (A, G, H/G, d)
                 p = ((q[..., None, :] * keys[:, :, None]).sum(-1) * scale).softmax(-1)
                 out = (p[..., None] * values[:, :, None, :, :d]).sum(-2)
             else:
