@@ -9,7 +9,9 @@ A comment above a table says what it shows, as JSON:
 
 rows       {title: {column: value}}, or {title: method}: the rows of the file that are its seeds
 columns    {title: "COLUMN FORMAT"}: their mean; with ± the standard deviation over seeds, too; with - TITLE
-           the mean difference to the row of that title, by pairs of seeds, and its 95 % interval
+           the mean difference to the row of that title, by pairs of runs that agree in seed, machine,
+           precision and text (as far as the file says them), and its 95 % interval; with ~ TITLE the
+           difference of the means of all runs, and its 95 % interval by Welch's t
 
 A table of numbers without such a comment has one that says where they are from: <!-- by hand: .. -->.
 """
@@ -21,9 +23,10 @@ from pathlib import Path
 import pandas as pd
 
 from data import write_whole
-from lab.intervals import interval
+from lab.intervals import interval, unpaired
 
 ROOT = Path(__file__).parents[1]
+ORIGIN = "machine", "precision", "text"  # in which the two runs of a pair agree, beside the seed
 TABLE = re.compile(r"<!-- table (\{.*?\}) -->\n\n(?:\|[^\n]*\n)*\n*", re.DOTALL)
 
 
@@ -48,21 +51,30 @@ def chosen(frame, wanted):
 def cell(frame, rows, title, spec):
     """What a column shows of the row `title`."""
     column, form, *more = spec.split(" ", 3)
-    mine = chosen(frame, rows[title])
-    values, within = mine[column], None
-    if more[:1] == ["-"]:
-        if more[1] == title:
-            return ""
-        other = chosen(frame, rows[more[1]]).set_index("seed")[column]
-        values = mine.set_index("seed")[column] - other
-        values = values.dropna()
-        within = interval(values.std(), len(values))
-    elif more[:1] == ["±"]:
-        within = values.std()
-    shown = format(values.mean(), form).replace("-", "−")
-    return (
-        shown if within is None or pd.isna(within) else f"{shown} ± {format(within, form.removeprefix('+'))}"
-    )
+    sign, other = [*more, None, None][:2]
+    mine = chosen(frame, rows[title])[column]
+    value, within = mine.mean(), None
+    if sign in ("-", "~") and other == title:
+        return ""
+    if sign == "±":
+        within = mine.std()
+    elif sign == "-":
+        differences = pairs(chosen(frame, rows[title]), chosen(frame, rows[other]), column)
+        value = differences.mean()
+        within = interval(differences.std(), len(differences))
+    elif sign == "~":
+        value, within = unpaired(mine, chosen(frame, rows[other])[column])
+    shown = format(value, form).replace("-", "−")
+    if within is None or pd.isna(within):
+        return shown
+    return f"{shown} ± {format(within, form.removeprefix('+'))}"
+
+
+def pairs(mine, others, column):
+    """The differences of a column between the runs of two frames that make a pair."""
+    keys = ["seed", *(name for name in ORIGIN if name in mine)]
+    both = mine.merge(others, on=keys, suffixes=("", "_of_other"))  # NaN, of what is not known, equals NaN
+    return both[column] - both[f"{column}_of_other"]
 
 
 def table(spec):

@@ -16,6 +16,28 @@ def interval(std, n):
     return t * std / math.sqrt(n)
 
 
+def unpaired(a, b):
+    """The difference of the means of two groups of independent numbers, and half its interval (Welch's, for
+    groups of different spread; its degrees of freedom are rounded down). The half is nan if one has less than
+    two numbers.
+
+    Args:
+        a, b: sequences of numbers.
+    """
+    a, b = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    difference = a.mean() - b.mean()
+    if min(len(a), len(b)) < 2:
+        return difference, math.nan
+    square_a = a.var(ddof=1) / len(a)  # of the error of the mean
+    square_b = b.var(ddof=1) / len(b)
+    square = square_a + square_b
+    if square == 0:
+        return difference, 0.0
+    freedom = square**2 / (square_a**2 / (len(a) - 1) + square_b**2 / (len(b) - 1))
+    n = int(freedom + 1e-9) + 1  # numbers of one group with as many degrees of freedom
+    return difference, interval(math.sqrt(square * n), n)
+
+
 def of_text(values, sizes):
     """The mean over the tokens of a text, and half its interval.
 

@@ -14,12 +14,20 @@ swapped      loss at tau where each token has s and w of one of another window (
 read         text: tokens that training read, in millions, again and again where the corpus is shorter
 slots        that ran forward in training, in millions: training_forwards of the method times `read`
 minutes      that training took, at the speed of its end
+machine      CPU or GPU of its training, threads and version of torch; precision: of its training
+text         hash of its corpus: of the tokens to train on and to validate with, and of the tokenizer
 
-difference   a run's loss minus that of the reference with the same seed, as many steps (between two K of
-             the reference on the line between its losses): below 0 the run is better
-interval     half the width of the 95 % interval of its mean (Student's t over the seeds)
+difference   a run's loss minus that of its partner, a run of the reference with the same seed, machine,
+             precision and text, after as many steps (between two K of the reference on the line between
+             its losses): below 0 the run is better
+pairs        how many runs have a partner
+interval     half the width of the 95 % interval of their mean (Student's t over the pairs)
+unpaired     the mean over all runs minus that of all runs of the reference, at as many steps, and half the
+             width of its 95 % interval (Welch's t)
 """
 
+import hashlib
+import json
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import combinations
@@ -37,7 +45,7 @@ from lab.evaluation.texts import validation_windows
 from lab.figures.subject import open_subject, rerouted
 from lab.figures.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, tabulate
 from lab.interop.weights import load, read_config
-from lab.intervals import interval
+from lab.intervals import interval, unpaired
 from lab.methods import PonderConfig, all_methods, configure, find
 from lab.train import read_run
 from model import settings
@@ -46,6 +54,7 @@ from train import Share, TrainConfig, evaluate
 # No part of a recipe: names, method, K and seed, and what changes speed alone.
 LEFT_OUT = {"preset", "name", "out", "resume", "data", "tokenizer", "method", "seed", "ponder_steps"}
 LEFT_OUT |= {"log_every", "eval_every", "device", "attention", "compile", "recompute", "micro_batch_size"}
+ORIGIN = ["machine", "precision", "text"]  # columns in which two runs of a pair agree, beside the seed
 
 
 @dataclass
@@ -80,6 +89,31 @@ class Run:
         """Tokens a second, at the end of its training. UserError: its log is missing or damaged."""
         with reading(file := self.path / "log.jsonl"):
             return pd.read_json(file, lines=True)["tokens_per_second"].dropna().iloc[-1]
+
+    @property
+    def origin(self):
+        """Where and on what it was trained: the columns ORIGIN, None what an older run did not record. A run
+        that was resumed elsewhere has several machines or precisions.
+
+        Raises:
+            UserError: its log is missing or damaged.
+        """
+        machines, precisions = [], []
+        file = self.path / "log.jsonl"
+        with reading(file):
+            for line in file.read_text("utf-8").splitlines():
+                row = json.loads(line)
+                if "machine" in row:
+                    threads = f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
+                    machines.append(f"{row['machine']}, {threads}, torch {row['torch']}")
+                    precisions.append(row["precision"])
+        known = {key: value for key, value in self.corpus.items() if key != "name"}
+        text = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+        return {
+            "machine": "; ".join(dict.fromkeys(machines)) or None,
+            "precision": "; ".join(dict.fromkeys(precisions)) or None,
+            "text": text[:12],
+        }
 
     def title(self, among):
         """The title of its method and those settings `among` its recipe that are not at their defaults:
@@ -119,7 +153,7 @@ def read_runs(directories):
             "or train one: python train.py"
         )
     for a, b in combinations(runs, 2):
-        pairs = [(r.shape.method, r.begun.ponder_steps, r.config.seed, r.recipe) for r in (a, b)]
+        pairs = [(r.shape.method, r.begun.ponder_steps, r.config.seed, r.recipe, r.origin) for r in (a, b)]
         if pairs[0] == pairs[1]:
             raise UserError(f"{a.path} and {b.path} are the same training: give one of them")
     return runs
@@ -170,7 +204,7 @@ def by_run(runs, measure, one_text=True):
         for run in progress(group, desc=name, leave=False):
             who = {"method": name, "K": run.begun.ponder_steps, "seed": run.config.seed}
             rows = pd.DataFrame(measure(run)).reset_index(drop=True)
-            found.append(pd.DataFrame(who, index=rows.index).join(rows))
+            found.append(pd.DataFrame(who, index=rows.index).join(rows).assign(**run.origin))
     return pd.concat(found, ignore_index=True)
 
 
@@ -181,12 +215,17 @@ def needs_router(run):
 
 
 def over_seeds(frame, by=()):
-    """by_run's rows -> one for each method, K and `by`: how many seeds, mean and deviation of each number.
-    One seed has no deviation: NaN."""
-    grouped = frame.drop(columns="seed").groupby(["method", "K", *by], sort=False, dropna=False)
-    means = grouped.agg(["mean", "std"])
+    """by_run's rows -> one for each method, K and `by`: how many seeds, mean and deviation of each number,
+    and the machines, precisions and texts of its runs. One seed has no deviation: NaN."""
+    keys = ["method", "K", *by]
+    origin = [name for name in ORIGIN if name in frame]
+    numbers = frame.drop(columns=["seed", *origin]).groupby(keys, sort=False, dropna=False)
+    means = numbers.agg(["mean", "std"])
     means.columns = [key + {"mean": "", "std": "_std"}[which] for key, which in means.columns]
-    means.insert(0, "seeds", grouped.size())
+    means.insert(0, "seeds", numbers.size())
+    grouped = frame.groupby(keys, sort=False, dropna=False)
+    for name in origin:
+        means[name] = grouped[name].agg(lambda values: "; ".join(values.dropna().unique()) or None)
     return means.reset_index()
 
 
@@ -283,7 +322,8 @@ def of_another_window(s, log_w):
 
 def differences(frame, reference):
     """To the runs of by_run's frame whose method is `reference`, at equal steps: the column difference; NaN
-    where the reference of the seed has no run with so few, or so many, steps.
+    where the reference of the seed has no run with so few, or so many, steps, or only one that was trained
+    elsewhere: how many of these there are is said.
 
     Raises:
         UserError: there is no such run.
@@ -291,12 +331,44 @@ def differences(frame, reference):
     chosen = frame[frame.method == reference]
     if chosen.empty:
         raise UserError(f"--against {reference!r} is none of {', '.join(map(repr, frame.method.unique()))}")
-    found = []
-    for row in frame.itertuples():
-        curve = chosen[chosen.seed == row.seed].sort_values("steps")
-        inside = len(curve) and curve.steps.min() - 0.05 <= row.steps <= curve.steps.max() + 0.05
-        found.append(row.loss - np.interp(row.steps, curve.steps, curve.loss) if inside else np.nan)
+    found, left_out = [], 0
+    for _, row in frame.iterrows():
+        of_seed = chosen[chosen.seed == row.seed]
+        curve = of_seed[same_origin(of_seed, row)]
+        difference = row.loss - loss_at(row.steps, curve)
+        left_out += np.isnan(difference) and not np.isnan(loss_at(row.steps, of_seed))
+        found.append(difference)
+    if left_out:
+        print(f"note: {left_out} pairs are left out, of runs that differ in {', '.join(ORIGIN)}")
     return frame.assign(difference=found)
+
+
+def same_origin(frame, row):
+    """Which runs of a frame agree with that of a row in the columns ORIGIN. What neither says does not tell
+    them apart: CSVs of before 2026-11-28 have no such columns."""
+    agree = pd.Series(True, index=frame.index)
+    for name in ORIGIN:
+        if name in frame:
+            agree &= (frame[name] == row[name]) | (frame[name].isna() & pd.isna(row[name]))
+    return agree
+
+
+def loss_at(steps, curve):
+    """The loss at a number of steps on the line between a seed's runs; NaN beyond them."""
+    curve = curve.sort_values("steps")
+    if curve.empty or not curve.steps.min() - 0.05 <= steps <= curve.steps.max() + 0.05:
+        return np.nan
+    return np.interp(steps, curve.steps, curve.loss)
+
+
+def unpaired_difference(group, chosen):
+    """The mean loss of a group of runs minus that of the reference's, at the group's mean steps, and half the
+    width of its interval; NaN where no run of the reference takes so many steps."""
+    curves = chosen.groupby(["seed", *(name for name in ORIGIN if name in chosen)], dropna=False)
+    steps = group.steps.mean()
+    losses = [loss_at(steps, curve) for _, curve in curves]
+    losses = [loss for loss in losses if not np.isnan(loss)]
+    return unpaired(group.loss, losses) if losses else (np.nan, np.nan)
 
 
 def comparison_table(frame, against=None):
@@ -309,8 +381,15 @@ def comparison_table(frame, against=None):
     columns |= {"to choose by": "choose:.4f"} if "choose" in means else {}
     columns |= {"slots, M": "slots:.1f", "minutes": "minutes:.1f"}
     if against:
-        pairs = zip(means.difference_std, means.seeds, strict=True)
+        groups = [group for _, group in frame.groupby(["method", "K", "tau"], sort=False, dropna=False)]
+        means["pairs"] = [group.difference.notna().sum() for group in groups]
+        pairs = zip(means.difference_std, means.pairs, strict=True)
         means["difference_std"] = [interval(*pair) for pair in pairs]
+        chosen = frame[frame.method == against]
+        found = [unpaired_difference(group, chosen) for group in groups]
+        means["unpaired"] = [difference for difference, _ in found]
+        means["unpaired_std"] = [half for _, half in found]
+        columns |= {"unpaired, 95 %": "unpaired:+.4f", "pairs": "pairs"}
         columns[f"to {against}, 95 %"] = "difference:+.4f"
     return tabulate(means, columns)
 

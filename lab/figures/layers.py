@@ -6,6 +6,7 @@ layers       of the model; K: its most steps
 loss, steps  nats a token as it decodes, hard-stopped at its tau, and steps executed, means over tokens
 parameters   learned numbers
 training     seconds that its training took at the speed of its end
+machine, precision, text   as in comparing.py
 decoding     milliseconds to decode a token, one after another, mean over some windows, the models in turns
 worth        layers that a plain model of the same seed needs more for the same loss, on the line between
              its losses; a model that is ahead of the deepest counts as this one
@@ -36,7 +37,7 @@ def layer_rows(runs, data=None):
         }
         row |= {"parameters": sum(p.numel() for p in subject.model.parameters())}
         row |= {"training": read / run.speed, "decoding": 1000 * time_ / run.shape.block_size}
-        rows.append(row)
+        rows.append(row | run.origin)
     return with_worth(pd.DataFrame(rows))
 
 
@@ -56,9 +57,9 @@ def summary(frame):
     rows = []
     deepest = frame[frame["model"] == "plain"].groupby("seed")["loss"].min()
     for (model, layers, K), group in frame.groupby(["model", "layers", "K"], sort=False):
-        means, deviations = (getattr(group.drop(columns="model"), how)() for how in ("mean", "std"))
+        means, deviations = (getattr(group, how)(numeric_only=True) for how in ("mean", "std"))
         loss, worth = (
-            show(means[x], form, interval(deviations[x], len(group)))
+            show(means[x], form, interval(deviations[x], group[x].notna().sum()))
             for x, form in (("loss", ".4f"), ("worth", ".2f"))
         )
         known = group.worth.notna()  # of a seed with plain models of two depths

@@ -9,6 +9,7 @@ steps            that its training took, in all stages; last_stage: those of the
 lookups, right   that a question takes, and the share of answers that are right
 passes           layers that a token passes, as it decodes, mean over all tokens of a line
 seconds          to decode a line of 64 tokens, one after another: mean over 16 lines, the models in turns
+machine, precision, text   of the last stage, as in comparing.py
 """
 
 import time
@@ -171,7 +172,7 @@ def worth_rows(runs, tau, data):
         layers, steps = run.shape.num_hidden_layers, steps.double().mean().item()
         one = {"model": NAMES[run.shape.method], "layers": layers, "seed": run.config.seed}
         one |= {"learning_rate": run.config.learning_rate, "steps": trained_steps(run)}
-        one |= {"last_stage": run.config.steps}
+        one |= {"last_stage": run.config.steps} | run.origin
         for n in range(1, int(asked.max()) + 1):
             row = {"lookups": n, "right": right[asked == n].double().mean().item()}
             rows.append(one | row | {"passes": layers * (1 + steps), "seconds": time_})

@@ -9,12 +9,14 @@ import contextlib
 import re
 import shlex
 
+import pandas as pd
 import pytest
 from lab_helpers import ROOT, python, run_command
 from placement import EQUIVALENCE, ON_CPU
 
 import sample
 from docs import tables
+from lab.intervals import unpaired
 
 README = (ROOT / "README.md").read_text("utf-8")
 # In the order of the table in README.md, in which the commands of one use the runs of another.
@@ -167,6 +169,22 @@ def test_tests_that_are_named():
     named = set(re.findall(r"`(test_\w+)`", "\n".join(PAGES.values()))) | ON_CPU
     assert named <= set(re.findall(r"(?m)^def (\w+)", tests))
     assert all((ROOT / "tests" / name).is_file() for name in EQUIVALENCE)
+
+
+def test_differences_in_tables():
+    """Catches a pair of runs from two machines, an interval by runs that have no partner, and an unpaired
+    difference that is paired."""
+    rows = [("a", 0, "x", 1.0), ("a", 1, "x", 2.0), ("a", 2, "y", 9.0)]
+    rows += [("b", 0, "x", 1.5), ("b", 1, "x", 2.7), ("b", 2, "x", 3.0)]
+    frame = pd.DataFrame(rows, columns=["method", "seed", "machine", "loss"])
+    titles = {"A": "a", "B": "b"}
+    assert tables.cell(frame, titles, "A", "loss +.2f - B") == f"−0.60 ± {12.706 * 0.1:.2f}"
+    for sign in "-~":
+        assert tables.cell(frame, titles, "B", f"loss +.2f {sign} B") == ""
+    difference, half = unpaired([1, 2, 9], [1.5, 2.7, 3])
+    assert tables.cell(frame, titles, "A", "loss +.2f ~ B") == f"+{difference:.2f} ± {half:.2f}"
+    older = frame.drop(columns="machine")  # of a file that does not say it
+    assert tables.cell(older, titles, "A", "loss +.2f - B").startswith("+1.60 ±")
 
 
 def test_tables():

@@ -94,7 +94,9 @@ def chromium(tmp_path_factory):
 def make_run(tmp_path):
     """Write a finished run with this loss and these steps: only what is read of one."""
 
-    def make(name, loss, steps, seed=0, method="ponderlm3", batch_size=8, init_from=None, **shape):
+    def make(
+        name, loss, steps, seed=0, method="ponderlm3", batch_size=8, init_from=None, machine="", **shape
+    ):
         config, model = PRESETS["tiny"]
         model = configure(model, method, **shape)
         config = LabConfig(**asdict(config) | dict(seed=seed, steps=100, batch_size=batch_size))
@@ -108,7 +110,10 @@ def make_run(tmp_path):
         (run / "model.safetensors").touch()
         ways = enumerate(("hard", "fixed", "trained"))
         results = {way: {"loss": loss + i / 8, "steps": steps, "stopped": [0.5, 0.5]} for i, way in ways}
-        (run / "log.jsonl").write_text('{"step": 1, "tokens_per_second": 100}\n')
+        began = {"step": 0, "machine": machine, "threads": 1, "torch": "2.13", "precision": "float32"}
+        log = [began] if machine else []  # older runs did not say it
+        log.append({"step": 1, "tokens_per_second": 100})
+        (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
         (run / "results.json").write_text(json.dumps(results | {"R": 2, "unigram_entropy": 3.0}))
         return str(run)
 

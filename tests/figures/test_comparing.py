@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -105,8 +106,46 @@ def test_differences_by_pair(make_run):
     assert len(cells) == 4  # each K has its own
     within = 4.303 * math.sqrt(0.07 / 3)
     assert cells.loc["LoopedLM"].iloc[-1] == f"-0.3000 ± {within:.4f}" and cells.loc["Pause"].iloc[-1] == "-"
+    assert cells.pairs.to_dict() == {"PonderLM-2": "3", "LoopedLM": "3", "Pause": "0"}
+    # Unpaired the seeds spread as they do: 2.3, 3.2, 3.8 against 2.4, 3.4, 4.4, by Welch with 3 degrees.
+    within = 3.182 * math.sqrt(np.var([2.3, 3.2, 3.8], ddof=1) / 3 + 1 / 3)
+    assert cells.loc["LoopedLM", "unpaired, 95 %"] == f"-0.3000 ± {within:.4f}"
     with pytest.raises(UserError, match="PonderLM-4"):
         comparing.differences(frame, "PonderLM-4")
+
+
+def test_pairs_that_do_not_exist(make_run):
+    """Catches an interval by the runs of a row, of which some have no partner."""
+    paths = [make_run(f"p{seed}", 3.0, 1.0, seed, method="ponderlm2", ponder_steps=1) for seed in (0, 1, 2)]
+    for seed, loss in enumerate((2.9, 2.8, 2.7, 9.0, 9.0)):
+        paths.append(make_run(f"l{seed}", loss, 1.0, seed, method="looped"))
+    cells = comparing.comparison_table(rows_of(paths), "PonderLM-2").set_index("method")
+    assert cells.loc["LoopedLM", "pairs"] == "3"
+    assert cells.loc["LoopedLM"].iloc[-1] == f"-0.2000 ± {4.303 * 0.1 / math.sqrt(3):.4f}"
+
+
+def test_pairs_agree_in_where_they_ran(make_run, capsys):
+    """Catches two runs of one seed that count as a pair although another machine trained one of them, and
+    runs that are left out without a word."""
+    paths = []
+    for seed, machine in enumerate("AAB"):
+        shape = dict(method="ponderlm2", ponder_steps=1, machine=machine)
+        paths.append(make_run(f"p{seed}", 3.0, 1.0, seed, **shape))
+        loss = 9.0 if machine == "B" else 2.9
+        paths.append(make_run(f"l{seed}", loss, 1.0, seed, method="looped", machine="A"))
+    frame = rows_of(paths)
+    assert frame.machine.tolist().count("A, 1 thread, torch 2.13") == 5
+    assert set(frame.precision) == {"float32"} and frame.text.nunique() == 1
+    found = comparing.differences(frame, "PonderLM-2").set_index("method").difference
+    assert found["LoopedLM"].tolist()[:2] == pytest.approx([-0.1, -0.1])
+    assert math.isnan(found["LoopedLM"].tolist()[2])
+    assert "1 pairs are left out" in capsys.readouterr().out
+    cells = comparing.comparison_table(frame, "PonderLM-2").set_index("method")
+    assert cells.loc["LoopedLM"].iloc[-1] == "-0.1000 ± 0.0000" and cells.loc["LoopedLM", "pairs"] == "2"
+    assert cells.loc["LoopedLM", "unpaired, 95 %"].startswith("+1.9333 ±")
+    assert comparing.over_seeds(frame, ["tau"]).machine.tolist()[1].count(";") == 1
+    older = frame.drop(columns=comparing.ORIGIN)  # of a CSV that has no such columns: pairs by seed alone
+    assert comparing.differences(older, "PonderLM-2").difference.notna().all()
 
 
 def test_other_settings_are_other_curves(make_run):
@@ -167,9 +206,12 @@ def test_refused_comparisons(make_run, tmp_path, capsys):
 
 def test_command(make_run, tmp_path):
     """Catches a table or figure that is not of the rows."""
-    paths = [make_run("a", 1.1, 2), make_run("b", 1.2, 1.9, method="ponderlm2", ponder_steps=2)]
-    paths += [make_run("c", 1.3, 2.2, seed=1), make_run("v", 1.7, 0, method="vanilla")]
+    paths = [make_run("a", 1.1, 2, machine="A")]
+    paths += [make_run("b", 1.2, 1.9, method="ponderlm2", ponder_steps=2, machine="A")]
+    paths += [make_run("c", 1.3, 2.2, seed=1, machine="B")]
+    paths += [make_run("v", 1.7, 0, method="vanilla", machine="A")]
     comparing.Compare(flags(paths), out=tmp_path, over="tau").draw()
     assert (tmp_path / "compare.png").stat().st_size > 5000
-    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "compare.csv"), rows_of(paths), check_exact=True)
+    expected = rows_of(paths).astype(dict.fromkeys(comparing.ORIGIN, "str"))
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "compare.csv"), expected, check_exact=True)
     assert len((tmp_path / "compare.md").read_text().splitlines()) == 2 + 3

@@ -59,7 +59,7 @@ def test_drawn_share():
     shares, seen = [], []
     for count in (0, 5, 10):
         model.seen.fill_(count)
-        seen.append(model.states(idx)[1])
+        seen.append(model.objective(idx, idx, 1)[2].s)
         shares.append((seen[-1].max(-1).values == 1).float().mean().item())
     assert shares == pytest.approx([0.5, 0.25, 0], abs=0.1) and not torch.equal(seen[0], seen[1])
     assert not (model.eval().states(idx)[1].max(-1).values == 1).any()

@@ -46,6 +46,9 @@ def test_worth(capsys):
     cells = {row["model"]: row for row in summary(frame).to_dict("records")}
     half = 12.706 * 1.5 / 2  # two seeds: t of one degree of freedom, deviation 1.5 / sqrt(2)
     assert cells["always, K = 1, 3 layers"]["layers worth"] == f"1.25 ± {half:.2f}"
+    alone = with_worth(pd.concat([frame, frame[frame.K == 1].iloc[:1].assign(seed=9)]))  # no plain models
+    known = {row["model"]: row for row in summary(alone).to_dict("records")}
+    assert known["always, K = 1, 3 layers"]["layers worth"] == f"1.25 ± {half:.2f}"
     assert cells["always, K = 2, 3 layers"]["layers worth"] == "≥ 3.00"
     assert cells["plain, 4 layers"]["layers worth"] == ""
     one = with_worth(frame[(frame.seed == 0) & (frame.layers == 3)])  # plain models of one depth

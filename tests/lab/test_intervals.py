@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lab.intervals import BLOCKS, interval, of_text
+from lab.intervals import BLOCKS, interval, of_text, unpaired
 
 
 def test_of_runs():
@@ -15,6 +15,17 @@ def test_of_runs():
     for n, t in ((10, 2.262), (11, 2.228), (21, 2.086), (100, 1.984)):
         assert interval(n**0.5, n) == pytest.approx(t, abs=4e-3)
     assert math.isnan(interval(2.0, 1))
+
+
+def test_unpaired():
+    """Catches spreads that are pooled, and degrees of freedom of both groups where one is exact."""
+    a, b = [1.0, 2.0, 3.0], [5.0, 5.1, 4.9, 5.0]
+    difference, half = unpaired(a, b)
+    error = math.sqrt(np.var(a, ddof=1) / 3 + np.var(b, ddof=1) / 4)
+    assert difference == pytest.approx(-3.0) and half == pytest.approx(4.303 * error)  # 2.02 degrees
+    equal = unpaired([1.0, 2.0, 3.0], [3.0, 4.0, 5.0])[1]  # as by Student's t: 4 degrees
+    assert equal == pytest.approx(2.776 * math.sqrt(2 / 3))
+    assert math.isnan(unpaired([1.0], [2.0, 3.0])[1])
 
 
 @pytest.mark.parametrize("windows", [100, 300, 1000])
