@@ -48,7 +48,7 @@ class PonderConfig(Config):
         self.backbone_options = numbers  # a command line has strings
         plain = self.ponder_steps == 0
         # train.py trains a PonderLM-3 without steps; a warm-up ends without.
-        may_be_plain = self.method in ("ponderlm3", "warmup")
+        may_be_plain = self.method.partition("-")[0] in ("ponderlm3", "warmup")
         if plain != (self.method == "vanilla") and not (plain and may_be_plain):
             raise ValueError(
                 f"ponder_steps = {self.ponder_steps}, method {self.method}: vanilla takes 0, others more"

@@ -1,4 +1,7 @@
-"""PonderLM-2 on the grid with K lowered during the training, to 1: the control of annealing by hand."""
+"""PonderLM-2 with K lowered during the training, to 1: the control of annealing by hand."""
+
+from collections import Counter
+from dataclasses import replace
 
 from lab.methods import PonderConfig
 from lab.methods.grid import FixedGrid
@@ -11,8 +14,9 @@ class LoweredConfig(PonderConfig):
     stage: Count = 1000  # training steps with each number of extra steps
 
 
-class Lowered(Scheduled, FixedGrid):
-    method, title = "lowered", "PonderLM-2 with K lowered, grid"
+class Lowering(Scheduled):
+    """A model of fixed depth whose depth falls: before FixedGrid or PonderLM2 in the order of bases."""
+
     Config = LoweredConfig
     last = 1  # extra steps of the last stage, which has no end
 
@@ -30,6 +34,15 @@ class Lowered(Scheduled, FixedGrid):
 
     @classmethod
     def training_forwards(kind, config, steps, training_steps):
-        first = config.ponder_steps
-        taken = [kind.extra_steps(config, first, step) for step in range(training_steps)]
-        return 1 + sum(taken) / training_steps
+        stages = Counter(
+            kind.extra_steps(config, config.ponder_steps, step) for step in range(training_steps)
+        )
+        total = 0.0
+        for K, count in stages.items():  # training steps with K extra steps
+            at_depth = replace(config, ponder_steps=K)
+            total += count * super().training_forwards(at_depth, steps, training_steps)
+        return total / training_steps
+
+
+class Lowered(Lowering, FixedGrid):
+    method, title = "lowered", "PonderLM-2 with K lowered, grid"

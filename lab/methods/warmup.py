@@ -2,11 +2,17 @@
 
 What does training with extra steps leave behind, once there are none? K is lowered as in lowered.py, but to
 0: the last stage trains a plain transformer, and the model decodes as one.
+
+method           its first stages train
+warmup           on the grid
+warmup-jacobi    by Jacobi iteration, as PonderLM-2
 """
 
 from typing import Literal
 
-from lab.methods.lowered import Lowered, LoweredConfig
+from lab.methods.grid import FixedGrid
+from lab.methods.lowered import LoweredConfig, Lowering
+from lab.methods.ponderlm2 import PonderLM2
 from model import settings
 
 
@@ -17,10 +23,19 @@ class WarmupConfig(LoweredConfig):
     fed_back: Literal["state", "embedding"] = "state"
 
 
-class Warmup(Lowered):
-    method, title = "warmup", "pondering warm-up, grid"
+class WarmingUp(Lowering):
+    """What both forms share, before FixedGrid or PonderLM2 in the order of bases."""
+
     Config = WarmupConfig
     last = 0
 
     def feed_back(self, h, e):
         return super().feed_back(h, e) if self.config.fed_back == "state" else e
+
+
+class Warmup(WarmingUp, FixedGrid):
+    method, title = "warmup", "pondering warm-up, grid"
+
+
+class WarmupJacobi(WarmingUp, PonderLM2):
+    method, title = "warmup-jacobi", "pondering warm-up"

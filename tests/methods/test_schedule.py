@@ -27,7 +27,10 @@ def depths(run):
     return [row["K_hat"] for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("method, taken", [("lowered", [2, 2, 1, 1, 1]), ("warmup", [2, 2, 1, 1, 0])])
+@pytest.mark.parametrize(
+    "method, taken",
+    [("lowered", [2, 2, 1, 1, 1]), ("warmup", [2, 2, 1, 1, 0]), ("warmup-jacobi", [2, 2, 1, 1, 0])],
+)
 def test_depth_goes_by_training_steps(method, taken, settings, shape):
     """Catches a stage of so many micro-batches, and micro-batches of one step that take different depths."""
     shape = configure(shape, method, stage=2)
