@@ -12,6 +12,7 @@ Of several runs, written to out/analyze/:
     python -m lab analyze kinds --runs out/lookup/grown-?     which tokens take a step there, and need it
     python -m lab analyze mixed --runs out/mixed/by-token-?   prose and puzzles by one model
     python -m lab analyze where --runs out/mine               which kinds of tokens are thought about
+    python -m lab analyze within --runs out/mine              what the state after each layer would predict
 
 A figure comes with its numbers (<figure>.csv) and their table (.md); --runs <figure>.csv draws it again.
 """
@@ -30,8 +31,9 @@ from lab.figures.layers import Layers
 from lab.figures.lookup import Kinds, Lookup
 from lab.figures.mixed import Mixed
 from lab.figures.where import Where
+from lab.figures.within import Within
 
-FIGURES = Explainer, Difficulty, Compare, Depth, Layers, Lookup, Kinds, Mixed, Where
+FIGURES = Explainer, Difficulty, Compare, Depth, Layers, Lookup, Kinds, Mixed, Where, Within
 
 
 def reader(figure):

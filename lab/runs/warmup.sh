@@ -62,7 +62,7 @@ done
 
 [ -z "${PARTS:-}${SEEDS:-}" ] || exit 0 # a table is of all
 table() { lab analyze compare --out "out/analyze/warmup-$1" --runs "${@:2}"; }
-lab analyze compare --choose 512 --out out/analyze/warmup-choice --runs out/warmup/grid/{none,none-?e-3,warmup-?00}-0
+lab analyze compare --choose 2048 --out out/analyze/warmup-choice --runs out/warmup/grid/{none,none-?e-3,warmup-?00}-0
 table grid out/warmup/grid/*-[0-9]
 table noise out/warmup/{grid,noise/*}/{always-1,shared-depth,by-token}-[01]
 table jacobi out/warmup/jacobi/*-[0-9] out/warmup/grid/none-[0-2]

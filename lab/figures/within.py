@@ -1,0 +1,77 @@
+"""What is inside a model before it takes an extra step: how well the state after each layer would predict.
+
+column       meaning
+layer        1 .. the number of layers; 0: the embedding
+loss         nats a token if the head read the state of slot 0 after this layer, through the final norm: in
+             the last row that of h^(0)
+size         root mean square of this state's numbers, mean over tokens
+weights      root mean square of the layer's weights; in row 0 of the embedding's
+"""
+
+from contextlib import contextmanager
+
+import pandas as pd
+import torch
+
+from analyze import by_token
+from lab.figures.comparing import ABOUT, Comparison
+from model import Count, settings
+
+
+@contextmanager
+def states_of_slot_0(model):
+    """Within it a list: of each forward pass that begins with slot 0 alone, the state after the embedding and
+    after each layer, (B, T, D) each."""
+    found = []
+
+    def before_first(layer, inputs):
+        if not found:
+            found.append(inputs[0])
+
+    def after(layer, inputs, output):
+        if len(found) <= len(model.model.layers):
+            found.append(output)
+
+    layers = model.model.layers
+    hooks = [layers[0].register_forward_pre_hook(before_first)]
+    hooks += [layer.register_forward_hook(after) for layer in layers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def layer_rows(subject):
+    """A row for each layer of one run: the columns above."""
+    model = subject.model
+
+    def find(x, y):
+        with states_of_slot_0(model) as states:
+            model.states(x, R=0)
+        losses = [model.cross_entropy(model.model.norm(state), y) for state in states]
+        sizes = [state.square().mean(-1).sqrt() for state in states]
+        return *losses, *sizes
+
+    found = [values.double().mean().item() for values in by_token(subject.windows, find)]
+    parts = [model.model.embed_tokens, *model.model.layers]
+    rows = []
+    for n, part in enumerate(parts):
+        squares = sum(p.detach().square().sum() for p in part.parameters())
+        count = sum(p.numel() for p in part.parameters())
+        row = {"layer": n, "loss": found[n], "size": found[len(parts) + n]}
+        rows.append(row | {"weights": (squares / count).sqrt().item()})
+    return pd.DataFrame(rows)
+
+
+@settings
+class Within(Comparison):
+    """How well the state after each layer would predict, before any extra step. A table."""
+
+    windows: Count = 512  # of the validation text
+    by = ["layer"]
+    columns = ABOUT | {"layer": "layer", "loss": "loss:.4f", "size": "size:.2f", "weights": "weights:.4f"}
+
+    def measure(self, run):
+        return layer_rows(self.subject(run, self.windows))
