@@ -1,11 +1,14 @@
-"""Keys and values of executed slots, one row a sequence, with room for more.
+"""Keys and values of the slots that ran: one row per running text, with room for more.
 
-The key of an empty place has a log w that hides it. So rows of different lengths need no mask, and
-whatever lies behind a row's end does not matter to it.
+The key of an empty place carries a log w that hides it from every query. So rows of different lengths need no
+mask, and whatever lies behind the end of a row does not matter to that row.
 
 code       shape                  meaning
-layers     L of (B, 2G, M, d')    a layer: the keys of G heads, with their log w, then values
-d, d'                             head width without and with channels, see kernels.py
+B                                 rows: texts that run at once
+M                                 places of a row; every slot that runs fills one
+layers     L of (B, 2G, M, d')    for each layer the keys of G heads, with their log w, and then the values
+views      L of two (A, G, M, d') keys and values of the rows and places that a pass sees
+d, d'                             head width without and with the channels of log w, see kernels.py
 """
 
 import math
@@ -16,18 +19,26 @@ import torch.nn.functional as F
 from attention import MASKED
 from lab.kernels import UNIT, attend, augment, key_channels, padded_width
 
-BLOCK = 256  # places by which the cache grows
+BLOCK = 256  # the cache grows by multiples of this many places
 
 
 def cache_width(model):
-    """d' of a model."""
+    """d': the width of a key or value in the cache of a model."""
     d = model.config.d
-    return padded_width(d + model.config.ponder_steps + 1 if model.grid else d)
+    if model.grid:
+        return padded_width(d + model.config.ponder_steps + 1)
+    return padded_width(d)
 
 
 def slot_channels(K, d, dtype, device):
-    """The mask of the grid as part of the dot product, since here keys of all slots lie side by side: K
-    more channels of queries and keys by their slots, (S, K) each."""
+    """The mask of the grid as part of the dot product.
+
+    On the grid, slot k sees slots up to k only (methods/grid.py). In this cache the keys of all slots lie
+    side by side, so K more channels of queries and keys say which slot each belongs to.
+
+    Returns:
+        The channels of queries and those of keys, by slot: (S, K) each.
+    """
     slot = torch.arange(K + 1, device=device)[:, None]
     channel = torch.arange(1, K + 1, device=device)
     queries = (slot < channel) * UNIT
@@ -36,57 +47,91 @@ def slot_channels(K, d, dtype, device):
 
 
 class SlotCache:
+    """The cache of a batch.
+
+    Args:
+        model: whose keys and values it holds.
+        rows: B, texts that run at once.
+        dtype: of keys and values.
+        device: where they are kept.
+    """
+
     def __init__(self, model, rows, dtype, device):
         config = model.config
-        self.G, self.d, self.width = config.G, config.d, cache_width(model)
+        self.G = config.G
+        self.d = config.d
+        self.width = cache_width(model)
         self.shape = config.num_hidden_layers, rows, 2 * self.G, self.width
-        self.dtype, self.device, self.block = dtype, device, BLOCK
-        masked = key_channels(torch.tensor(MASKED, device=device), self.d, dtype)  # of no key
-        self.masked = F.pad(masked, (0, self.width - self.d - len(masked)))  # (d'-d,)
-        self.layers, self.seen = self.empty(0), None  # how many rows and places `views` are of
+        self.dtype = dtype
+        self.device = device
+        self.block = BLOCK
+        masked = key_channels(torch.tensor(MASKED, device=device), self.d, dtype)
+        self.masked = F.pad(masked, (0, self.width - self.d - len(masked)))  # (d'-d,) of a hidden key
+        self.layers = self.empty(0)
+        self.seen = None  # the numbers of rows and places that `views` were made for
+        self.views = None
 
     def empty(self, places):
-        """Layers in which every place is empty."""
+        """Layers with so many places, all of them empty."""
         L, rows, heads, width = self.shape
         layers = torch.zeros(L, rows, heads, places, width, dtype=self.dtype, device=self.device)
         layers[:, :, : self.G, :, self.d :] = self.masked
         return list(layers)
 
     def reserve(self, places):
-        """Give every row room for so many places. Tensors of layers may be new ones afterwards."""
+        """Give every row room for so many places. `layers` may be new tensors afterwards."""
         before = self.layers[0].size(2)
-        if places > before:
-            larger = self.empty(-(-places // self.block) * self.block)
-            for new, old in zip(larger, self.layers, strict=True):
-                new[:, :, :before] = old
-            self.layers, self.seen = larger, None
+        if places <= before:
+            return
+        larger = self.empty(math.ceil(places / self.block) * self.block)
+        for new, old in zip(larger, self.layers, strict=True):
+            new[:, :, :before] = old
+        self.layers = larger
+        self.seen = None
+
+    def see(self, rows, places):
+        """Set `views` to the first so many rows and places. Views are kept: making them takes time."""
+        if self.seen == (rows, places):
+            return
+        self.views = [layer[:rows, :, :places].split(self.G, dim=1) for layer in self.layers]
+        self.seen = rows, places
 
     def clear(self, row, first=0):
-        """Forget what a row holds from place `first` on, written with nobody in it or not."""
+        """Empty a row from place `first` on; passes write into rows that no text is in, too."""
         for layer in self.layers:
             layer[row, : self.G, first:, self.d :] = self.masked
 
     def copy(self, source, target, length):
-        """Row `target` becomes the first `length` places of row `source`."""
+        """Replace row `target` by the first `length` places of row `source`."""
         for layer in self.layers:
             layer[target, :, :length] = layer[source, :, :length]
         self.clear(target, length)
 
 
 class PromptLayer:
-    """One layer's attention while prompts are read: causal, and all that it sees is written down.
+    """One layer's attention while prompts are read in parallel: causal, and what it sees goes into the cache.
 
-    Stands where a LayerCache stands when a token is decoded.
+    Takes the place of a model.LayerCache, which decoding one token has.
+
+    Args:
+        cache: the SlotCache.
+        layer: the number of the layer.
+        at: (R,) the rows of the cache that the R prompts get.
     """
 
     def __init__(self, cache, layer, at):
-        self.cache, self.layer = cache, layer
-        self.at = at  # (R,) the rows of the cache that the prompts will have
-        self.rows = None  # which of these prompts a pass is about: prefill.settle says it
+        self.cache = cache
+        self.layer = layer
+        self.at = at
+        self.rows = None  # which of the R prompts the next pass is about; states.settle sets it
 
     def attend(self, q, k, v, log_w):
-        d, N = q.size(-1), q.size(2)
-        q, k, v = augment(q, k, v, k.new_zeros(k.size(0), N) if log_w is None else log_w)
+        """Causal attention of N slots. q (R, H, N, d), k and v (R, G, N, d) -> (R, H, N, d)."""
+        d = q.size(-1)
+        N = q.size(2)
+        if log_w is None:
+            log_w = k.new_zeros(k.size(0), N)
+        q, k, v = augment(q, k, v, log_w)
         self.cache.reserve(N)
         kv = torch.cat([k, v], dim=1)  # (R, 2G, N, d')
         self.cache.layers[self.layer][self.at[self.rows], :, :N] = kv.to(self.cache.dtype)
@@ -94,29 +139,43 @@ class PromptLayer:
 
 
 class GridPrompt:
-    """The same on the grid, of slot k of some tokens after that of slot k-1: prefill.read_on_grid
-    says which, and what each of them sees."""
+    """The same on the grid, where a pass runs slot k of some tokens, after a pass of slot k-1.
+
+    states.read_on_grid says which tokens, and what each of them sees. Keys and values stay here until `write`
+    puts them into the cache.
+    """
 
     def __init__(self):
-        self.slots = []  # keys and values of slots 0 .. k, (R, G, N, d') each
-        self.mask = None  # (R, 1, N, all so far)
+        self.slots = []  # keys and values of slots 0 .. k: (R, G, N, d') each
+        self.mask = None  # (R, 1, N, keys so far), True where a query sees a key
 
     def attend(self, q, k, v, log_w):
+        """Attention of slot k to all slots so far. Shapes as PromptLayer.attend."""
         d = q.size(-1)
         q, k, v = augment(q, k, v, log_w)
         self.slots.append((k, v))
-        return attend(q, *self.so_far(), d, self.mask)
+        keys, values = self.so_far()
+        return attend(q, keys, values, d, self.mask)
 
     def so_far(self):
-        return [torch.cat(parts, dim=2) for parts in zip(*self.slots, strict=True)]
+        """Keys and values of all slots so far, (R, G, keys so far, d') each."""
+        keys = torch.cat([k for k, _ in self.slots], dim=2)
+        values = torch.cat([v for _, v in self.slots], dim=2)
+        return keys, values
 
     def write(self, cache, layer, rows, order, channels):
-        """Into rows of the cache.
+        """Write into rows of the cache.
 
-        order: (R, N) the places of executed slots among all. channels: (N all, K) of their slots.
+        Args:
+            cache: the SlotCache.
+            layer: the number of the layer.
+            rows: (R,) rows of the cache.
+            order: (R, N) which of all keys the row's places hold, in their order.
+            channels: (all keys, K) which slot each key belongs to, see slot_channels.
         """
         kv = torch.cat(self.so_far(), dim=1).to(cache.dtype)
-        kv = F.pad(kv, (0, cache.width - kv.size(-1)))  # (R, 2G, N all, d')
-        kv[:, : cache.G, :, cache.d + 2 : cache.d + 2 + channels.size(-1)] = channels
-        places = order[:, None, :, None].expand(-1, kv.size(1), -1, kv.size(-1))
+        kv = F.pad(kv, (0, cache.width - kv.size(-1)))  # (R, 2G, all keys, d')
+        first = cache.d + 2  # behind the two channels of log w
+        kv[:, : cache.G, :, first : first + channels.size(-1)] = channels
+        places = order[:, None, :, None].expand(-1, kv.size(1), -1, kv.size(-1))  # (R, 2G, N, d')
         cache.layers[layer][rows, :, : order.size(1)] = kv.gather(2, places)

@@ -1,11 +1,11 @@
-"""Passes as CUDA graphs: a pass is a hundred small kernels, and Python takes longer to launch them
-one by one than the GPU to run them.
+"""Passes as CUDA graphs. A pass is a hundred small kernels, and launching them one by one from Python takes
+longer than running them.
 
-A graph is recorded once for each number of rows, each size of the cache and each way to choose, and
-replayed in one launch. Both sizes are rounded up (`rounded`), so that there are few: what a row
-does that nobody is in does not matter, and places behind a row's end hide themselves. All graphs
-share one pool of memory: no two run at once, what passes hand on (rows.py) lies outside of it, and
-a result is copied before the next pass.
+A graph is recorded once for each number of rows, each size of the cache and each way to choose tokens, and
+then replayed in one launch. The numbers of rows and places are rounded up (`rounded`), so that there are few
+graphs: what happens in a row that no text is in does not matter, and places behind the end of a row hide
+themselves. All graphs share one pool of memory. That is safe: two graphs never run at once, what passes hand
+on to each other lies outside the pool (rows.py), and a result is copied before the next pass.
 """
 
 import torch
@@ -13,45 +13,64 @@ import torch
 from lab.engine.rows import STATE
 from lab.kernels import decoding_kernels
 
+LIMIT = 5  # the column of `limit` in Rows.counters
+
 
 def rounded(n):
-    """n, up to the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, .."""
-    power = 1 << max(n - 1, 0).bit_length()  # 2^j >= n
-    return 3 * power // 4 if power > 2 and n <= 3 * power // 4 else power
+    """n rounded up to the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, .."""
+    power = 1 << max(n - 1, 0).bit_length()  # the smallest power of two that is at least n
+    three_quarters = 3 * power // 4
+    if power > 2 and n <= three_quarters:
+        return three_quarters
+    return power
 
 
 class Graphs:
-    """Stands in for Rows.advance. Off CUDA, and if not `on`, it runs the same passes of the same sizes."""
+    """Takes the place of Rows for `advance`.
+
+    Args:
+        rows: Rows.
+        on: whether to record graphs. Without, and on other devices than CUDA, the same passes of the same
+            sizes are run one by one.
+    """
 
     def __init__(self, rows, on=True):
-        self.rows, self.recorded, self.pool, self.current = rows, {}, None, None
+        self.rows = rows
+        self.recorded = {}  # by A, places and choice: a function that replays the pass, and its result
+        self.pool = None
+        self.recorded_for = None  # the size of the cache and the choice that `recorded` is for
         self.on = on and rows.x.is_cuda
-        # One for all: CUDA's libraries keep working memory for each stream that they meet.
+        # One stream for all graphs: CUDA's libraries keep working memory for each stream they have seen.
         self.stream = torch.cuda.Stream() if self.on else None
 
-    def advance(self, *key):
-        """As Rows.advance. The result is overwritten by the next pass."""
-        current = self.rows.cache.layers[0].size(2), key[2:]
-        if current != self.current:
-            # The cache has grown into other tensors, or tokens are chosen otherwise. A pool of memory ends
-            # with its last graph.
-            self.recorded, self.pool, self.current = {}, None, current
+    def advance(self, A, places, choice):
+        """As Rows.advance. The next pass overwrites the result."""
+        capacity = self.rows.cache.layers[0].size(2)
+        if self.recorded_for != (capacity, choice):
+            # The cache has grown into other tensors, or tokens are chosen otherwise: older graphs are of no
+            # use. Their memory is freed with the last of them.
+            self.recorded = {}
+            self.pool = None
+            self.recorded_for = capacity, choice
+        key = A, places, choice
         if not self.on:
             with decoding_kernels(self.rows.x.device):
                 return self.rows.advance(*key)
         if key not in self.recorded:
             with decoding_kernels(self.rows.x.device):
                 self.recorded[key] = self.record(key)
-        replay, out = self.recorded[key]
+        replay, result = self.recorded[key]
         replay()
-        return out
+        return result
 
     def record(self, key):
-        """-> what replays the pass, and where its result will be."""
-        rows, state = self.rows, [getattr(self.rows, name) for name in STATE]
+        """Record the pass of some A, places and choice. -> a function that replays it, and its result"""
+        rows = self.rows
+        state = [getattr(rows, name) for name in STATE]
         before = [tensor.clone() for tensor in state]
-        rows.counters[:, 5] = 0  # nobody moves: each row writes again and again to its next place
-        side = self.stream  # a recording needs kernels that have run before, elsewhere
+        rows.counters[:, LIMIT] = 0  # rows stand still: each writes to its next place again and again
+        side = self.stream
+        # CUDA wants kernels to have run, on another stream, before they are recorded.
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
@@ -61,19 +80,20 @@ class Graphs:
             tensor.copy_(value)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=side):
-            out = rows.advance(*key)
+            result = rows.advance(*key)
         self.pool = graph.pool()
-        return graph.replay, out
+        return graph.replay, result
 
 
 class Fetched:
-    """A small result of the device on its way to the host, which does not wait for it yet."""
+    """A small result on its way from the device to the host, which waits for it in `tolist` only."""
 
-    def __init__(self, out):
-        self.out, self.event = torch.empty(out.shape, dtype=out.dtype, pin_memory=True), torch.cuda.Event()
-        self.out.copy_(out, non_blocking=True)
+    def __init__(self, result):
+        self.result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+        self.event = torch.cuda.Event()
+        self.result.copy_(result, non_blocking=True)
         self.event.record()
 
     def tolist(self):
         self.event.synchronize()
-        return self.out.tolist()
+        return self.result.tolist()

@@ -1,13 +1,16 @@
-"""The step of decoding: one slot of each of several sequences through the backbone.
+"""One slot of each of several sequences through the backbone: what a decoding pass spends its time on.
 
-As Llama.forward with one query a row, but made for small products, where starting an operation takes longer
-than doing it. What can be done once for all steps is done when the weights are copied, what can be done once
-for all layers before their loop, and what is left takes few operations.
+It computes what Llama.forward computes for one query per row, but is made for small products, where starting
+an operation takes longer than doing it. What can be done once for all passes is done when the weights are
+copied; what can be done once for all layers is done before the loop over layers; and the rest is few
+operations.
 
 code        shape                  meaning
-A                                  rows: sequences that each run one slot
+B                                  rows of the batch
+A                                  rows that run one slot now, at most B
 layers      L of (B, 2G, M, d')    keys and values of the slots before, see cache.py
 d, d'                              head width without and with the channels of log w
+F                                  inner width of SwiGLU
 """
 
 import math
@@ -24,33 +27,50 @@ from lab.engine.cache import cache_width
 from lab.kernels import HALF, query_channels
 from model import Llama
 
-LARGE = 2**21  # products from so many multiplications on are worth the call of oneDNN
+LARGE = 2**21  # from so many multiplications on, a product is worth a call of oneDNN
 onednn = torch.ops.mkldnn
 
 
 class Product:
-    """x W for weights (O, D) that stay: (A, D) -> (A, O), with what follows it in the same operation.
+    """x W for a weight (O, D) that does not change: (A, D) -> (A, O), fused with the operation that follows.
 
-    On a CPU such a product takes as long as reading its weights, so it matters how they lie in memory: as
-    (D, O), with one row up to 8 times as fast as (O, D); or in blocks of oneDNN, with 8 rows up to 3 times as
-    fast as that. Which is the fastest was measured; it goes by sizes, not by a clock, so that a model says
-    the same every time. A program that is compiled knows no blocks, and joins operations itself.
+    On a CPU such a product takes as long as reading its weight, so the layout of the weight in memory
+    matters. (D, O) is up to 8 times as fast as (O, D) for one row; for 8 rows, oneDNN's blocks are up to 3
+    times as fast as (D, O). The choice follows from sizes that were measured, and not from a clock, so that a
+    model gives the same results every time. A compiled program cannot use the blocks, and fuses operations
+    itself.
+
+    Args:
+        weight: (O, D), of a Linear.
+        dtype: of the product.
+        rows: B, for how many rows it is made.
+        compiled: whether it is part of a compiled program.
     """
 
     def __init__(self, weight, dtype, rows, compiled):
         weight = weight.detach().to(dtype)
-        large = rows * weight.numel() >= LARGE and (rows > 1 or torch.get_num_threads() > 1)
         self.compiled = compiled
         has_blocks = weight.is_cpu and torch.backends.mkldnn.is_available() and not compiled
-        in_half = dtype == torch.bfloat16 and has_blocks and onednn._is_mkldnn_bf16_supported()
-        self.packed = in_half or (has_blocks and large and dtype == torch.float32)
+        if has_blocks and dtype == torch.bfloat16:
+            self.packed = onednn._is_mkldnn_bf16_supported()
+        elif has_blocks and dtype == torch.float32:
+            large = rows * weight.numel() >= LARGE
+            self.packed = large and (rows > 1 or torch.get_num_threads() > 1)
+        else:
+            self.packed = False
         if self.packed:
             self.weight = onednn._reorder_linear_weight(weight.contiguous(), rows)
         else:
-            self.weight = weight.T.contiguous()
+            self.weight = weight.T.contiguous()  # (D, O)
 
     def __call__(self, x, then="none", other=None):
-        """then: "none", "swish" (SiLU), or "add" or "mul" with `other` (A, O)."""
+        """x (A, D) -> (A, O).
+
+        Args:
+            x: (A, D).
+            then: what follows: "none", "swish" (SiLU), or "add" or "mul" with `other`.
+            other: (A, O).
+        """
         if then == "add" and (self.compiled or other.dtype != x.dtype):
             return other + self(x)
         if self.packed and other is None:
@@ -60,11 +80,16 @@ class Product:
         if then == "add":
             return torch.addmm(other, x, self.weight)
         y = torch.mm(x, self.weight)
-        return F.silu(y) if then == "swish" else y * other if then == "mul" else y
+        if then == "swish":
+            return F.silu(y)
+        if then == "mul":
+            return y * other
+        return y
 
 
 class Layer(NamedTuple):
-    """The products of a block: those of one input are one, and a norm's weight is in the matrix behind it."""
+    """The products of one block. Products of the same input are joined, and the weight of a norm is
+    multiplied into the matrix behind it."""
 
     qkv: Product  # D -> (H + 2G) d
     out: Product  # H d -> D
@@ -73,141 +98,253 @@ class Layer(NamedTuple):
     down: Product  # F -> D
 
     @classmethod
-    def of(cls, block, *how):
-        a, m = block.self_attn, block.mlp
-        before, between = block.input_layernorm.weight, block.post_attention_layernorm.weight
-        qkv = torch.cat([linear.weight for linear in (a.q_proj, a.k_proj, a.v_proj)])
-        weights = qkv * before, a.o_proj.weight, m.gate_proj.weight * between, m.up_proj.weight * between
-        return cls(*(Product(w, *how) for w in (*weights, m.down_proj.weight)))
+    def of(cls, block, dtype, rows, compiled):
+        """The products of a model.Block; arguments as those of Product."""
+        attention = block.self_attn
+        mlp = block.mlp
+        before = block.input_layernorm.weight
+        between = block.post_attention_layernorm.weight
+        q_k_v = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+        how = dtype, rows, compiled
+        return cls(
+            qkv=Product(torch.cat(q_k_v) * before, *how),
+            out=Product(attention.o_proj.weight, *how),
+            gate=Product(mlp.gate_proj.weight * between, *how),
+            up=Product(mlp.up_proj.weight * between, *how),
+            down=Product(mlp.down_proj.weight, *how),
+        )
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of A slots, each with its channels behind it, and three views of them."""
+
+    all: torch.Tensor  # (A, H+2G, d')
+    numbers: torch.Tensor  # (A, H+2G, 2, d/2), without the channels, in the halves that RoPE rotates
+    q: torch.Tensor  # (A, G, H/G, d'): the heads of a group are queries of the same key head
+    k_v: torch.Tensor  # (A, 2G, d')
+
+    @classmethod
+    def of(cls, heads, G, d):
+        """heads: (A, H+2G, d')."""
+        A, n, _ = heads.shape
+        H = n - 2 * G
+        numbers = heads[..., :d].unflatten(-1, (2, -1))
+        return cls(heads, numbers, heads[:, :H].view(A, G, H // G, -1), heads[:, H:])
 
 
 class SlotStep:
-    """A Llama for `batch_size` rows or fewer; dtype: of the products and the cache."""
+    """The step of a Llama.
+
+    What must be written otherwise in a program that is compiled stands in three methods: `rotate`, `write`
+    and `attend`.
+
+    Args:
+        model: a PonderLM on a Llama.
+        batch_size: B, the most rows that run.
+        dtype: of the products and the cache.
+        compiled: whether the step is part of a compiled program.
+    """
 
     def __init__(self, model, batch_size, dtype, compiled=False):
-        config, device = model.config, model.lm_head.weight.device
-        self.H, self.G = config.num_attention_heads, config.G
-        self.d, self.width, self.compiled = config.d, cache_width(model), compiled
+        config = model.config
+        device = model.lm_head.weight.device
+        self.H = config.num_attention_heads
+        self.G = config.G
+        self.d = config.d
+        self.width = cache_width(model)  # d'
+        self.scale = 1 / math.sqrt(self.d)
+        self.compiled = compiled
+        self.dtype = dtype
         self.layers = [Layer.of(block, dtype, batch_size, compiled) for block in model.model.layers]
-        self.weight, self.dtype = model.model.norm.weight, dtype
+        self.weight = model.model.norm.weight  # of the final norm
         self.eps = self.weight.new_tensor(config.rms_norm_eps)
 
-        # One more: a row that has read its last token points behind it.
+        # RoPE, for one position more than the window has: a row that has read its last token points behind
+        # it.
         positions = torch.arange(config.block_size + 1, device=device)
         cos, sin = model.model.angles(positions, dtype)  # (T+1, d) each
-        # rotate_half in one operation: the halves change places, and the minus is part of sin.
+        # Rotating takes one operation: the halves change places, and the minus sign becomes part of sin.
         sin = torch.cat([-sin[:, : self.d // 2], sin[:, self.d // 2 :]], dim=-1)
-        turned = torch.stack([cos, sin])  # (2, T+1, d)
-        as_it_is = torch.stack([torch.ones_like(cos), torch.zeros_like(sin)])
-        # Queries and keys are turned (kind 0), values are not (kind 1): (2, T+1, 2, 2, d/2).
-        self.angles = torch.stack([turned, as_it_is], dim=2).unflatten(-1, (2, -1))
-        self.kind = torch.tensor([0] * (self.H + self.G) + [1] * self.G, device=device)
+        rotated = torch.stack([cos, sin])  # (2, T+1, d)
+        unchanged = torch.stack([torch.ones_like(cos), torch.zeros_like(sin)])
+        # Queries and keys are rotated (kind 0), values are not (kind 1).
+        self.angles = torch.stack([rotated, unchanged], dim=2).unflatten(-1, (2, -1))  # (2, T+1, 2, 2, d/2)
+        self.kind = torch.tensor([0] * (self.H + self.G) + [1] * self.G, device=device)  # (H+2G,)
+
+        # Queries, keys and values of a slot. Behind each head stand its channels: a constant for queries, log
+        # w for keys, zeros for values.
         self.of_query = query_channels(self.d, dtype, device)[:2]
-        # Queries, keys and values of a slot. Behind each head is what augment appends: a number to queries,
-        # log w to keys, zeros to values.
         self.new = torch.zeros(batch_size, self.H + 2 * self.G, self.width, dtype=dtype, device=device)
         self.new[:, : self.H, self.d : self.d + 2] = self.of_query
-        self.heads = torch.arange(batch_size * 2 * self.G, device=device).view(batch_size, -1)
+        self.numbers = torch.arange(batch_size * 2 * self.G, device=device).view(
+            batch_size, -1
+        )  # (B, 2G) of heads
 
     def norm(self, x):
-        """RMSNorm without its weight, at the precision of the residual stream x (A, D)."""
+        """RMSNorm without its weight, in the precision of the residual stream x (A, D)."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self.eps, length, length, value=1 / x.size(-1)).rsqrt()
 
     def __call__(self, x, cache, position, length, of_key, of_query=None):
-        """(A, D) -> (A, D); the keys and values of the slot go into the cache.
+        """Run one slot of each row. Its keys and values go into the cache.
 
         Args:
-            x: (A, D) the slot's input.
-            cache: of which each row sees cache.views.
-            position, length: (A,) the token's place in the text, the slot's in the cache.
-            of_key: (A, 1, c) channels of the slot's own key: log w, and on the grid the slot.
-            of_query: (A, 1, c) channels of its query; None: the same for all.
+            x: (A, D) inputs of the slots.
+            cache: a SlotCache; each row sees cache.views.
+            position: (A,) positions of the tokens in their texts.
+            length: (A,) places of the cache that the slots get.
+            of_key: (A, 1, c) channels of the slots' keys: log w and, on the grid, which slot it is.
+            of_query: (A, 1, c) channels of the slots' queries; None: the same for all slots.
+
+        Returns:
+            (A, D) outputs of the slots.
         """
-        (A, _), H, G, d, c = x.shape, self.H, self.G, self.d, of_key.size(-1)
-        # Once for all layers. Values are turned by no angle: see self.kind.
-        cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, 2, d/2)
-        new = of_key.new_zeros(A, H + 2 * G, self.width) if self.compiled else self.new[:A]  # (A, H+2G, d')
-        if self.compiled or of_query is not None:
-            new[:, :H, d : d + c] = self.of_query if of_query is None else of_query
-        new[:, H : H + G, d : d + c] = of_key
-        turned = new[..., :d].unflatten(-1, (2, -1))  # (A, H+2G, 2, d/2)
-        at = self.heads[:A] * cache.layers[0].size(2) + length[:, None]  # (A, 2G) the slot's places
-        at, scale = at.flatten(), 1 / math.sqrt(d)
-        rows, heads = torch.arange(A, device=x.device)[:, None], torch.arange(2 * G, device=x.device)
-        q, k_v = new[:, :H].view(A, G, H // G, -1), new[:, H:]  # a group's heads are its queries
+        A = len(x)
+        H = self.H
+        G = self.G
+        # The same in all layers: angles, channels, and where keys and values go. Values are not rotated.
+        cos, sin = self.angles[:, position[:, None], self.kind]  # (A, H+2G, 2, d/2) each
+        heads = Heads.of(self.channels(A, of_key, of_query), G, self.d)
+        places = self.places(A, cache, length)
         for layer, kv, (keys, values) in zip(self.layers, cache.layers, cache.views, strict=True):
             y = layer.qkv(self.norm(x).to(self.dtype)).view(A, H + 2 * G, 2, -1)
-            if self.compiled:  # nothing is written but the cache
-                y = torch.cat([(y * cos + y.flip(2) * sin).flatten(2), new[..., d:]], dim=-1)
-                q, k_v = y[:, :H].view(A, G, H // G, -1), y[:, H:]
-            else:
-                torch.addcmul(y * cos, y.flip(2), sin, out=turned)  # RoPE, as model.rotate
-            if self.compiled:  # written through a view, the compiler would copy the whole cache
-                kv.index_put_((rows, heads, length[:, None]), k_v)
-            else:
-                kv.view(-1, self.width).index_copy_(0, at, k_v.reshape(-1, self.width))
-            if (
-                self.compiled
-            ):  # spelled out, attention becomes a few loops: (A, G, H/G, M), then (A, G, H/G, d)
-                p = ((q[..., None, :] * keys[:, :, None]).sum(-1) * scale).softmax(-1)
-                out = (p[..., None] * values[:, :, None, :, :d]).sum(-2)
-            else:
-                out = F.scaled_dot_product_attention(q, keys, values, scale=scale)[..., :d]
-            x = layer.out(out.reshape(A, H * d), "add", x)
+            heads = self.rotate(y, cos, sin, heads)
+            self.write(kv, heads.k_v, places)
+            out = self.attend(heads.q, keys, values)  # (A, G, H/G, d)
+            x = layer.out(out.reshape(A, H * self.d), "add", x)
             y = self.norm(x).to(self.dtype)
             x = layer.down(layer.up(y, "mul", layer.gate(y, "swish")), "add", x)
         return self.norm(x) * self.weight
 
+    def channels(self, A, of_key, of_query):
+        """Room for queries, keys and values of A slots, in which the channels are filled in. -> (A, H+2G,
+        d')"""
+        H = self.H
+        first = self.d
+        last = self.d + of_key.size(-1)
+        if self.compiled:
+            new = of_key.new_zeros(A, H + 2 * self.G, self.width)
+            new[:, :H, first:last] = self.of_query if of_query is None else of_query
+        else:
+            new = self.new[:A]
+            if of_query is not None:
+                new[:, :H, first:last] = of_query
+        new[:, H : H + self.G, first:last] = of_key
+        return new
+
+    def places(self, A, cache, length):
+        """Where `write` puts keys and values: place `length` (A,) of the 2G heads of each row."""
+        if self.compiled:
+            rows = torch.arange(A, device=length.device)[:, None]
+            heads = torch.arange(2 * self.G, device=length.device)
+            return rows, heads, length[:, None]
+        M = cache.layers[0].size(2)
+        return (self.numbers[:A] * M + length[:, None]).flatten()  # (A*2G,) among the B*2G*M places
+
+    def rotate(self, y, cos, sin, heads):
+        """`heads` with the queries, keys and values y (A, H+2G, 2, d/2) after RoPE as their numbers.
+
+        They are overwritten; but a compiled program should write to nothing but the cache.
+        """
+        if self.compiled:
+            rotated = (y * cos + y.flip(2) * sin).flatten(2)  # (A, H+2G, d)
+            return Heads.of(torch.cat([rotated, heads.all[..., self.d :]], dim=-1), self.G, self.d)
+        torch.addcmul(y * cos, y.flip(2), sin, out=heads.numbers)
+        return heads
+
+    def write(self, kv, new, places):
+        """Write new keys and values (A, 2G, d') to their `places` of a layer kv (B, 2G, M, d').
+
+        In plain PyTorch, index_copy_ on a view is the fastest. A compiled program would copy the whole cache
+        to write through a view, twice in each layer.
+        """
+        if self.compiled:
+            kv.index_put_(places, new)
+        else:
+            kv.view(-1, self.width).index_copy_(0, places, new.reshape(-1, self.width))
+
+    def attend(self, q, keys, values):
+        """Attention of q (A, G, H/G, d') to keys and values (A, G, M, d'). -> (A, G, H/G, d)"""
+        if self.compiled:  # spelled out, it is compiled to a few loops
+            scores = (q[..., None, :] * keys[:, :, None]).sum(-1) * self.scale  # (A, G, H/G, M)
+            p = scores.softmax(-1)
+            return (p[..., None] * values[:, :, None, :, : self.d]).sum(-2)
+        return F.scaled_dot_product_attention(q, keys, values, scale=self.scale)[..., : self.d]
+
 
 class BackboneStep:
-    """As SlotStep for any other backbone, through its own blocks: right, and slower."""
+    """The step of any other backbone, through its own blocks: the same results, but slower.
+
+    Args:
+        model: a PonderLM.
+        dtype: of the products and the cache.
+    """
 
     def __init__(self, model, dtype):
-        self.backbone, self.dtype = model.model, dtype
+        self.backbone = model.model
+        self.dtype = dtype
 
     def __call__(self, x, cache, position, length, of_key, of_query=None):
-        layers = [SlotLayer(*kv, length, of_key, of_query) for kv in cache.views]
+        """Arguments and result as those of SlotStep."""
+        layers = [SlotLayer(keys, values, length, of_key, of_query) for keys, values in cache.views]
         with autocast(x.device, self.dtype if self.dtype in HALF else torch.float32):
-            return self.backbone(x[:, None], position[:, None], None, cache=layers)[:, 0].to(x)
+            out = self.backbone(x[:, None], position[:, None], None, cache=layers)  # (A, 1, D)
+        return out[:, 0].to(x)
 
 
 class SlotLayer:
-    """One layer's attention of BackboneStep, where a LayerCache stands when one token is decoded.
+    """One layer's attention of BackboneStep. Takes the place of a model.LayerCache.
 
-    keys, values (A, G, M, d'): of the cache; length (A,): the slot's place in them.
+    Args:
+        keys, values: (A, G, M, d') of the cache.
+        length: (A,) the place that each row's slot gets.
+        of_key, of_query: as SlotStep's.
     """
 
     def __init__(self, keys, values, length, of_key, of_query):
-        self.keys, self.values, self.length = keys, values, length
-        self.of_key, self.of_query = of_key, of_query
+        self.keys = keys
+        self.values = values
+        self.length = length
+        self.of_key = of_key
+        self.of_query = of_query
 
     def attend(self, q, k, v, log_w):
-        """q (A, H, 1, d), k and v (A, G, 1, d) -> (A, H, 1, d). log w is in the channels already."""
-        d, rows = q.size(-1), torch.arange(len(q), device=q.device)
-        for places, new in ((self.keys, k), (self.values, v)):
-            places[rows, :, self.length, :d] = new[:, :, 0].to(places.dtype)
-        self.keys[rows, :, self.length, d : d + self.of_key.size(-1)] = self.of_key
-        of_query = query_channels(d, q.dtype, q.device)[:2].expand(len(q), 1, 2)
-        of_query = of_query if self.of_query is None else self.of_query.to(q.dtype)  # (A, 1, c)
+        """q (A, H, 1, d), k and v (A, G, 1, d) -> (A, H, 1, d). log_w is not used: it is in the channels."""
+        d = q.size(-1)
+        c = self.of_key.size(-1)
+        A = len(q)
+        rows = torch.arange(A, device=q.device)
+        self.keys[rows, :, self.length, :d] = k[:, :, 0].to(self.keys.dtype)
+        self.values[rows, :, self.length, :d] = v[:, :, 0].to(self.values.dtype)
+        self.keys[rows, :, self.length, d : d + c] = self.of_key
+        if self.of_query is None:
+            of_query = query_channels(d, q.dtype, q.device)[:2].expand(A, 1, 2)
+        else:
+            of_query = self.of_query.to(q.dtype)  # (A, 1, c)
         q = torch.cat([q, of_query[:, :, None].expand(*q.shape[:-1], -1)], dim=-1)
-        q = F.pad(q, (0, self.keys.size(-1) - q.size(-1)))
+        q = F.pad(q, (0, self.keys.size(-1) - q.size(-1)))  # (A, H, 1, d')
         return attend_to_cache(q.to(self.keys.dtype), self.keys, self.values, d)
 
 
 def overridden(kind, base):
-    """The names that a class has otherwise than its base, of all that the base has."""
+    """The names of `base` that mean something else in the class `kind`."""
 
     def differing(other):
         return {name for name in dir(base) if getattr_static(other, name) is not getattr_static(base, name)}
 
-    return differing(kind) - differing(type("Empty", (type("Mixin", (), {}), base), {}))  # what any class has
+    mixin = type("Mixin", (), {})
+    empty = type("Empty", (mixin, base), {})  # differs by what every class has of its own, such as __module__
+    return differing(kind) - differing(empty)
 
 
 def make_step(model, batch_size, dtype, compiled=False):
-    """The step of a model's backbone. UserError: a compiled one of another than LLaMA."""
+    """The step for a model's backbone; arguments as those of SlotStep.
+
+    Raises:
+        UserError: a compiled step of a backbone other than LLaMA.
+    """
     if overridden(type(model.model), Llama) <= {"__init__", "frequency", "angles"}:
         return SlotStep(model, batch_size, dtype, compiled)
     if compiled:
-        raise UserError(f"compile is for llama, not {model.config.backbone}: leave it out")
+        raise UserError(f"compile is for llama, not {model.config.backbone}: omit it")
     return BackboneStep(model, dtype)
