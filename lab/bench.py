@@ -33,7 +33,7 @@ from data import UserError, command_line, one_line, pick_device, read_json, read
 from lab import kernels  # noqa: F401 - which adds `exact` to BACKENDS
 from lab.common import autocast, progress
 from lab.engine.batching import Engine, serves
-from lab.engine.request import check_request
+from lab.engine.choosing import check_request
 from lab.evaluation.texts import validation_windows
 from lab.interop.warm_start import BACKBONE
 from lab.interop.weights import find_model, load, to_others

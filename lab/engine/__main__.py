@@ -3,9 +3,9 @@
     python -m lab sample --prompts prompts.txt --num-samples 4 --out samples.jsonl
     python -m lab sample --prompt "Return the" --num-samples 8 --batch-size 8
 
-Without --out it prints the samples in the order of the prompts, each as soon as all before it are finished.
-A seed says the same whatever the batch, up to rounding. Methods that the engine does not know are decoded one
-text after the other.
+Without --out, samples are printed in the order of the prompts, each as soon as all samples before it are
+finished. A seed gives the same text in any batch, up to rounding. Models of a method that the engine does not
+know are decoded one text after the other.
 """
 
 import time
@@ -18,63 +18,103 @@ from data import UserError, command_line
 from lab.common import progress
 from lab.engine import simple
 from lab.engine.batching import Engine, serves
-from lab.engine.request import Options, Request, Sample, new_file
+from lab.engine.choosing import Sample
+from lab.engine.request import Options, Request, new_file
 from train import pick_precision
 
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     request = Request(options)
-    known = serves(request.model) and request.device.type != "mps"
-    decoder, events = (by_engine if known else one_by_one)(request, options)
+    if serves(request.model) and request.device.type != "mps":
+        decoder, events = by_engine(request, options)
+    else:
+        decoder, events = one_by_one(request, options)
     request.describe(decoder)
-    n, start = len(request.ids), time.perf_counter()
-
-    def show(i, sample, bar):
-        if not file:
-            bar.clear()
-        request.show(i, zip(sample.tokens, sample.steps, strict=True), file)
+    n = len(request.ids)
+    start = time.perf_counter()
 
     with new_file(options.out, n) as file:
-        if n == 1 and not file:
-            total = request.show(0, ((token, steps) for _, token, steps in events), file)
+        if n == 1 and not file:  # print each token as it comes
+            new_tokens = request.show(0, ((token, steps) for _, token, steps in events), file)
         else:
-            total = show_many(events, n, options.max_new_tokens, request.ends, show)
-    request.summarize(total, start)
+
+            def show(i, sample, bar):
+                if not file:
+                    bar.clear()
+                request.show(i, zip(sample.tokens, sample.steps, strict=True), file)
+
+            new_tokens = show_many(events, n, options.max_new_tokens, request.ends, show)
+    request.summarize(new_tokens, start)
 
 
-def by_engine(request, o):
-    """-> how, and (which text, token, steps) as they come."""
-    precision, how = pick_precision(o.precision, request.device), dict(request.how)
+def by_engine(request, options):
+    """Decode in batches.
+
+    Returns:
+        The name of the decoder, and its events: (which text, token, steps) as they come.
+    """
+    precision = pick_precision(options.precision, request.device)
+    arguments = dict(request.arguments)
     engine = Engine(
-        request.model, min(o.batch_size or 8, len(request.ids)), dtype=getattr(torch, precision),
-        tau=how.pop("tau"), alpha=how.pop("alpha"), prefill=o.prefill, compile=o.compile,
-    )  # fmt: skip
-    engine.prepare(o.temperature, o.top_k, o.top_p)
-    events = engine.stream(request.ids, o.max_new_tokens, **how)
-    return f"engine, precision {precision}{', compiled' * o.compile}", events
+        request.model,
+        min(options.batch_size or 8, len(request.ids)),
+        dtype=getattr(torch, precision),
+        tau=arguments.pop("tau"),
+        alpha=arguments.pop("alpha"),
+        prefill=options.prefill,
+        compile=options.compile,
+    )
+    engine.prepare(options.temperature, options.top_k, options.top_p)
+    events = engine.stream(request.ids, options.max_new_tokens, **arguments)
+    name = f"engine, precision {precision}"
+    if options.compile:
+        name += ", compiled"
+    return name, events
 
 
-def one_by_one(request, o):
-    """As by_engine, by the simple decoder. UserError: what it would not follow."""
-    default, flags = Options(), ("batch_size", "precision", "prefill", "compile")
-    if names := [name for name in flags if getattr(o, name) != getattr(default, name)]:
-        what = f"{request.model.config.method} on {request.device.type} is decoded one by one, in float32"
-        raise UserError(f"{what}: leave out --{', --'.join(names).replace('_', '-')}")
-    return "simple", simple.stream(request.model, request.ids, o.max_new_tokens, **request.how)
+def one_by_one(request, options):
+    """Decode by the simple decoder. Returns what by_engine does.
+
+    Raises:
+        UserError: a flag is given that the simple decoder does not follow.
+    """
+    default = Options()
+    names = ("batch_size", "precision", "prefill", "compile")
+    given = [name for name in names if getattr(options, name) != getattr(default, name)]
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        method = request.model.config.method
+        raise UserError(
+            f"{method} on {request.device.type} is decoded one text after the other, in float32: omit {flags}"
+        )
+    return "simple", simple.stream(request.model, request.ids, options.max_new_tokens, **request.arguments)
 
 
 def show_many(events, n, max_new_tokens, ends, show):
-    """A progress bar; `show(i, sample)` in the order of the prompts. -> the tokens generated"""
-    samples, finished, shown = [Sample([], []) for _ in range(n)], set(), 0
+    """Show a progress bar, and samples in the order of the prompts.
+
+    Args:
+        events: (which text, token, steps) as they come.
+        n: how many texts there are.
+        max_new_tokens: after which a text ends.
+        ends: the tokens after which a text ends.
+        show: is called with the number of a sample, the Sample and the bar.
+
+    Returns:
+        How many tokens were generated.
+    """
+    samples = [Sample([], []) for _ in range(n)]
+    finished = set()
+    shown = 0
     with progress(total=n * max_new_tokens, unit=" tokens", leave=False) as bar:
         for i, token, steps in events:
             samples[i].tokens.append(token)
             samples[i].steps.append(steps)
             left = max_new_tokens - len(samples[i].tokens)
+            bar.update()
             if token in ends or not left:
                 finished.add(i)
                 bar.update(left)
-            bar.update()
             while shown in finished:
                 show(shown, samples[shown], bar)
                 shown += 1

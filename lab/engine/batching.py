@@ -42,9 +42,9 @@ import torch
 from data import UserError
 from lab.common import autocast
 from lab.engine.cache import GridPrompt, PromptLayer
+from lab.engine.choosing import check_request, choose_finite, gather, not_finite, uniform
 from lab.engine.compiled import Compiled
 from lab.engine.cuda_graphs import Fetched, Graphs, rounded
-from lab.engine.request import check_request, choose_finite, gather, not_finite, uniform
 from lab.engine.rows import Rows
 from lab.engine.slot_step import overridden
 from lab.engine.states import read_on_grid, settle

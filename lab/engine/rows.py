@@ -27,7 +27,7 @@ uniform     (B, T)       a random number for each token that is chosen
 import torch
 
 from lab.engine.cache import SlotCache, slot_channels
-from lab.engine.request import choose
+from lab.engine.choosing import choose
 from lab.engine.slot_step import Product, make_step
 from lab.kernels import log_w_channels, query_channels
 from router import stop_step
@@ -119,7 +119,7 @@ class Rows:
         Args:
             A: how many rows run.
             places: how many places of the cache they see.
-            choice: temperature, top_k and top_p, see request.choose.
+            choice: temperature, top_k and top_p, see choosing.choose.
 
         Returns:
             (2, A): the steps of the token that the row has now read, -1 where it has not finished one; and

@@ -1,24 +1,32 @@
-"""One sequence at a time, one slot at a time: what the engine is compared with, token by token.
+"""One sequence at a time, one slot at a time: the decoder that the engine is compared with, token by token.
 
-The root's loop, with the choice of a token by numbers that are drawn in advance, as a batch needs it.
+It is the loop of sample.stream, with the random numbers that a batch needs (choosing.py).
 """
 
 import sample
-from lab.engine.request import check_request, choose_finite, gather, uniform
+from lab.engine.choosing import check_request, choose_finite, gather, uniform
 
 
-def stream(model, prompts, max_new_tokens, *, begin=(), ends=(), read=None, **choice):
-    """Yield (i, token, steps) for each token of prompt i, one text after the other. Arguments as `generate`;
-    `read`, a list for each prompt, receives the steps of every token that is read, the prompt's too."""
-    prompts, o = check_request(model, prompts, **choice)
+def stream(model, prompts, max_new_tokens, *, begin=(), ends=(), read=None, **sampling):
+    """Continue one prompt after the other, and yield tokens as they are chosen.
+
+    Args:
+        model, prompts, max_new_tokens, begin, ends, sampling: as `generate`.
+        read: a list for each prompt, which receives the steps of every token that is read, the prompt's too.
+
+    Yields:
+        (i, token, steps) for each new token of prompt i; the steps were taken before it was chosen.
+    """
+    prompts, o = check_request(model, prompts, **sampling)
     for i, prompt in enumerate(prompts):
         numbers = iter(uniform(o.seed, i, max_new_tokens))
 
         def choose(logits, numbers=numbers):
             return int(choose_finite(logits.cpu(), next(numbers), o.temperature, o.top_k, o.top_p))
 
-        texts = dict(choose=choose, begin=begin, ends=ends, read=None if read is None else read[i])
-        for token, steps in sample.stream(model, prompt, max_new_tokens, **texts, tau=o.tau, alpha=o.alpha):
+        read_i = None if read is None else read[i]
+        how = dict(choose=choose, begin=begin, ends=ends, read=read_i, tau=o.tau, alpha=o.alpha)
+        for token, steps in sample.stream(model, prompt, max_new_tokens, **how):
             yield i, token, steps
 
 
@@ -29,15 +37,15 @@ def generate(model, prompts, max_new_tokens, **kwargs):
         prompts: lists or tensors of token ids, at least one id each.
         max_new_tokens: tokens to generate for each.
         seed: of the random choices; prompt i uses seed + i. None: different at every call.
-        tau, alpha, temperature, top_k, top_p: see request.Sampling.
-        begin: the tokens before each text, which stay when the window slides. ends: those after which a
-            sequence ends.
+        tau, alpha, temperature, top_k, top_p: see choosing.Sampling.
+        begin: the tokens before each text, which stay when the window slides.
+        ends: the tokens after which a text ends.
 
     Returns:
-        One Sample a prompt.
+        One Sample per prompt.
 
     Raises:
-        UserError, pydantic.ValidationError: as request.check_request.
+        UserError, pydantic.ValidationError: as choosing.check_request.
     """
     prompts = list(prompts)
     return gather(stream(model, prompts, max_new_tokens, **kwargs), len(prompts))

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 
 from data import UserError, command_line
 from lab.engine.batching import BESIDE, FOLLOWED, Engine, serves
+from lab.engine.choosing import choose_finite
 from lab.engine.compiled import Compiled, Pass
 from lab.engine.cuda_graphs import rounded
-from lab.engine.request import choose_finite
 from lab.engine.simple import generate
 from lab.engine.slot_step import BackboneStep, Product
 from lab.engine.states import settle

@@ -4,7 +4,7 @@ import pytest
 import torch
 from lab_helpers import small_model
 
-from lab.engine.request import choose_finite, uniform
+from lab.engine.choosing import choose_finite, uniform
 from lab.engine.simple import generate
 
 
