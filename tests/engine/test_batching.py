@@ -105,6 +105,7 @@ def blocks(monkeypatch):
 QUICK = [(0, 0.3), (1, 0.3), (2, 0), (3, 1e-4), (3, 0.3), (3, 1), (4, 0.3)]
 ALL = [(K, tau) for K in range(5) for tau in (0, 1e-4, 0.3, 1)]
 OTHERS = ["ponderlm2", "grid-fixed", "shared", "shared-grid", "lowered", "drawn", "drawn-shared"]
+OTHERS += ["warmup", "warmup-jacobi"]
 OTHERS += [f"ablation-{part}" for part in ("mask", "integration", "router", "index", "price", "price-grid")]
 TURNED = NEOX | dict(backbone_options={"rotary_pct": 0.5})
 SETTINGS = [
