@@ -1,29 +1,34 @@
-"""The paper's figures, and the curve over tau, each from a trained model and windows of its validation text.
+"""Draw figures of trained models.
 
+    python analyze.py curve        loss and K-hat against training steps, also while the training runs
     python analyze.py converge     the Jacobi iteration approaching its fixed point (appendix B)
-    python analyze.py buckets      what each step gains for easy and for hard tokens (section 4.3)
+    python analyze.py buckets      what each pondering step gains for easy and for hard tokens (section 4.3)
     python analyze.py shift        the router shifted to fewer and to more steps (section 4.3)
     python analyze.py tokens       which tokens and words get how many steps (appendix C)
-    python analyze.py tau          loss and steps against where pondering stops (section 3.3)
+    python analyze.py tau          loss and steps against the early-exit threshold (section 3.3)
     python analyze.py pareto --runs out/a out/b      perplexity against executed steps (section 4.1)
 
-Of the newest run in out/, or --run. The numbers go to <run>/report/<figure>.csv, the drawing to .png
-beside it (pareto: out/analyze/).
+A figure is drawn of the newest run in out/, or of --run; curve and pareto compare several --runs. The
+numbers go to <run>/report/<figure>.csv and the drawing to a .png beside it (those of several runs to
+out/analyze/).
 
-    code         paper         shape        meaning
-    windows                    (W, T+1)     token ids; n = W T tokens are read and as many predicted
-    steps        K-hat         (n,)         executed steps of each token, at tau
-    ce           CE_i          (n, K+1)     loss in nats, integration truncated after step i, renormalised
-    difficulty   l_t           (n,)         loss before any pondering, by h^(0) alone: CE_0
-    gain_i       Delta CE_i    (n,)         CE_{i-1} - CE_i, what step i gains
+    code            paper         shape        meaning
+    windows                       (W, T+1)     token ids of W windows, with n = W T inputs and as many targets
+    steps           K-hat         (n,)         executed pondering steps of each token, at tau
+    truncated_ce    CE_i          (n, K+1)     loss in nats with integration truncated after step i and
+                                               the weights renormalised to a sum of 1
+    difficulty      l_t           (n,)         loss before any pondering, from h^(0) alone: truncated_ce[:, 0]
+    gain_i          Delta CE_i    (n,)         CE_{i-1} - CE_i, what step i gains
 
-A figure's numbers are rows, {column: value}; the mean of no tokens is nan.
+The numbers of a figure are rows, {column: value}. The mean of no tokens is nan.
 """
 
 import csv
+import json
 import math
 import re
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,60 +38,68 @@ import tyro
 from matplotlib import rc
 from matplotlib.figure import Figure
 
-from data import (
-    SOURCES,
-    UserError,
-    Windows,
-    command_line,
-    newest_run,
-    open_corpus,
-    read_json,
-    reading,
-    write_whole,
-)
-from model import Count, Share, settings
+from checkpoint import newest_run, open_model
+from common import UserError, atomic_write, command_line, read_json, user_error_if_unreadable
+from data import Windows, open_corpus, pick_tokenizer
+from hardware import eval_batch_size
+from model import Count, Fraction, validated_dataclass
 from router import TAU, stop_step
-from sample import open_model
-from train import pick_tokenizer, windows_at_a_time
+from sources import SOURCES
 
 BUCKETS = "easy", "medium", "hard"
 ALPHAS = -8, -4, -3, -2, -1, 0, 1, 2, 4
-TAUS = 0, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7  # at 1 rounding decides
+# tau = 1 is left out: rounding would decide.
+TAUS = 0, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7
 WORDS = "a", "the", "of", "and", "to", "in", "is", "that", "for", "not", "with"
+CONVERGE_WINDOWS = 8
 
 
 # -- What each token costs and takes ---------------------------------------------------------------
 
 
 @torch.no_grad()
-def by_token(windows, find):
-    """Apply find(x, y) -> tensors (B, T, ..) to batches of windows (W, T+1). -> each (n, ..), on the CPU"""
-    size = windows_at_a_time(windows.size(1) - 1, windows.device)
-    found = [find(rows[:, :-1], rows[:, 1:]) for rows in windows.split(size)]
-    return [torch.cat([x.flatten(0, 1).cpu() for x in part]) for part in zip(*found, strict=True)]
+def by_token(windows, measure):
+    """Measure something of every token.
+
+    Args:
+        windows: (W, T+1).
+        measure: a function from inputs and targets, (B, T) each, to a tuple of tensors (B, T, ..).
+
+    Returns:
+        A list with (n, ..) in the place of each of these tensors, on the CPU.
+    """
+    batch_size = eval_batch_size(windows.size(1) - 1, windows.device)
+    batches = []
+    for batch in windows.split(batch_size):
+        batches.append(measure(batch[:, :-1], batch[:, 1:]))
+    results = []
+    for parts in zip(*batches, strict=True):
+        results.append(torch.cat([part.flatten(0, 1).cpu() for part in parts]))
+    return results
 
 
 def losses_by_depth(model, windows, tau):
-    """With soft masks and all K steps: ce (n, K+1), and where decoding at tau would stop, steps (n,)."""
+    """With soft masks and all K steps: truncated_ce (n, K+1), and where decoding would stop at tau, steps
+    (n,)."""
 
-    def find(x, y):
+    def measure(x, y):
         h, s, log_w = model.states(x)
-        s = s + 1e-30  # the first ones may have underflowed
+        s = s + 1e-30  # the first ones may have underflowed to 0
         truncated = (s[..., None] * h).cumsum(2) / s.cumsum(-1)[..., None]  # (B, T, K+1, D)
         ce = [model.cross_entropy(state, y) for state in truncated.unbind(2)]
         return torch.stack(ce, dim=-1), stop_step(log_w, tau)
 
-    return by_token(windows, find)
+    return by_token(windows, measure)
 
 
 def decoded(model, windows, tau, alpha=0.0):
-    """Loss and executed steps of each token as decoding has them, hard-stopped at tau. -> (n,), (n,)"""
+    """Loss and executed steps of each token as in decoding, hard-stopped at tau. (n,) each"""
 
-    def find(x, y):
+    def measure(x, y):
         out = model(x, y, tau=tau, alpha=alpha)
         return out.ce, out.steps
 
-    return by_token(windows, find)
+    return by_token(windows, measure)
 
 
 def mean(x):
@@ -94,12 +107,21 @@ def mean(x):
 
 
 def by_bucket(difficulty, columns):
-    """Of each third by difficulty: its name, its tokens, and the mean of each column. All (n,)."""
-    rank = difficulty.argsort(stable=True).argsort()  # of each token
+    """Yield a row for each third of the tokens by difficulty.
+
+    Args:
+        difficulty: (n,).
+        columns: {name: (n,)}, of which a row has the means.
+    """
+    # Sorting twice gives the rank of each token.
+    rank = difficulty.argsort(stable=True).argsort()
     bucket = rank * len(BUCKETS) // len(rank)
     for b, name in enumerate(BUCKETS):
         chosen = bucket == b
-        yield {"bucket": name, "tokens": int(chosen.sum())} | {k: mean(x[chosen]) for k, x in columns.items()}
+        row = {"bucket": name, "tokens": int(chosen.sum())}
+        for column, values in columns.items():
+            row[column] = mean(values[chosen])
+        yield row
 
 
 # -- The numbers of the figures --------------------------------------------------------------------
@@ -107,72 +129,104 @@ def by_bucket(difficulty, columns):
 
 @torch.no_grad()
 def converge(model, windows, most=12):
-    """RMSE to the fixed point of the latents and of s that R = 0 .. `most` refinements leave (appendix B).
+    """How far R = 0 .. `most` refinements are from the fixed point (appendix B), on the first 8 windows,
+    in float64.
 
-    R counts from the end of the ladder. In float64, on the first 8 windows; the fixed point is where a pass
-    no longer changes the latents.
+    R counts from the end of the growing passes. The fixed point is where a pass no longer changes the
+    latents.
+
+    Returns:
+        Rows with the RMSE of the latents and of s.
     """
-    K, device = model.config.ponder_steps, windows.device
-    device = "cpu" if device.type == "mps" else device  # which has no float64
-    model, idx = deepcopy(model).to(device).double(), windows[:8, :-1].to(device)
+    K = model.config.ponder_steps
+    device = windows.device
+    if device.type == "mps":  # it has no float64
+        device = torch.device("cpu")
+    model = deepcopy(model).to(device).double()
+    idx = windows[:CONVERGE_WINDOWS, :-1].to(device)
     fixed, fixed_s, _ = model.jacobi(idx, tolerance=1e-14)
 
-    def rmse(a, b):  # within each token, and the mean over tokens
+    def rmse(a, b):
+        """Within each token; then the mean over tokens."""
         return mean((a - b).square().flatten(2).mean(-1).sqrt())
 
     rows = []
     for R in range(most + 1):
         h, s, _ = model.jacobi(idx, R)
-        latents = rmse(h[:, :, :K], fixed[:, :, :K])
-        rows.append({"refinements": R, "latents": latents, "s": rmse(s, fixed_s)})
+        latents_error = rmse(h[:, :, :K], fixed[:, :, :K])
+        rows.append({"refinements": R, "latents": latents_error, "s": rmse(s, fixed_s)})
     return rows
 
 
 def exponential_fit(n, errors):
-    """errors = A L^n by least squares on their logarithms -> L, A and R^2 of the logarithms.
+    """Fit errors = A L^n by least squares on their logarithms.
 
-    Errors below 1e-12 of the largest are rounding and left out; nan if fewer than two are left.
+    Errors below 1e-12 of the largest are rounding and are left out.
+
+    Returns:
+        L, A, and R^2 of the logarithms; nan if fewer than two errors are left.
     """
-    n, errors = np.array(n, dtype=float), np.array(errors, dtype=float)
+    n = np.array(n, dtype=float)
+    errors = np.array(errors, dtype=float)
     kept = errors > 1e-12 * errors.max()
     if kept.sum() < 2:
         return math.nan, math.nan, math.nan
-    x, y = n[kept], np.log(errors[kept])
+    x = n[kept]
+    y = np.log(errors[kept])
     slope, start = np.polyfit(x, y, 1)
     return math.exp(slope), math.exp(start), np.corrcoef(x, y)[0, 1] ** 2
 
 
 def buckets(model, windows, tau=TAU):
-    """What step i gains, and how many steps are taken, by thirds of the difficulty, which is also the first
-    term of gain_1: chance alone makes hard tokens gain (reading note 11)."""
-    ce, steps = losses_by_depth(model, windows, tau)
-    gains = {f"gain_{i}": ce[:, i - 1] - ce[:, i] for i in range(1, ce.size(1))}
-    return [*by_bucket(ce[:, 0], {"difficulty": ce[:, 0], "steps": steps, **gains})]
+    """What step i gains, and how many steps are taken, by thirds of the difficulty.
+
+    The difficulty is also the first term of gain_1. So part of the gain of hard tokens is regression to
+    the mean (reading note 11).
+    """
+    truncated_ce, steps = losses_by_depth(model, windows, tau)
+    difficulty = truncated_ce[:, 0]
+    columns = {"difficulty": difficulty, "steps": steps}
+    for i in range(1, truncated_ce.size(1)):
+        columns[f"gain_{i}"] = truncated_ce[:, i - 1] - truncated_ce[:, i]
+    return list(by_bucket(difficulty, columns))
 
 
 def shift(model, windows, tau=TAU, alphas=ALPHAS):
     """Steps of each bucket, and how its loss changes, with the router shifted by alpha."""
-    ce, _ = losses_by_depth(model, windows, tau)
-    found = {alpha: decoded(model, windows, tau, alpha) for alpha in sorted({0, *alphas})}
-    unshifted, _ = found[0]
-    return [
-        {"alpha": alpha, **row}
-        for alpha, (loss, steps) in found.items()
-        for row in by_bucket(ce[:, 0], {"steps": steps, "change": loss - unshifted})
-    ]
+    truncated_ce, _ = losses_by_depth(model, windows, tau)
+    unshifted_loss, _ = decoded(model, windows, tau, alpha=0)
+    rows = []
+    for alpha in sorted({0, *alphas}):
+        loss, steps = decoded(model, windows, tau, alpha)
+        columns = {"steps": steps, "change": loss - unshifted_loss}
+        for row in by_bucket(truncated_ce[:, 0], columns):
+            rows.append({"alpha": alpha, **row})
+    return rows
 
 
 def find_words(pieces):
-    """Tokens (bytes) of one window -> (word, first, last): the tokens that make up each word.
+    """Find the words of a window.
 
     A word is ASCII letters with no other letter, digit or underscore beside them, and its first token may
-    begin with a space. One that the window cuts, or that shares a token with anything else, is left out.
+    begin with a space. Words that the window cuts, or that share a token with anything else, are left
+    out.
+
+    Args:
+        pieces: the bytes of each token.
+
+    Yields:
+        (word, first, last): the tokens that make up each word.
     """
-    ends, text = np.cumsum([len(piece) for piece in pieces]), b"".join(pieces)
+    text = b"".join(pieces)
+    ends = np.cumsum([len(piece) for piece in pieces])  # of each token, in bytes
     for match in re.finditer(rb"(?<![\w\x80-\xff])[A-Za-z]+(?![\w\x80-\xff])", text):
-        first, last = (int(np.searchsorted(ends, i, "right")) for i in (match.start(), match.end() - 1))
         is_cut = match.start() == 0 or match.end() == len(text)
-        if not is_cut and b"".join(pieces[first : last + 1]).removeprefix(b" ") == match[0]:
+        if is_cut:
+            continue
+        first = int(np.searchsorted(ends, match.start(), "right"))
+        last = int(np.searchsorted(ends, match.end() - 1, "right"))
+        covered = b"".join(pieces[first : last + 1])
+        if covered.removeprefix(b" ") == match[0]:
             yield match[0].decode(), first, last
 
 
@@ -183,30 +237,53 @@ def show_token(token):
 
 
 def tokens(model, windows, tokenizer, tau=TAU, words=WORDS, least=50):
-    """Steps after each token that comes `least` times, and after the last token of each of some words;
-    and, of words of several tokens, after those inside and those at the end. share_k takes k steps."""
+    """How many steps are taken after tokens and words.
+
+    Args:
+        words: which words get a row. The steps after a word are those after its last token.
+        least: a token gets a row if it occurs that often.
+
+    Returns:
+        Rows for tokens, for words, and for the places in words of several tokens: inside, and at the end.
+            In each,
+        share_k is the fraction that takes k steps.
+    """
     _, steps = decoded(model, windows, tau)
-    x, T, K = windows[:, :-1].flatten().tolist(), windows.size(1) - 1, model.config.ponder_steps
-    pieces = {token: tokenizer.decode([token]) for token in sorted({*x})}
-    places = {("token", token): [] for token in pieces}  # which tokens a row counts
-    places |= {("word", word): [] for word in words}
-    places |= {("compound", part): [] for part in ("inside a word", "at its end")}
-    for i, token in enumerate(x):
-        places["token", token].append(i)
-    for start in range(0, len(x), T):
-        for word, first, last in find_words([pieces[token] for token in x[start : start + T]]):
-            if word.lower() in words:
-                places["word", word.lower()].append(start + last)
+    K = model.config.ponder_steps
+    T = windows.size(1) - 1
+    ids = windows[:, :-1].flatten().tolist()
+    pieces = {token: tokenizer.decode([token]) for token in sorted(set(ids))}
+
+    # Where in `ids` each of them stands
+    token_places = {token: [] for token in pieces}
+    for i, token in enumerate(ids):
+        token_places[token].append(i)
+    word_places = {word: [] for word in words}
+    inside = []
+    at_end = []
+    for start in range(0, len(ids), T):
+        window = [pieces[token] for token in ids[start : start + T]]
+        for word, first, last in find_words(window):
+            if word.lower() in word_places:
+                word_places[word.lower()].append(start + last)
             if last > first:
-                places["compound", "inside a word"] += range(start + first, start + last)
-                places["compound", "at its end"].append(start + last)
-    return [
-        {"kind": kind, "text": show_token(pieces[text]) if kind == "token" else text}
-        | {"tokens": len(at), "steps": mean(steps[at])}
-        | {f"share_{k}": mean(steps[at] == k) for k in range(K + 1)}
-        for (kind, text), at in places.items()
-        if kind != "token" or len(at) >= least
-    ]
+                inside += range(start + first, start + last)
+                at_end.append(start + last)
+
+    def row(kind, text, places):
+        taken = steps[places]
+        shares = {f"share_{k}": mean(taken == k) for k in range(K + 1)}
+        return {"kind": kind, "text": text, "tokens": len(places), "steps": mean(taken), **shares}
+
+    rows = []
+    for token, places in token_places.items():
+        if len(places) >= least:
+            rows.append(row("token", show_token(pieces[token]), places))
+    for word, places in word_places.items():
+        rows.append(row("word", word, places))
+    rows.append(row("compound", "inside a word", inside))
+    rows.append(row("compound", "at its end", at_end))
+    return rows
 
 
 def perplexity(loss):
@@ -214,45 +291,107 @@ def perplexity(loss):
 
 
 def tau_curve(model, windows, taus=TAUS):
-    """Loss, perplexity and steps hard-stopped at each tau; change: of the loss to that of all K steps."""
+    """Loss, perplexity and steps, hard-stopped at each tau. `change` is the loss minus that with all K
+    steps."""
     rows = []
     for tau in sorted({0, *taus}):
-        loss, steps = map(mean, decoded(model, windows, tau))
-        rows.append({"tau": tau, "loss": loss, "perplexity": perplexity(loss), "steps": steps})
-    return [row | {"change": row["loss"] - rows[0]["loss"]} for row in rows]
+        losses, steps = decoded(model, windows, tau)
+        loss = mean(losses)
+        row = {"tau": tau, "loss": loss, "perplexity": perplexity(loss), "steps": mean(steps)}
+        rows.append(row)
+    for row in rows:
+        row["change"] = row["loss"] - rows[0]["loss"]
+    return rows
 
 
 def pareto(runs):
-    """Perplexity against executed steps, as each run scored itself: a row a run. frontier is 1 where no other
-    run has fewer steps or less perplexity without more of the other. UserError: no finished run, or scores
-    on different windows."""
-    rows, scored = [], {}  # text, tokens, T and number of windows -> a run that was scored on them
-    for run in map(Path, runs):
+    """Perplexity against executed steps, as each run scored itself: a row for each finished run.
+
+    `frontier` is 1 if no other run is at least as good in both.
+
+    Raises:
+        UserError: there is no finished run, or they were evaluated on different windows.
+    """
+    rows = []
+    evaluated_on = {}  # what a run was evaluated on -> the last such run
+    for run in (Path(run) for run in runs):
         if not (run / "results.json").is_file():
-            print(f"left out, not a finished run: {run}")
+            print(f"skipped, not a finished run: {run}")
             continue
-        content, results = read_json(run / "train.json"), read_json(run / "results.json")
-        with reading(f"{run}: train.json or results.json"):
-            shape, corpus, hard = content["model"], content["corpus"], results["hard"]
-            text = corpus["val_sha256"], corpus["tokenizer"], shape["block_size"]
-            scored[*text, results.get("windows", content["config"]["eval_windows"])] = run
-            row = {"run": run.name, "method": shape["method"], "K": int(shape["ponder_steps"])}
-            row |= {"steps": float(hard["steps"]), "loss": float(hard["loss"])}
-        rows.append(row | {"perplexity": perplexity(row["loss"])})
+        row, windows = read_result(run)
+        rows.append(row)
+        evaluated_on[windows] = run
     if not rows:
-        raise UserError("there is no finished run among --runs; --runs out/* gives all that are in out/")
-    if len(scored) > 1:
-        which = ", ".join(map(str, scored.values()))
-        raise UserError(f"scored on different texts, tokens or numbers of windows: {which}; give alike ones")
-    points = [(row["steps"], row["perplexity"]) for row in rows]
-    for row, p in zip(rows, points, strict=True):
-        row["frontier"] = int(not any(q[0] <= p[0] and q[1] <= p[1] and q != p for q in points))
+        raise UserError("there is no finished run among --runs: use --runs out/* for all that are in out/")
+    if len(evaluated_on) > 1:
+        which = ", ".join(str(run) for run in evaluated_on.values())
+        raise UserError(
+            "these runs were evaluated on different data (text, tokens or number of windows) and cannot be "
+            f"compared: {which}"
+        )
+    for row in rows:
+        row["frontier"] = int(not any(is_better(other, row) for other in rows))
+    return rows
+
+
+def read_result(run):
+    """The row of a finished run in `pareto`, and what identifies the windows that it was evaluated on.
+
+    Raises:
+        UserError: train.json or results.json is damaged.
+    """
+    content = read_json(run / "train.json")
+    results = read_json(run / "results.json")
+    with user_error_if_unreadable(f"{run}: train.json or results.json"):
+        model_settings = content["model"]
+        corpus = content["corpus"]
+        loss = float(results["hard"]["loss"])
+        row = {
+            "run": run.name,
+            "method": model_settings["method"],
+            "K": int(model_settings["ponder_steps"]),
+            "steps": float(results["hard"]["steps"]),
+            "loss": loss,
+            "perplexity": perplexity(loss),
+        }
+        count = results.get("windows", content["config"]["eval_windows"])
+        windows = (corpus["val_sha256"], corpus["tokenizer"], model_settings["block_size"], count)
+        return row, windows
+
+
+def is_better(other, row):
+    """True if the other row is at least as good in both steps and perplexity, and not equal."""
+    not_more_steps = other["steps"] <= row["steps"]
+    not_more_perplexity = other["perplexity"] <= row["perplexity"]
+    is_equal = other["steps"] == row["steps"] and other["perplexity"] == row["perplexity"]
+    return not_more_steps and not_more_perplexity and not is_equal
+
+
+def curve(runs):
+    """The metrics that each run has logged: a row for each line of log.jsonl.
+
+    Raises:
+        UserError: a run has no log, or nothing is logged yet.
+    """
+    rows = []
+    for run in (Path(run) for run in runs):
+        file = run / "log.jsonl"
+        if not file.is_file():
+            raise UserError(f"{run} has no log.jsonl: give folders of training runs")
+        with user_error_if_unreadable(file):
+            for line in file.read_text(encoding="utf-8").splitlines():
+                logged = json.loads(line)
+                if "ce" in logged or "val" in logged:
+                    columns = {key: logged.get(key, math.nan) for key in ("loss", "ce", "K_hat", "val")}
+                    rows.append({"run": run.name, "step": logged["step"], **columns})
+    if not rows:
+        raise UserError("nothing is logged yet: wait for the first line of the training")
     return rows
 
 
 # -- Drawing ---------------------------------------------------------------------------------------
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+# Okabe and Ito's colours, which colour-blind people can tell apart.
 COLORS = "#0072B2", "#E69F00", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#000000"
 RING = {"s": 130, "facecolor": "none", "linewidth": 1.5, "zorder": 3}
 
@@ -269,19 +408,43 @@ def sheet(title, panels=1):
 
 
 def column(rows, key, **wanted):
-    """The values of one column, of the rows that have the `wanted` ones; rows of no tokens are left out."""
-    chosen = (row for row in rows if all(row[name] == value for name, value in wanted.items()))
-    return [row[key] for row in chosen if row.get("tokens") != 0]
+    """The values of one column in the rows that have the `wanted` values. Rows of no tokens are left out."""
+    values = []
+    for row in rows:
+        is_wanted = all(row[name] == value for name, value in wanted.items())
+        if is_wanted and row.get("tokens") != 0:
+            values.append(row[key])
+    return values
+
+
+def draw_curve(rows, left, right):
+    runs = list(dict.fromkeys(column(rows, "run")))
+    for i, run in enumerate(runs):
+        color = COLORS[i % len(COLORS)]
+        logged = [row for row in rows if row["run"] == run and not math.isnan(row["ce"])]
+        evaluated = [row for row in rows if row["run"] == run and not math.isnan(row["val"])]
+        left.plot(column(logged, "step"), column(logged, "ce"), color=color, alpha=0.4, linewidth=1)
+        steps = column(evaluated, "step")
+        left.plot(steps, column(evaluated, "val"), "o-", color=color, markersize=4, label=run)
+        right.plot(column(logged, "step"), column(logged, "K_hat"), color=color, label=run)
+    left.set(xlabel="training step", ylabel="cross-entropy, nats per token")
+    left.legend(title="thin: training; dots: validation")
+    right.set(xlabel="training step", ylabel="K-hat: extra steps per token, mean")
+    right.set_ylim(bottom=0)
 
 
 def draw_converge(rows, axes):
     n = column(rows, "refinements")
-    for key, name, look, color in (("latents", "latents h", "o", 0), ("s", "step distribution s", "s", 2)):
-        axes.semilogy(n, column(rows, key), look, color=COLORS[color], label=name)
-        L, A, r2 = exponential_fit(n, column(rows, key))
+    for key, name, marker, color in (
+        ("latents", "latents h", "o", COLORS[0]),
+        ("s", "step distribution s", "s", COLORS[2]),
+    ):
+        errors = column(rows, key)
+        axes.semilogy(n, errors, marker, color=color, label=name)
+        L, A, r2 = exponential_fit(n, errors)
         if math.isfinite(L):
             label = f"fit A L^n: L = {L:.3f}, R² = {r2:.4f}"
-            axes.semilogy(n, [A * L**i for i in n], "--", color=COLORS[color], label=label)
+            axes.semilogy(n, [A * L**i for i in n], "--", color=color, label=label)
     axes.set(xlabel="refinements R", ylabel="RMSE to the fixed point")
     axes.legend(title="the paper's model: L = 0.433, R² = 0.9959")
 
@@ -290,9 +453,10 @@ def draw_buckets(rows, axes):
     gains = [key for key in rows[0] if key.startswith("gain")]
     for b, row in enumerate(rows):
         if row["tokens"]:
-            label = f"{row['bucket']}: loss {row['difficulty']:.2f}, {row['steps']:.2f} steps in the mean"
+            label = f"{row['bucket']}: loss {row['difficulty']:.2f}, {row['steps']:.2f} steps on average"
             places = [i + 0.27 * (b - 1) for i in range(1, len(gains) + 1)]
-            axes.bar(places, [row[key] for key in gains], 0.25, color=COLORS[b], label=label)
+            heights = [row[key] for key in gains]
+            axes.bar(places, heights, 0.25, color=COLORS[b], label=label)
     axes.set(xlabel="step i", ylabel="gain of step i, CE(i-1) - CE(i), nats per token")
     axes.set_xticks(range(1, len(gains) + 1))
     axes.legend(title="thirds by the loss of h^(0) alone, nats")
@@ -300,37 +464,48 @@ def draw_buckets(rows, axes):
 
 def draw_shift(rows, axes):
     for bucket, color, marker in zip(BUCKETS, COLORS, "o^s", strict=False):
-        x, y = (column(rows, key, bucket=bucket) for key in ("steps", "change"))
-        axes.plot(x, y, color=color, marker=marker, label=bucket)
-        x, y = (column(rows, key, bucket=bucket, alpha=0) for key in ("steps", "change"))
-        axes.scatter(x, y, edgecolor=color, **RING)
+        steps = column(rows, "steps", bucket=bucket)
+        change = column(rows, "change", bucket=bucket)
+        axes.plot(steps, change, color=color, marker=marker, label=bucket)
+        steps = column(rows, "steps", bucket=bucket, alpha=0)
+        change = column(rows, "change", bucket=bucket, alpha=0)
+        axes.scatter(steps, change, edgecolor=color, **RING)
     axes.scatter([], [], edgecolor="black", label="alpha = 0, not shifted", **RING)
     axes.set(xlabel="executed steps of these tokens, mean", ylabel="change of their loss, nats per token")
     axes.legend(title="thirds by the loss of h^(0) alone")
 
 
 def draw_tokens(rows, left, right, most=12):
-    ranked = sorted(zip(column(rows, "steps", kind="token"), column(rows, "text", kind="token"), strict=True))
+    steps = column(rows, "steps", kind="token")
+    texts = column(rows, "text", kind="token")
+    ranked = sorted(zip(steps, texts, strict=True))
     most = min(most, (len(ranked) + 1) // 2)
-    for name, part, color in (("fewest", ranked[:most], 0), ("most", ranked[most:][-most:], 2)):
+    fewest_steps = ranked[:most]
+    most_steps = ranked[most:][-most:]
+    for name, part, color in (("fewest", fewest_steps, COLORS[0]), ("most", most_steps, COLORS[2])):
         labels = [f"“{text}”" for _, text in part]
-        left.barh(labels, [steps for steps, _ in part], color=COLORS[color], label=f"{name} steps")
+        widths = [steps for steps, _ in part]
+        left.barh(labels, widths, color=color, label=f"{name} steps")
     left.set(xlabel="executed steps after the token, mean")
     left.tick_params(axis="y", labelsize=7)
     for label in left.get_yticklabels():
         label.set_parse_math(False)  # a dollar is a dollar
     left.legend(title="of the frequent tokens, those with the", loc="lower right")
+
     shares = [key for key in rows[0] if key.startswith("share")]
-    for text, place, color in (("inside a word", -0.2, 3), ("at its end", 0.2, 4)):
-        bars = [100 * share for key in shares for share in column(rows, key, kind="compound", text=text)]
-        right.bar([k + place for k in range(len(bars))], bars, 0.38, color=COLORS[color], label=text)
-    right.set(xlabel="executed steps", ylabel="share of these tokens, %", xticks=range(len(shares)))
+    for text, offset, color in (("inside a word", -0.2, COLORS[3]), ("at its end", 0.2, COLORS[4])):
+        heights = []
+        for key in shares:
+            heights += [100 * share for share in column(rows, key, kind="compound", text=text)]
+        places = [k + offset for k in range(len(heights))]
+        right.bar(places, heights, 0.38, color=color, label=text)
+    right.set(xlabel="executed steps", ylabel="fraction of these tokens, %", xticks=range(len(shares)))
     right.legend(title="of words of several tokens, those")
 
 
 def draw_tau(rows, left, right):
-    for axes, key, color in ((left, "perplexity", 0), (right, "steps", 2)):
-        axes.plot(column(rows, "tau"), column(rows, key), "o-", color=COLORS[color])
+    for axes, key, color in ((left, "perplexity", COLORS[0]), (right, "steps", COLORS[2])):
+        axes.plot(column(rows, "tau"), column(rows, key), "o-", color=color)
         axes.set_xscale("symlog", linthresh=1e-6)
         axes.set(xlabel="tau; 0, at the left edge, takes all K steps", xlim=(0, 1.3))
     lowest = min(column(rows, "perplexity"))
@@ -341,19 +516,24 @@ def draw_tau(rows, left, right):
 
 
 def draw_pareto(rows, axes):
-    for i, method in enumerate(dict.fromkeys(column(rows, "method"))):
-        x, y, K = (column(rows, key, method=method) for key in ("steps", "perplexity", "K"))
-        axes.plot(x, y, "os^Dv"[i % 5], color=COLORS[i % len(COLORS)], label=method)
-        for k, *at in zip(K, x, y, strict=True):
-            axes.annotate(f"K = {k}", at, (6, 6), textcoords="offset points", fontsize=7)
-    x, y = (column(rows, key, frontier=1) for key in ("steps", "perplexity"))
-    axes.scatter(x, y, edgecolor="#777777", label="on the frontier", **RING)
+    methods = list(dict.fromkeys(column(rows, "method")))
+    for i, method in enumerate(methods):
+        steps = column(rows, "steps", method=method)
+        perplexities = column(rows, "perplexity", method=method)
+        marker = "os^Dv"[i % 5]
+        axes.plot(steps, perplexities, marker, color=COLORS[i % len(COLORS)], label=method)
+        for K, x, y in zip(column(rows, "K", method=method), steps, perplexities, strict=True):
+            axes.annotate(f"K = {K}", (x, y), (6, 6), textcoords="offset points", fontsize=7)
+    steps = column(rows, "steps", frontier=1)
+    perplexities = column(rows, "perplexity", frontier=1)
+    axes.scatter(steps, perplexities, edgecolor="#777777", label="on the frontier", **RING)
     axes.set(xlabel="executed extra steps per token, mean", ylabel="perplexity per token")
     axes.legend()
     axes.margins(0.1)
 
 
-DRAWINGS = {  # title, panels, and what draws rows into them
+DRAWINGS = {  # title, number of panels, and the function that draws rows into them
+    "curve": ("Training", 2, draw_curve),
     "converge": ("How fast the Jacobi iteration reaches its fixed point", 1, draw_converge),
     "buckets": ("What each pondering step gains, for easy and for hard tokens", 1, draw_buckets),
     "shift": ("The router shifted to fewer and to more steps", 1, draw_shift),
@@ -366,88 +546,167 @@ DRAWINGS = {  # title, panels, and what draws rows into them
 # -- The command -----------------------------------------------------------------------------------
 
 
-def open_windows(run, model_config, count, data=None):
-    """The first `count` windows, in their fixed random order, that a run was scored on, (W, T+1).
+@validated_dataclass
+class Options:
+    figure: tyro.conf.Positional[Literal[tuple(DRAWINGS)]]  # which figure to draw, see above
+    run: Path | None = None  # directory of a trained run; None: the newest one in out/
+    runs: tuple[str, ...] = ()  # directories of several runs, for curve and pareto
+    data: str | None = None  # the text that the run was evaluated on, unless it is pydocs or pysource
+    windows: Count | None = None  # validation windows to measure; None: 256, and 8 for converge
+    tau: Fraction | None = None  # early-exit threshold; None: 1e-4
+    out: Path | None = None  # folder for the results; None: <run>/report, or out/analyze for several runs
+    device: str = "auto"  # auto, cpu, cuda or mps
 
-    A run may come from a stranger, so no file is opened because its train.json names it: `data` says
-    where the text is, unless it is one of SOURCES. UserError: it does not, or it is another text.
+
+# The flags that each figure follows.
+OF_ONE_RUN = {"run", "data", "windows", "out", "device"}
+FOLLOWED = {
+    "curve": {"run", "runs", "out"},
+    "converge": OF_ONE_RUN,
+    "buckets": OF_ONE_RUN | {"tau"},
+    "shift": OF_ONE_RUN | {"tau"},
+    "tokens": OF_ONE_RUN | {"tau"},
+    "tau": OF_ONE_RUN | {"tau"},
+    "pareto": {"runs", "out"},
+}
+
+
+def main(options: Annotated[Options, tyro.conf.arg(name="")]):
+    check_flags(options)
+    if options.figure == "pareto":
+        rows = pareto(options.runs)
+        out = options.out or Path("out/analyze")
+    elif options.figure == "curve":
+        runs = options.runs or (options.run or newest_run(),)
+        rows = curve(runs)
+        out = options.out or (Path("out/analyze") if len(runs) > 1 else Path(runs[0], "report"))
+    else:
+        run = options.run or newest_run()
+        rows = measure_run(run, options)
+        out = options.out or run / "report"
+
+    title, panels, draw = DRAWINGS[options.figure]
+    figure, axes = sheet(title, panels)
+    draw(rows, *axes)
+    if options.figure != "curve":
+        print_table(rows)
+    table_file = out / f"{options.figure}.csv"
+    image_file = table_file.with_suffix(".png")
+    write_csv(table_file, rows)
+    atomic_write(image_file, lambda temporary: figure.savefig(temporary, format="png"))
+    print(f"written: {table_file} and {image_file.name}")
+
+
+def check_flags(options):
     """
-    content = read_json(file := Path(run, "train.json"))
-    with reading(file):  # also of a run that the lab began, which has more settings
-        preset, named, tokenizer = (content["config"][name] for name in ("preset", "data", "tokenizer"))
-        known = dict(content["corpus"])
-        vocab_size = content["model"]["vocab_size"]  # as asked for; config.json has it padded
-    if data is None and named not in SOURCES:
-        raise UserError(f"{run} was trained on {named!r}: no file is opened since a run says so, give --data")
-    data = data or named
+    Raises:
+        UserError: a flag was given that the figure does not follow.
+    """
+    followed = FOLLOWED[options.figure]
+    for field in fields(options):
+        is_given = field.name != "figure" and getattr(options, field.name) != field.default
+        if is_given and field.name not in followed:
+            names = [name for name in FOLLOWED if field.name in FOLLOWED[name]]
+            raise UserError(
+                f"{options.figure} does not use --{field.name}: omit it (it is for {', '.join(names)})"
+            )
+    if options.runs and options.run:
+        raise UserError("give either --run or --runs, not both")
+    if options.figure == "converge" and (options.windows or 0) > CONVERGE_WINDOWS:
+        raise UserError(
+            f"--windows {options.windows} is too many: converge measures at most {CONVERGE_WINDOWS}"
+        )
+
+
+def measure_run(run, options):
+    """The rows of a figure that is of one run.
+
+    Raises:
+        UserError: the model or its text cannot be read, or the model does not ponder.
+    """
+    model, tokenizer = open_model(run, options.device)
+    if model.config.ponder_steps == 0:
+        raise UserError(f"{run} is a model without pondering steps: {options.figure} has nothing to draw")
+    is_converge = options.figure == "converge"
+    count = options.windows or (CONVERGE_WINDOWS if is_converge else 256)
+    tau = TAU if options.tau is None else options.tau
+    windows = open_windows(run, model.config, count, options.data).to(model.lm_head.weight.device)
+    print(f"{run}: {len(windows)} validation windows", flush=True)
+    if is_converge:
+        return converge(model, windows)
+    if options.figure == "buckets":
+        return buckets(model, windows, tau)
+    if options.figure == "shift":
+        return shift(model, windows, tau)
+    if options.figure == "tokens":
+        return tokens(model, windows, tokenizer, tau)
+    return tau_curve(model, windows, {*TAUS, tau})
+
+
+def open_windows(run, model_config, count, data=None):
+    """The first `count` windows, in their fixed random order, that a run was evaluated on.
+
+    A run may come from a stranger. So no file is opened because its train.json names it: `data` says
+    where the text is, unless it is one of SOURCES.
+
+    Returns:
+        (W, T+1), token ids.
+
+    Raises:
+        UserError: `data` does not say where the text is, or it is another text.
+    """
+    file = Path(run, "train.json")
+    content = read_json(file)
+    with user_error_if_unreadable(file):  # it may also be that of a run of the lab, which has more settings
+        config = content["config"]
+        preset = config["preset"]
+        recorded_data = config["data"]
+        tokenizer = config["tokenizer"]
+        corpus_before = dict(content["corpus"])
+        vocab_size = content["model"]["vocab_size"]  # as asked for; that of config.json is padded
+    if data is None:
+        if recorded_data not in SOURCES:
+            raise UserError(
+                f"{run} was trained on {recorded_data!r}. For safety, paths that are stored in a run are not "
+                "opened: pass the text with --data"
+            )
+        data = recorded_data
     corpus = open_corpus(data, pick_tokenizer(preset, data, tokenizer), vocab_size)
-    if any(corpus.fingerprint[key] != known.get(key) for key in ("val_sha256", "tokenizer")):
-        raise UserError(f"{data} is not the text, or not in the tokens, that {run} was scored on")
+    fingerprint = corpus.fingerprint()
+    for key in ("val_sha256", "tokenizer"):
+        if fingerprint[key] != corpus_before.get(key):
+            raise UserError(f"{data} is not the text that {run} was evaluated on, or has other tokens")
     val = Windows(corpus.val, model_config.block_size, seed=0)
     return val.stack(0, min(count, val.count))
 
 
 def write_csv(file, rows):
-    def write(part):
-        with open(part, "w", newline="", encoding="utf-8") as stream:
-            table = csv.DictWriter(stream, rows[0])
+    def write(temporary):
+        with open(temporary, "w", newline="", encoding="utf-8") as stream:
+            table = csv.DictWriter(stream, list(rows[0]))
             table.writeheader()
             table.writerows(rows)
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, write)
+    atomic_write(file, write)
 
 
 def print_table(rows):
-    """The rows in columns; of many tokens the ten with the fewest and the ten with the most steps."""
-    many = sorted((row for row in rows if row.get("kind") == "token"), key=lambda row: row["steps"])
-    rows = many[:10] + many[10:][-10:] + [row for row in rows if row.get("kind") != "token"]
-    lines = [[*rows[0]], *([x if isinstance(x, str) else f"{x:.4g}" for x in row.values()] for row in rows)]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    """Print the rows in columns. Of many tokens, the ten with the fewest and the ten with the most steps
+    are shown."""
+    token_rows = [row for row in rows if row.get("kind") == "token"]
+    other_rows = [row for row in rows if row.get("kind") != "token"]
+    token_rows.sort(key=lambda row: row["steps"])
+    shown = token_rows[:10] + token_rows[10:][-10:] + other_rows
+
+    lines = [list(shown[0])]
+    for row in shown:
+        lines.append([value if isinstance(value, str) else f"{value:.4g}" for value in row.values()])
+    widths = [max(len(cell) for cell in cells) for cells in zip(*lines, strict=True)]
     for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-
-
-@settings
-class Options:
-    figure: tyro.conf.Positional[Literal[tuple(DRAWINGS)]]  # one of those above
-    run: Path | None = None  # directory of a trained model; None: the newest run in out/
-    runs: tuple[str, ...] = ()  # directories of trained runs, for pareto
-    data: str | None = None  # the text that the run was scored on, where that needs saying
-    windows: Count = 256  # validation windows to measure
-    tau: Share = TAU  # where pondering stops
-    out: Path | None = None  # where the results go; None: <run>/report, of pareto out/analyze
-    device: str = "auto"  # auto, cpu, cuda or mps
-
-
-def main(o: Annotated[Options, tyro.conf.arg(name="")]):
-    if o.figure == "pareto":
-        rows, out = pareto(o.runs), o.out or Path("out/analyze")
-    elif o.runs:
-        raise UserError(f"--runs is for pareto; {o.figure} is of one --run")
-    else:
-        run = o.run or newest_run()
-        model, tokenizer = open_model(run, o.device)
-        if not model.config.ponder_steps:
-            raise UserError(f"{run} is a model without pondering steps: there is nothing to draw")
-        windows = open_windows(run, model.config, o.windows, o.data).to(model.lm_head.weight.device)
-        print(f"{run}: {len(windows)} validation windows", flush=True)
-        measure = {
-            "converge": lambda: converge(model, windows),
-            "buckets": lambda: buckets(model, windows, o.tau),
-            "shift": lambda: shift(model, windows, o.tau),
-            "tokens": lambda: tokens(model, windows, tokenizer, o.tau),
-            "tau": lambda: tau_curve(model, windows, {*TAUS, o.tau}),
-        }
-        rows, out = measure[o.figure](), o.out or run / "report"
-    title, panels, draw = DRAWINGS[o.figure]
-    file, (figure, axes) = out / f"{o.figure}.csv", sheet(title, panels)
-    write_csv(file, rows)
-    print_table(rows)
-    draw(rows, *axes)
-    write_whole(file.with_suffix(".png"), lambda part: figure.savefig(part, format="png"))
-    print(f"written: {file} and {o.figure}.png")
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        print("  ".join(cells))
 
 
 if __name__ == "__main__":
-    command_line(lambda: tyro.cli(main, description=__doc__))
+    command_line(lambda: tyro.cli(main, prog="python analyze.py", description=__doc__))

@@ -1,6 +1,8 @@
-"""PonderLM-3: a LLaMA-style transformer that feeds its last state back up to K times per token.
+"""PonderLM-3: a LLaMA-style transformer that feeds its last hidden state back up to K times per token.
 
-token t:   slot 0     slot 1      ..   slot K          S = K+1 slots, which share position id t
+Each token occupies S = K+1 slots, and a slot is one input vector of the transformer:
+
+token t:   slot 0     slot 1      ..   slot K          all S slots share position id t
 input      e(x_t)     h_t^(0)     ..   h_t^(K-1)
 output     h_t^(0)    h_t^(1)     ..   h_t^(K)         h_hat_t = sum_k s_{t,k} h_t^(k)
 
@@ -8,147 +10,189 @@ code        paper              shape
 idx         x_1 .. x_T         (B, T)          token ids
 e           e(x_t)             (B, T, D)       scaled token embeddings
 h           h_t^(0..K)         (B, T, S, D)    outputs of the S slots, after the final RMSNorm
-latents     h_t^(0..K-1)       (B, T, K, D)    those that are fed back, inputs of slots 1 .. K
+latents     h_t^(0..K-1)       (B, T, K, D)    the outputs that are fed back: inputs of slots 1 .. K
 s, log_w    s_{t,k}, log w     (B, T, S)       see router.py
 steps       K-hat_t            (B, T)          pondering steps that are executed
 R           R                  scalar          refinement passes of the Jacobi iteration
-tau         tau                scalar          where decoding stops; None: soft masks, nothing is skipped
+tau         tau                scalar          decoding stops where w < tau; None: soft masks, no early exit
 
-s weighs the outputs, log w the keys; with a tau, outputs and keys beyond K-hat are removed. The Jacobi
-iteration runs K passes that build up the slots, R that refine them (with R None until one changes next to
-nothing), and one whose outputs count. So it comes near the states that decoding computes one after another.
+s weights the outputs, and log w the keys. With a tau, the outputs and keys beyond K-hat are removed.
 
-First comes the backbone (Llama, with the names of Hugging Face's transformers), then the method (PonderLM),
-then how a model is kept in a directory. Other methods and backbones (lab/) override `states`, `route`,
-`mask_keys`, `feed_back` and `integrate`, `Block`, `Norm`, `writers` and `frequency`.
+Training runs all slots in parallel by Jacobi iteration: K passes that each add one slot per token, R
+passes that refine all slots, and one final pass whose outputs count. This approximates the states that
+decoding, one slot after another, would compute.
+
+The file has three parts: the settings of a model (Config), the transformer (Llama, with the module names
+of Hugging Face's transformers), and the method (PonderLM).
 """
 
-import json
 import math
-import os
-import shutil
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pydantic
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from attention import attend_to_cache, augment, auto, soft_mask_attention
 from router import TAU, Router, mask_keys, stop_step, upcast
 
-# A dataclass that checks its fields, or raises a ValueError: no "3" for 3, no number out of its range.
-settings = pydantic.dataclasses.dataclass(config={"strict": True, "extra": "forbid"})
+# -- Settings --------------------------------------------------------------------------------------
+
+# A dataclass that checks the types and ranges of its fields. It raises a ValueError, also for "3" in
+# place of 3.
+validated_dataclass = pydantic.dataclasses.dataclass(config={"strict": True, "extra": "forbid"})
+
 Size = Annotated[int, Field(ge=1, le=2**20)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-@settings
-class Config:
-    """The shape of a model and how it ponders. Names of the backbone are Hugging Face's."""
+@validated_dataclass
+class BackboneConfig:
+    """The transformer. These are Hugging Face's names for a Llama."""
 
-    vocab_size: Size = 257  # V
-    hidden_size: Size = 128  # D
-    intermediate_size: Size = 344  # of SwiGLU
-    num_hidden_layers: Annotated[int, Field(ge=1, le=1000)] = 4
-    num_attention_heads: Size = 4  # H
-    num_key_value_heads: Size | None = None  # G; None: H
-    head_dim: Size | None = None  # d; None: D / H
-    block_size: Annotated[int, Field(ge=1, le=2**24)] = 64  # T, the window; RoPE counts in float32
-    rms_norm_eps: Positive = 1e-5
-    rope_theta: Positive = 10_000.0
-    tie_word_embeddings: bool = False  # the head is the embedding table
-    embed_scale: Positive | None = None  # None: sqrt(2.5 D)
-
-    ponder_steps: Annotated[int, Field(ge=0, le=1000)] = 3  # K: steps that a token may take
-    router_offset: tuple[Finite, ...] | None = None  # None: rising linearly from 0 to 6
-    refinements: tuple[int, int] = (2, 3)  # training draws R from this range
-    # printed: the bottom mass as the paper prints it; token: by the cross-entropy of each token
-    penalty: Literal["printed", "token"] = "printed"
-    penalty_weight: NotNegative = 0.5  # lambda, which the paper does not give
+    # The comment at a field is also its --help.
+    vocab_size: Size = 257  # vocabulary size; for a BPE that is trained here, its number of tokens
+    hidden_size: Size = 128  # model width (D)
+    intermediate_size: Size = 344  # width of the SwiGLU MLP
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1000)] = 4  # transformer layers
+    num_attention_heads: Size = 4  # query heads (H)
+    num_key_value_heads: Size | None = None  # key/value heads (G); None: as many as query heads
+    head_dim: Size | None = None  # width of a head (d); None: model width / query heads
+    # context length in tokens; at most 2**24, since RoPE computes positions in float32
+    block_size: Annotated[int, Field(ge=1, le=2**24)] = 64
+    rms_norm_eps: Positive = 1e-5  # epsilon of RMSNorm
+    rope_theta: Positive = 10_000.0  # base of RoPE's wavelengths
+    tie_word_embeddings: bool = False  # use the embedding table as the output head
+    embed_scale: Positive | None = None  # factor on embeddings; None: sqrt(2.5 D), for unit RMS
 
     def __post_init__(self):
-        D, H, K = self.hidden_size, self.num_attention_heads, self.ponder_steps
-        if H % self.G:
-            raise ValueError(f"num_key_value_heads = {self.G}: {H} heads cannot share so many")
+        D, H, G = self.hidden_size, self.num_attention_heads, self.kv_heads
+        if H % G:
+            raise ValueError(f"num_key_value_heads = {G}: it must divide num_attention_heads = {H}")
         if self.head_dim is None and D % H:
-            raise ValueError(f"hidden_size = {D} is not divisible by {H} heads; give head_dim")
-        if self.d % 2:
-            raise ValueError(f"head_dim = {self.d} is odd, but RoPE rotates pairs")
-        if len(self.offset) != K + 1:
-            raise ValueError(f"router_offset = {self.router_offset}: K+1 = {K + 1} numbers are needed")
-        low, high = self.refinements
-        if not 0 <= low <= high < 2**31:
-            raise ValueError(f"refinements = {self.refinements}: give 0 <= low <= high")
+            raise ValueError(f"hidden_size = {D} is not divisible by {H} heads: give head_dim")
+        if self.head_width % 2:
+            raise ValueError(
+                f"head_dim = {self.head_width} is odd, but RoPE rotates pairs: give an even number"
+            )
 
     @property
-    def G(self):
-        """Key and value heads."""
+    def kv_heads(self):
+        """Number of key/value heads (G)."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
-    def d(self):
-        """Width of a head."""
+    def head_width(self):
+        """Width of a head (d)."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def scale(self):
-        """Embeddings times sqrt(2.5 D) have the RMS of a normed state, 1, at initialisation."""
+        """Factor on the embeddings. sqrt(2.5 D) gives them, at initialisation, the unit RMS of normed
+        states."""
         return math.sqrt(2.5 * self.hidden_size) if self.embed_scale is None else self.embed_scale
+
+
+@validated_dataclass
+class PonderingConfig:
+    """How the model ponders."""
+
+    ponder_steps: Annotated[int, Field(ge=0, le=1000)] = 3  # maximum number of pondering steps per token (K)
+    # K+1 numbers added to the router's logits, where it starts; None: rising linearly from 0 to 6
+    router_offset: tuple[Finite, ...] | None = None
+    # range from which each training step draws R, its number of refinement passes
+    refinements: tuple[int, int] = (2, 3)
+    # bottom-mass penalty: `printed` is the paper's, from the mean cross-entropy; `token` is from each token's
+    penalty: Literal["printed", "token"] = "printed"
+    penalty_weight: NonNegative = 0.5  # weight of the penalty (lambda; the paper gives no value)
+
+    def __post_init__(self):
+        K = self.ponder_steps
+        if len(self.offset) != K + 1:
+            raise ValueError(
+                f"router_offset = {self.router_offset}: for {K} pondering steps it must have {K + 1} numbers"
+            )
+        low, high = self.refinements
+        if not 0 <= low <= high < 2**31:
+            raise ValueError(
+                f"refinements = {self.refinements}: it must be two numbers with 0 <= low <= high"
+            )
 
     @property
     def offset(self):
-        """Where the router starts (reading note 6): s = softmax(offset)."""
+        """The router starts at s = softmax(offset). The default puts 86 % on step K for K = 3 (reading
+        note 6)."""
         if self.router_offset is not None:
             return self.router_offset
-        return tuple(6 * k / max(self.ponder_steps, 1) for k in range(self.ponder_steps + 1))
+        K = self.ponder_steps
+        return tuple(6 * k / max(K, 1) for k in range(K + 1))
+
+
+@validated_dataclass
+class Config(PonderingConfig, BackboneConfig):
+    """All settings of a model, which its config.json keeps."""
+
+    def __post_init__(self):
+        BackboneConfig.__post_init__(self)
+        PonderingConfig.__post_init__(self)
 
 
 # -- LLaMA -----------------------------------------------------------------------------------------
 
 
-def rotate(x, cos, sin):
-    """RoPE: turn each pair (x_i, x_{i+d/2}) by its angle. x (B, heads, N, d)."""
+def apply_rope(x, cos, sin):
+    """RoPE: rotate each pair (x_i, x_{i+d/2}) by its angle.
+
+    Args:
+        x: (B, heads, N, d).
+        cos: (N, d) or (B, 1, N, d). So is sin.
+    """
     a, b = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
+    rotated = x * cos + torch.cat([-b, a], dim=-1) * sin
+    return rotated.to(x.dtype)
 
 
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        D, self.d, self.H, self.G = config.hidden_size, config.d, config.num_attention_heads, config.G
+        D = config.hidden_size
+        self.H = config.num_attention_heads
+        self.G = config.kv_heads
+        self.d = config.head_width
         self.q_proj = nn.Linear(D, self.H * self.d, bias=False)
         self.k_proj = nn.Linear(D, self.G * self.d, bias=False)
         self.v_proj = nn.Linear(D, self.G * self.d, bias=False)
         self.o_proj = nn.Linear(self.H * self.d, D, bias=False)
 
-    def forward(self, x, angles, log_w, backend, cache):
+    def forward(self, x, rope, log_w, backend, cache):
         B, N, _ = x.shape
         q = self.q_proj(x).view(B, N, self.H, self.d).transpose(1, 2)  # (B, H, N, d)
         k = self.k_proj(x).view(B, N, self.G, self.d).transpose(1, 2)  # (B, G, N, d)
-        v = self.v_proj(x).view(B, N, self.G, self.d).transpose(1, 2)
-        q, k = rotate(q, *angles), rotate(k, *angles)
-        out = cache.attend(q, k, v, log_w) if cache else soft_mask_attention(q, k, v, log_w, backend)
+        v = self.v_proj(x).view(B, N, self.G, self.d).transpose(1, 2)  # (B, G, N, d)
+        q = apply_rope(q, *rope)
+        k = apply_rope(k, *rope)
+        if cache is None:
+            out = soft_mask_attention(q, k, v, log_w, backend)  # (B, H, N, d)
+        else:
+            out = cache.attend(q, k, v, log_w)
         return self.o_proj(out.transpose(1, 2).reshape(B, N, -1))  # (B, N, D)
 
 
 class SwiGLU(nn.Module):
     def __init__(self, config):
         super().__init__()
-        D, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(D, inner, bias=False)
-        self.up_proj = nn.Linear(D, inner, bias=False)
-        self.down_proj = nn.Linear(inner, D, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -162,15 +206,18 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x, angles, log_w, backend, cache):
-        x = x + self.self_attn(self.input_layernorm(x), angles, log_w, backend, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x, rope, log_w, backend, cache):
+        x = x + self.self_attn(self.input_layernorm(x), rope, log_w, backend, cache)
+        x = x + self.mlp(self.post_attention_layernorm(x))
+        return x
 
 
 class Llama(nn.Module):
-    # What another backbone has otherwise (lab/backbones).
-    Block, Norm = Block, nn.RMSNorm
-    writers = "o_proj.weight", "down_proj.weight"  # whose output is added to the residual stream
+    # The parts that another transformer may replace.
+    Block = Block
+    Norm = nn.RMSNorm
+    # The weights whose outputs are added to the residual stream.
+    residual_projections = "o_proj.weight", "down_proj.weight"
 
     def __init__(self, config):
         super().__init__()
@@ -180,31 +227,40 @@ class Llama(nn.Module):
         self.norm = self.Norm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x, positions, log_w=None, backend=auto, cache=None):
-        """Vectors (B, N, D) at positions (N,) or (B, N), log w of their keys (B, N) -> (B, N, D).
+        """Run the transformer on N slots.
 
-        `cache`: an object for each layer whose `attend(q, k, v, log_w)` takes the place of attention among
-        these N; a LayerCache takes one slot (N = 1) and knows all before it.
+        Args:
+            x: (B, N, D), the inputs of the slots.
+            positions: (N,) or (B, N), their position ids.
+            log_w: (B, N), the bias of their keys; None for plain causal attention.
+            backend: the form of attention, see attention.py.
+            cache: None, or one object per layer whose `attend(q, k, v, log_w)` takes the place of attention
+                among these slots. A LayerCache handles one new slot (N = 1) at a time.
+
+        Returns:
+            (B, N, D), after the final norm.
         """
         return self.norm(self.stack(x, positions, log_w, backend, cache))
 
     def stack(self, x, positions, log_w=None, backend=auto, cache=None):
-        """The blocks, without the final norm."""
-        angles = self.angles(positions, x.dtype)
+        """The blocks, without the final norm. Arguments and shapes are those of `forward`."""
+        rope = self.rope_cos_sin(positions, x.dtype)
         for i, layer in enumerate(self.layers):
-            x = layer(x, angles, log_w, backend, cache and cache[i])
+            layer_cache = None if cache is None else cache[i]
+            x = layer(x, rope, log_w, backend, layer_cache)
         return x
 
-    def angles(self, positions, dtype):
-        """Positions (N,) -> cos and sin of RoPE's angles, (N, d) each; (B, N) -> (B, 1, N, d)."""
-        angle = positions.float()[..., None] * self.frequency(positions.device)  # (.., N, d/2)
+    def rope_cos_sin(self, positions, dtype):
+        """cos and sin of RoPE's angles: (N, d) each for positions (N,), and (B, 1, N, d) for (B, N)."""
+        angle = positions.float()[..., None] * self.inverse_frequencies(positions.device)  # (.., N, d/2)
         angle = torch.cat([angle, angle], dim=-1)  # (.., N, d)
         if positions.dim() == 2:
             angle = angle[:, None]  # the same for all heads
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
-    def frequency(self, device):
-        """How far each pair of a head is turned from one position to the next, (d/2,)."""
-        d = self.config.d
+    def inverse_frequencies(self, device):
+        """The angle by which each pair of a head is rotated from one position to the next. (d/2,)"""
+        d = self.config.head_width
         return self.config.rope_theta ** -(torch.arange(0, d, 2, device=device) / d)
 
 
@@ -212,228 +268,35 @@ class LayerCache:
     """Keys and values of the C slots executed so far in one layer, (B, G, C, d') each."""
 
     def __init__(self):
-        self.keys = self.values = None
+        self.keys = None
+        self.values = None
 
     def attend(self, q, k, v, log_w):
-        """The newest slot against all so far, its own included. A key keeps its log w as a channel."""
+        """Attention of the newest slot to all so far, its own included. A key keeps its log w as a
+        channel."""
         d = q.size(-1)
         q, k, v = augment(q, k, v, log_w)
         self.append(k, v)
         return attend_to_cache(q, self.keys, self.values, d)
 
     def append(self, k, v):
-        if self.keys is not None:
-            k, v = torch.cat([self.keys, k], dim=2), torch.cat([self.values, v], dim=2)
-        self.keys, self.values = k, v
+        if self.keys is None:
+            self.keys = k
+            self.values = v
+        else:
+            self.keys = torch.cat([self.keys, k], dim=2)
+            self.values = torch.cat([self.values, v], dim=2)
 
 
 # -- PonderLM-3 ------------------------------------------------------------------------------------
 
 
-class PonderLM(nn.Module):
-    """The model (section 3.2), in its parallel form (`forward`) and token by token (`ponder_token`)."""
-
-    method, title = "ponderlm3", "PonderLM-3"
-    Config = Config
-
-    def __init__(self, config, backbone=Llama):
-        super().__init__()
-        self.config = config
-        self.backend = auto  # of attention; how it runs is no property of the weights
-        self.recompute = False  # keep no activations of a pass, compute them again in the backward pass
-        self.model = backbone(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.router = Router(config.hidden_size, config.ponder_steps, config.offset)
-        self.apply(self.init_weights)
-        for name, p in self.model.layers.named_parameters():  # smaller, the deeper the stack
-            if name.endswith(backbone.writers):
-                p.data /= math.sqrt(2 * config.num_hidden_layers)
-        self.tie()
-
-    def forward(self, idx, targets=None, *, R=None, tau=None, alpha=0.0):
-        """Score a batch of sequences in parallel -> Output, whose loss is the mean cross-entropy.
-
-        Args:
-            idx: (B, T) token ids. targets: (B, T) those that follow; -100 where there is none to predict.
-            R: refinement passes; None: to the fixed point, which is what decoding computes, to a tolerance.
-            tau: None for soft masks; else keys and states beyond K-hat count for nothing, as in decoding.
-            alpha: shifts the step distribution, see router.py.
-        """
-        h, s, log_w = self.states(idx, R, tau, alpha)
-        steps = stop_step(log_w, tau)
-        out = Output(self.lm_head, self.integrate(h, s, steps), steps, h, s, log_w)
-        if targets is not None:
-            out.ce = self.cross_entropy(out.h_hat, targets)
-            out.loss = out.ce.sum() / (targets != -100).sum().clamp(min=1)
-        return out
-
-    def states(self, idx, R=None, tau=None, alpha=0.0):
-        """h (B, T, S, D), s and log_w (B, T, S). This is where one method differs from another."""
-        return self.jacobi(idx, R, tau, alpha)
-
-    # -- The Jacobi iteration (section 3.4.1) ------------------------------------------------------
-
-    def jacobi(self, idx, R=None, tau=None, alpha=0.0, tolerance=None):
-        """All states of all tokens in parallel: run the transformer again and again, each time with the
-        output of slot k of the pass before as the input of slot k+1. Slot 0 always reads e.
-
-        Pass 1 runs slot 0 alone, pass 2 slots 0 and 1, and so on: a ladder of K passes, as PonderLM-2 begins
-        (reading note 8, docs/reading-notes.md). Then come R refinements of all S slots, and a last pass whose
-        outputs count. Each biases keys by the log w of the pass before. The gradient flows through all.
-
-        The K T latents form one chain, t then k, of which the ladder settles the first K and each refinement
-        at least one more: K (T-1) refinements are exact, and no more are run. With R None it ends there, or
-        when a pass changes the latents by less than `tolerance` (relative norm; None: see has_settled).
-
-        idx, R, tau and alpha are as in `forward`. -> h (B, T, S, D), s and log_w (B, T, S) of the last pass.
-        """
-        e, K = self.embed(idx), self.config.ponder_steps
-        B, T, D = e.shape
-        ladder, exact = K, K * (T - 1)
-        refinements = exact if R is None else min(R, exact)
-        latents, key_log_w = e.new_empty(B, T, 0, D), None  # nothing to feed back yet
-        for n in range(ladder + refinements + 1):
-            x = torch.cat([e[:, :, None], latents], dim=2)  # (B, T, slots, D); on the ladder slots < S
-            slots = x.size(2)
-            # Interleaved: slot k of token t stands at t*slots + k. A token's slots share one position.
-            positions = torch.arange(T, device=e.device).repeat_interleave(slots)  # (T*slots,)
-            bias = None if key_log_w is None else key_log_w[..., :slots].flatten(1)  # (B, T*slots)
-            h = self.transform(x.view(B, T * slots, D), positions, bias).view(B, T, slots, D)
-            s, log_w = self.route(h, alpha)  # (B, T, S)
-            key_log_w = self.mask_keys(log_w, tau)
-            before, latents = latents, self.feed_back(h[:, :, :K], e[:, :, None])
-            if R is None and n >= ladder and has_settled(before, latents, tolerance):
-                break
-        return h, s, log_w
-
-    # -- The parts of a pass -----------------------------------------------------------------------
-
-    def embed(self, idx):
-        """(B, T) -> (B, T, D), at first of unit RMS, like the normed states in other slots."""
-        if not 0 < idx.size(1) <= self.config.block_size:
-            raise ValueError(f"{idx.size(1)} tokens; the window is 1 to {self.config.block_size}")
-        return self.model.embed_tokens(idx) * self.config.scale
-
-    def transform(self, x, positions, log_w=None, cache=None):
-        """The backbone: (B, N, D) -> (B, N, D), through the final RMSNorm."""
-        if self.recompute and torch.is_grad_enabled():
-            keep = dict(use_reentrant=False, preserve_rng_state=False)  # nothing here is random
-            return checkpoint(self.model, x, positions, log_w, self.backend, cache, **keep)
-        return self.model(x, positions, log_w, self.backend, cache)
-
-    def route(self, h, alpha=0.0):
-        """h^(0), the first of states (..., n, D), -> s and log_w, (..., S) each."""
-        return self.router(h[..., 0, :], alpha)
-
-    # What attention adds to the scores of keys: (..., S) -> (..., S); of a method without a mask None.
-    mask_keys = staticmethod(mask_keys)
-
-    def feed_back(self, h, e):
-        """What the next slot reads of an output h (..., D): h itself (reading note 8). e: the embedding,
-        which a former Llama reads again."""
-        return h
-
-    # -- From states to predictions (section 3.2.3) ------------------------------------------------
-
-    def integrate(self, h, s, steps):
-        """h_hat = sum over k <= K-hat of s_k h^(k), never renormalised.
-
-        h (..., n, D) and s (..., n) of the first n slots, steps a tensor (...) or () -> (..., D).
-        """
-        slot = torch.arange(s.size(-1), device=s.device)
-        s = s.masked_fill(slot > steps[..., None], 0)
-        return (s[..., None] * h).sum(-2).to(h.dtype)
-
-    def cross_entropy(self, states, targets):
-        """In nats, of each token: (B, T, D) and (B, T) -> (B, T), 0 where there is no target."""
-        logits = upcast(self.lm_head(states)).flatten(0, 1)  # (B*T, V)
-        return F.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
-
-    @torch.no_grad()
-    def partial_losses(self, h, s, targets):
-        """ce_{t,i} of the partial states sum_{j <= i} s_j h^(j), i < K (section 3.4.2), not renormalised, as
-        printed. -> (B, T, K), without gradient."""
-        stops = torch.arange(self.config.ponder_steps, device=h.device)
-        return torch.stack([self.cross_entropy(self.integrate(h, s, i), targets) for i in stops], dim=-1)
-
-    # -- Decoding (section 3.3) --------------------------------------------------------------------
-
-    @torch.no_grad()
-    def ponder_token(self, token, position, cache, tau=TAU, alpha=0.0):
-        """Read one token: slot 0, the router, then slots 1 .. K-hat; each attends to the cache.
-
-        What `forward` does for all tokens at once, slot by slot. An executed slot leaves one key and one
-        value a layer in the cache; a skipped one costs nothing and leaves nothing.
-        -> logits (V,) of the next token, and K-hat, the pondering steps executed.
-        """
-        device = self.lm_head.weight.device
-        positions = torch.tensor([position], device=device)  # of all slots of the token
-        e = self.embed(torch.tensor([[token]], device=device))  # (1, 1, D)
-        visible = e.new_zeros(1, 1)  # log w of slot 0; not None, since all keys of a cache have width d'
-        h = [self.transform(e, positions, visible, cache)]
-        s, log_w = self.route(torch.stack(h, dim=2), alpha)  # (1, 1, S)
-        steps = stop_step(log_w, tau)  # (1, 1)
-        key_log_w = self.mask_keys(log_w)  # no tau: what is skipped leaves no key
-        for k in range(1, int(steps) + 1):  # stop as soon as w_k < tau
-            bias = visible if key_log_w is None else key_log_w[..., k]
-            h.append(self.transform(self.feed_back(h[-1], e), positions, bias, cache))
-        h_hat = self.integrate(torch.stack(h, dim=2), s[..., : len(h)], steps)
-        return self.lm_head(h_hat)[0, 0], int(steps)
-
-    def new_cache(self):
-        """What `ponder_token` keeps of the tokens before: a LayerCache for each layer."""
-        return [LayerCache() for _ in self.model.layers]
-
-    # -- Weights -----------------------------------------------------------------------------------
-
-    def init_weights(self, module):
-        """Truncated normal, std sqrt(2/(5D)); the router starts at its offset."""
-        std = math.sqrt(2 / (5 * self.config.hidden_size))
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
-        if isinstance(module, Router):  # after its children
-            nn.init.zeros_(module.proj.weight)
-
-    def tie(self):
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def param_groups(self, router_rate=1.0):
-        """Parameters for the optimizer; `rate` is what the learning rate of each is multiplied by.
-
-        Matrices decay, vectors and W of the router do not. W starts at zero and is read through a softmax: at
-        the rate of the others it hardly moves, so that all tokens take as many steps as the offset says.
-        """
-        router = [p for name, p in self.named_parameters() if name.startswith("router.")]
-        rest = [p for name, p in self.named_parameters() if not name.startswith("router.")]
-        return [
-            {"params": [p for p in rest if p.dim() >= 2], "rate": 1.0},
-            {"params": [p for p in rest if p.dim() < 2], "rate": 1.0, "weight_decay": 0.0},
-            {"params": router, "rate": router_rate, "weight_decay": 0.0},
-        ]
-
-
-def is_half(x):
-    """Whether numbers like x are computed in half precision, which never comes closer than 1e-2."""
-    device = x.device.type
-    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    return kind in (torch.float16, torch.bfloat16)
-
-
-def has_settled(before, after, tolerance=None):
-    """Did a pass change the latents, of the whole batch, by less than `tolerance`, relatively? None: 1e-2 in
-    half precision, else 1e-4."""
-    if tolerance is None:
-        tolerance = 1e-2 if is_half(after) else 1e-4
-    return upcast(after - before).norm() < tolerance * upcast(after).norm()
-
-
 @dataclass
 class Output:
-    """What `forward` returns of a batch."""
+    """The result of PonderLM.forward."""
 
-    head: nn.Linear
-    h_hat: torch.Tensor  # (B, T, D) the integrated states, which the head reads
+    head: nn.Linear  # maps states to logits
+    h_hat: torch.Tensor  # (B, T, D) integrated states, which the head reads
     steps: torch.Tensor  # (B, T) K-hat at the tau of this call; K without one
     h: torch.Tensor  # (B, T, S, D) states
     s: torch.Tensor  # (B, T, S) step distribution
@@ -443,50 +306,298 @@ class Output:
 
     @property
     def logits(self):
-        """(B, T, V), made when they are asked for: of a large vocabulary they are gigabytes."""
+        """(B, T, V), computed when asked for, because with a large vocabulary they take gigabytes."""
         return self.head(self.h_hat)
 
-
-# -- A model in a directory: config.json and model.safetensors, beside a tokenizer.json (data.py) ---
-
-FORMAT = "ponderlm-3"
-
-
-def save(model, directory):
-    """Write config.json and model.safetensors: each file whole, or as it was before."""
-    tensors = {name: x.cpu().contiguous() for name, x in model.state_dict().items()}
-    tensors = {name.replace("_orig_mod.", ""): x for name, x in tensors.items()}  # of a compiled model
-    if model.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    weights, shape = directory / "model.safetensors.tmp", directory / "config.json.tmp"
-    save_file(tensors, weights)
-    config = {"format": FORMAT, "method": model.method, **asdict(model.config)}
-    shape.write_text(json.dumps(config, indent=2) + "\n")
-    shutil.copymode(shape, weights)  # safetensors lets only their owner read its files
-    for part in (weights, shape):
-        os.replace(part, part.with_suffix(""))
+    def __repr__(self):
+        shapes = {name: tuple(getattr(self, name).shape) for name in ("h_hat", "steps", "h", "s", "log_w")}
+        loss = "None" if self.loss is None else f"{self.loss.item():.4f}"
+        return f"Output(loss={loss}, " + ", ".join(f"{name}: {shape}" for name, shape in shapes.items()) + ")"
 
 
-def load(directory, kind=PonderLM):
-    """The model that `save` wrote, in float32 and in evaluation mode. OSError, SafetensorError, ValueError,
-    RuntimeError: files that are missing, damaged, or of another kind of model."""
-    content = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
-    if (content.pop("format", None), content.pop("method", None)) != (FORMAT, kind.method):
-        raise ValueError(f"config.json is not of a {kind.title} (python -m lab reads and converts others)")
-    with torch.device("meta"):  # shapes alone, which the weights then fill
-        model = kind(from_json(kind.Config, content))
-    tensors = {name: x.float() for name, x in load_file(Path(directory, "model.safetensors")).items()}
-    if model.config.tie_word_embeddings:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    model.load_state_dict(tensors, assign=True)
-    model.tie()
-    return model.eval()
+class PonderLM(nn.Module):
+    """The model (section 3.2), in its parallel form (`forward`) and token by token (`ponder_token`)."""
+
+    method = "ponderlm3"  # its name in config.json
+
+    def __init__(self, config, backbone=Llama):
+        super().__init__()
+        self.config = config
+        # How the model is run, which is no property of its weights:
+        self.backend = auto  # the form of attention
+        self.recompute = False  # keep no activations of a pass, but recompute them in the backward pass
+
+        self.model = backbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.router = Router(config.hidden_size, config.ponder_steps, config.offset)
+        self.apply(self.init_weights)
+        for name, p in self.model.layers.named_parameters():
+            if name.endswith(backbone.residual_projections):
+                # Scaled by 1/sqrt(2 L), as in GPT-2, so that the residual stream does not grow with depth.
+                p.data /= math.sqrt(2 * config.num_hidden_layers)
+        self.tie_head()
+
+    def forward(self, idx, targets=None, *, R=None, tau=None, alpha=0.0):
+        """Score a batch of sequences in parallel.
+
+        Args:
+            idx: (B, T), token ids.
+            targets: (B, T), the tokens that follow them; -100 where there is none to predict.
+            R: refinement passes. None iterates to the fixed point, which decoding computes, within a
+                tolerance.
+            tau: None for soft masks. Otherwise keys and states beyond K-hat are removed, as in decoding.
+            alpha: shifts the step distribution, see router.py.
+
+        Returns:
+            An Output. With targets, its loss is the mean cross-entropy in nats.
+        """
+        h, s, log_w = self.states(idx, R, tau, alpha)
+        steps = stop_step(log_w, tau)
+        h_hat = self.integrate(h, s, steps)
+        out = Output(head=self.lm_head, h_hat=h_hat, steps=steps, h=h, s=s, log_w=log_w)
+        if targets is not None:
+            out.ce = self.cross_entropy(h_hat, targets)
+            out.loss = out.ce.sum() / (targets != -100).sum().clamp(min=1)
+        return out
+
+    def states(self, idx, R=None, tau=None, alpha=0.0):
+        """h (B, T, S, D), and s and log_w (B, T, S), of all tokens. Arguments as in `forward`."""
+        return self.jacobi(idx, R, tau, alpha)
+
+    # -- The Jacobi iteration (section 3.4.1) ------------------------------------------------------
+
+    def jacobi(self, idx, R=None, tau=None, alpha=0.0, tolerance=None):
+        """Compute all states of all tokens in parallel.
+
+        The transformer runs again and again. In each pass, slot k+1 reads the output of slot k from the
+        previous pass, slot 0 always reads e, and the keys are biased by the log w of the previous pass.
+        The gradient flows through all passes.
+
+        The K T latents depend on each other in one chain: first by token, then by step. The first K
+            passes make
+        the first K links exact, and each refinement at least one more. So K (T-1) refinements are exact,
+        and no more are ever run.
+
+        Args:
+            idx, R, tau, alpha: as in `forward`. With R None, the iteration ends when a pass changes the
+                latents by less than the tolerance, or when they are exact.
+            tolerance: relative change of the latents, see `has_settled`.
+
+        Returns:
+            h (B, T, S, D), s (B, T, S) and log_w (B, T, S) of the last pass.
+        """
+        e = self.embed(idx)  # (B, T, D)
+        B, T, D = e.shape
+        K = self.config.ponder_steps
+        latents = e.new_empty(B, T, 0, D)  # there is nothing to feed back yet
+        key_log_w = None
+
+        # Growing the slots: pass 1 runs slot 0 alone, pass 2 slots 0 and 1, .., pass K slots 0 .. K-1.
+        # This is how PonderLM-2 begins (reading note 8).
+        for _ in range(K):
+            h, s, log_w = self.jacobi_pass(e, latents, key_log_w, alpha)
+            latents = self.feed_back(h, e[:, :, None])  # (B, T, 1 .. K, D): one slot more than before
+            key_log_w = self.mask_keys(log_w, tau)  # (B, T, S)
+
+        # Refining: all slots, in every pass.
+        exact = K * (T - 1)
+        refinements = exact if R is None else min(R, exact)
+        for _ in range(refinements):
+            h, s, log_w = self.jacobi_pass(e, latents, key_log_w, alpha)
+            previous = latents
+            latents = self.feed_back(h[:, :, :K], e[:, :, None])  # (B, T, K, D)
+            key_log_w = self.mask_keys(log_w, tau)
+            if R is None and has_settled(previous, latents, tolerance):
+                return h, s, log_w
+
+        # The final pass, whose outputs count.
+        return self.jacobi_pass(e, latents, key_log_w, alpha)
+
+    def jacobi_pass(self, e, latents, key_log_w, alpha):
+        """One pass over n slots per token: slot 0 reads e, slots 1 .. n-1 read the latents.
+
+        Args:
+            e: (B, T, D).
+            latents: (B, T, n-1, D).
+            key_log_w: (B, T, S), of which the first n are used; None for no bias.
+            alpha: see router.py.
+
+        Returns:
+            h (B, T, n, D), s (B, T, S) and log_w (B, T, S).
+        """
+        x = torch.cat([e[:, :, None], latents], dim=2)  # (B, T, n, D)
+        B, T, n, D = x.shape
+        # The slots are interleaved: slot k of token t stands at t*n + k. A token's slots share its position.
+        positions = torch.arange(T, device=e.device).repeat_interleave(n)  # (T*n,)
+        bias = None if key_log_w is None else key_log_w[..., :n].flatten(1)  # (B, T*n)
+        h = self.transform(x.view(B, T * n, D), positions, bias)  # (B, T*n, D)
+        h = h.view(B, T, n, D)
+        s, log_w = self.route(h, alpha)  # (B, T, S) each
+        return h, s, log_w
+
+    # -- The parts of a pass -----------------------------------------------------------------------
+
+    def embed(self, idx):
+        """Scaled token embeddings. (B, T) -> (B, T, D)
+
+        Raises:
+            ValueError: there are no tokens, or more than the context length.
+        """
+        T = idx.size(1)
+        if not 0 < T <= self.config.block_size:
+            raise ValueError(f"the input has {T} tokens; this model reads 1 to {self.config.block_size}")
+        return self.model.embed_tokens(idx) * self.config.scale
+
+    def transform(self, x, positions, log_w=None, cache=None):
+        """The transformer, through the final RMSNorm. (B, N, D) -> (B, N, D), see Llama.forward."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(
+                self.model, x, positions, log_w, self.backend, cache,
+                use_reentrant=False,
+                preserve_rng_state=False,  # nothing in the model is random
+            )  # fmt: skip
+        return self.model(x, positions, log_w, self.backend, cache)
+
+    def route(self, h, alpha=0.0):
+        """Apply the router to h^(0), the first of the n states. (..., n, D) -> s and log_w, (..., S) each."""
+        return self.router(h[..., 0, :], alpha)
+
+    def mask_keys(self, log_w, tau=None):
+        """The bias of the keys of a token's slots. (..., S) -> (..., S), see router.mask_keys."""
+        return mask_keys(log_w, tau)
+
+    def feed_back(self, h, e):
+        """The input of the next slot, given an output h (..., D): h itself, after the final RMSNorm and
+        without a projection (reading note 8). The embedding e is not used again."""
+        return h
+
+    # -- From states to predictions (section 3.2.3) ------------------------------------------------
+
+    def integrate(self, h, s, steps):
+        """h_hat = sum over k <= K-hat of s_k h^(k), never renormalised.
+
+        Args:
+            h: (..., n, D), the states of the first n slots.
+            s: (..., n).
+            steps: K-hat, a tensor (...) or an integer.
+
+        Returns:
+            (..., D).
+        """
+        slot = torch.arange(s.size(-1), device=s.device)
+        last = steps[..., None] if torch.is_tensor(steps) else steps
+        s = s.masked_fill(slot > last, 0)
+        return (s[..., None] * h).sum(-2).to(h.dtype)
+
+    def cross_entropy(self, states, targets):
+        """The loss of each token in nats, 0 where there is no target. (B, T, D) and (B, T) -> (B, T)"""
+        logits = upcast(self.lm_head(states)).flatten(0, 1)  # (B*T, V)
+        return F.cross_entropy(logits, targets.flatten(), reduction="none").view(targets.shape)
+
+    @torch.no_grad()
+    def partial_losses(self, h, s, targets, depths):
+        """The losses ce_{t,i} of the partial sums over j <= i of s_j h^(j) (section 3.4.2). As printed,
+        these are not renormalised.
+
+        Args:
+            h: (B, T, S, D).
+            s: (B, T, S).
+            targets: (B, T).
+            depths: the values of i, n integers in 0..K.
+
+        Returns:
+            (B, T, n) in nats, without gradient.
+        """
+        ce = h.new_empty(*targets.shape, 0, dtype=upcast(h).dtype)
+        for i in depths:
+            partial = self.integrate(h, s, i)  # (B, T, D)
+            ce = torch.cat([ce, self.cross_entropy(partial, targets)[..., None]], dim=-1)
+        return ce
+
+    # -- Decoding (section 3.3) --------------------------------------------------------------------
+
+    @torch.no_grad()
+    def ponder_token(self, token, position, cache, tau=TAU, alpha=0.0):
+        """Read one token: slot 0, the router, then slots 1 .. K-hat, each of which attends to the cache.
+
+        This is what `forward` does for all tokens at once. An executed slot leaves one key and one value per
+        layer in the cache. A skipped slot costs nothing and leaves nothing.
+
+        Args:
+            token: its id.
+            position: its index in the context.
+            cache: from `new_cache`. The slots that run here are added to it.
+            tau: stop as soon as w_k < tau.
+            alpha: see router.py.
+
+        Returns:
+            Logits (V,) of the next token, and K-hat, the number of pondering steps executed.
+        """
+        device = self.lm_head.weight.device
+        positions = torch.tensor([position], device=device)  # shared by all slots of the token
+        e = self.embed(torch.tensor([[token]], device=device))  # (1, 1, D)
+        # log w of slot 0. It is zeros, not None: augment() adds the extra channel only where there is a
+        # log w, and all cached keys need the same width.
+        fully_visible = e.new_zeros(1, 1)
+
+        h = [self.transform(e, positions, fully_visible, cache)]  # (1, 1, D) per slot
+        s, log_w = self.route(torch.stack(h, dim=2), alpha)  # (1, 1, S)
+        K_hat = stop_step(log_w, tau)  # (1, 1)
+        steps = int(K_hat)
+        key_log_w = self.mask_keys(log_w)  # without tau, because a skipped slot leaves no key to hide
+        for k in range(1, steps + 1):
+            bias = fully_visible if key_log_w is None else key_log_w[..., k]  # (1, 1)
+            x = self.feed_back(h[-1], e)
+            h.append(self.transform(x, positions, bias, cache))
+        h_hat = self.integrate(torch.stack(h, dim=2), s[..., : len(h)], K_hat)  # (1, 1, D)
+        return self.lm_head(h_hat)[0, 0], steps
+
+    def new_cache(self):
+        """An empty cache for `ponder_token`: a LayerCache for each layer."""
+        return [LayerCache() for _ in self.model.layers]
+
+    # -- Weights -----------------------------------------------------------------------------------
+
+    def init_weights(self, module):
+        """Truncated normal with std sqrt(2/(5D)); zero for the router, so that it starts at its offset."""
+        std = math.sqrt(2 / (5 * self.config.hidden_size))
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
+        if isinstance(module, Router):  # `apply` comes here after the router's own Linear
+            nn.init.zeros_(module.proj.weight)
+
+    def tie_head(self):
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def param_groups(self, router_rate=1.0):
+        """Parameter groups for the optimizer, each with `lr_scale`, a factor on the learning rate.
+
+        Weight decay applies to matrices, and neither to vectors nor to W of the router. W starts at zero
+        and acts through a softmax. At the learning rate of the other weights it hardly moves, and then
+        all tokens take as many steps as the offset says.
+        """
+        router = [p for name, p in self.named_parameters() if name.startswith("router.")]
+        others = [p for name, p in self.named_parameters() if not name.startswith("router.")]
+        matrices = [p for p in others if p.dim() >= 2]
+        vectors = [p for p in others if p.dim() < 2]
+        return [
+            {"params": matrices, "lr_scale": 1.0},
+            {"params": vectors, "lr_scale": 1.0, "weight_decay": 0.0},
+            {"params": router, "lr_scale": router_rate, "weight_decay": 0.0},
+        ]
 
 
-def from_json(kind, content):
-    """Settings from what a JSON file holds of them: every field, of its type. ValueError: it does not."""
-    if missing := kind.__dataclass_fields__.keys() - content.keys():
-        raise ValueError(f"{', '.join(sorted(missing))}: missing")
-    return pydantic.TypeAdapter(kind).validate_json(json.dumps(content))
+def runs_in_half_precision(x):
+    """True if computation on x runs in half precision, where iterates never agree to better than 1e-2."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+def has_settled(previous, latents, tolerance=None):
+    """True if a pass changed the latents of the whole batch by less than the tolerance, in relative norm.
+    The default tolerance is 1e-2 in half precision, and 1e-4 otherwise."""
+    if tolerance is None:
+        tolerance = 1e-2 if runs_in_half_precision(latents) else 1e-4
+    return upcast(latents - previous).norm() < tolerance * upcast(latents).norm()

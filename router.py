@@ -1,17 +1,18 @@
-"""From the first state of a token to how long the model thinks about it (section 3.2.1).
+"""The router: predicts from a token's first hidden state how many pondering steps to take (section 3.2.1).
 
 code          paper      shape         meaning
-h0            h^(0)      (..., D)      the state before any pondering
+h0            h^(0)      (..., D)      hidden state of a token before any pondering
 s             s          (..., K+1)    step distribution: s_k = Pr(this token takes k steps)
 log_w         log w      (..., K+1)    log of the mask score w_k = s_k + .. + s_K, so w_0 = 1
 stop_step     K-hat      (...)         the last step whose mask score is at least tau
-tau           tau        scalar        where decoding stops; None: soft masks, nothing is skipped
-alpha         alpha      scalar        shifts the distribution to more or fewer steps
+tau           tau        scalar        decoding stops where w < tau; None: soft masks, no step is skipped
+alpha         alpha      scalar        shifts the distribution to more (> 0) or fewer (< 0) steps
 ce            ce_k       (..., K+1)    cross-entropy if integration stops after step k, in nats
-rho           rho_k      (K+1,)        how far k steps are enough for the tokens: 0, not at all, to 1
+rho           rho_k      (K+1,)        degree to which k steps suffice, from 0 (not at all) to 1 (fully)
 relaxed_steps            (...)         a differentiable lower bound of K-hat, which --step-price charges
 
-Reading notes, on what the paper leaves open or prints otherwise, are in docs/reading-notes.md.
+D: width of the model; K: maximum number of pondering steps. docs/reading-notes.md discusses what the paper
+leaves open, or prints in a form that cannot be meant ("reading note 3" below).
 """
 
 import math
@@ -20,34 +21,45 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import MASKED
+from attention import LOG_W_HIDDEN
 
-TAU = 1e-4  # where the paper stops decoding
+TAU = 1e-4  # the paper's threshold for stopping early
 
 
 def upcast(x):
-    """At least float32, whatever the precision of the matrix products."""
+    """x in float32, or in float64 if it is in float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Router(nn.Module):
     """s = softmax(W h^(0) + offset + alpha [0..K]).
 
-    Reading note 3: the printed alpha is one scalar added to every logit, which cancels in the softmax;
-    here it multiplies the step index. Reading note 6: W starts at zero (PonderLM.init_weights), and
-    `offset`, K+1 fixed numbers that are saved with the config, says where s starts.
+    The printed alpha is one scalar added to every logit, which cancels in the softmax; here it multiplies the
+    step index (reading note 3). W starts at zero (PonderLM.init_weights), so s starts at softmax(offset). The
+    offset is K+1 fixed numbers, saved with the config (reading note 6).
     """
 
     def __init__(self, D, K, offset):
         super().__init__()
         self.proj = nn.Linear(D, K + 1, bias=False)
-        offset = torch.tensor(offset, dtype=torch.float32, device="cpu")  # also while load() builds on "meta"
+        # The device is explicit because a model is loaded under torch.device("meta") (checkpoint.py), and
+        # this buffer is not among the saved weights that fill it.
+        offset = torch.tensor(offset, dtype=torch.float32, device="cpu")
         self.register_buffer("offset", offset, persistent=False)
 
     def forward(self, h0, alpha=0.0):
-        """h0 (..., D) -> s, log_w, both (..., K+1) and at least float32.
+        """Predict the step distribution.
 
-        Without autocast: the eight bits of bfloat16 would move log w by 0.03 where tau = 1e-4 stops.
+        Autocast is off here: bfloat16 has 8 significant bits, so near log tau = -9.2 its error is 0.03,
+            enough
+        to change K-hat.
+
+        Args:
+            h0: (..., D).
+            alpha: shift of the step distribution.
+
+        Returns:
+            s and log_w, both (..., K+1) and at least float32.
         """
         with torch.autocast(h0.device.type, enabled=False):
             logits = F.linear(upcast(h0), upcast(self.proj.weight)) + self.offset  # (..., K+1)
@@ -57,81 +69,117 @@ class Router(nn.Module):
 
 
 def log_mask_score(log_s):
-    """log s -> log w, the tail sums w_k = s_k + .. + s_K. (..., K+1) -> (..., K+1).
+    """The log of the tail sums w_k = s_k + .. + s_K, from log s. (..., K+1) -> (..., K+1).
 
-    Summed from the end, as logarithms: log(1 - s_0 - ..) would lose the small tails. Rounding may lift
-    log w above 0 or above the one before it, which the clamp and cummin take back; a large alpha may take it
-    below MASKED; w_0 is 1 by definition.
+    The sums run from the end, in log space, because 1 - s_0 - .. - s_{k-1} would lose small tails.
+    Rounding may lift log w above 0 or above the one before it; clamp and cummin undo this. A very
+    negative alpha could push log w below LOG_W_HIDDEN, hence the lower clamp.
     """
     log_w = log_s.flip(-1).logcumsumexp(-1).flip(-1)
-    log_w = F.pad(log_w[..., 1:], (1, 0))  # w_0 = 1
-    return log_w.clamp(min=MASKED, max=0).cummin(-1).values
+    log_w = F.pad(log_w[..., 1:], (1, 0))  # w_0 = 1 by definition
+    return log_w.clamp(min=LOG_W_HIDDEN, max=0).cummin(-1).values
 
 
 def stop_step(log_w, tau):
-    """K-hat = max{k : w_k >= tau} (section 3.3), as integers in 0..K. (..., K+1) -> (...).
+    """K-hat = max{k : w_k >= tau}, the last step that is executed (section 3.3).
 
-    tau = 0, and None, never stop early: K-hat is K. ValueError: tau is not in [0, 1].
+    Args:
+        log_w: (..., K+1).
+        tau: a number in [0, 1]. At 0, or None, nothing stops early: K-hat is K.
+
+    Returns:
+        (...), integers in 0..K.
+
+    Raises:
+        ValueError: tau is outside [0, 1].
     """
     if tau is not None and not 0 <= tau <= 1:
         raise ValueError(f"tau = {tau}: it must lie in [0, 1]")
-    log_tau = math.log(tau) if tau else -math.inf
-    if log_tau < 0:
-        log_tau -= 1e-6  # rounding must not exclude w = tau; at tau = 1 this would admit w < 1
-    return (log_w >= log_tau).sum(-1) - 1  # w never rises with k, so count
+    if tau is None or tau == 0:
+        log_tau = -math.inf
+    elif tau == 1:
+        log_tau = 0.0
+    else:
+        log_tau = math.log(tau) - 1e-6  # so that rounding does not exclude w = tau
+    return (log_w >= log_tau).sum(-1) - 1  # w never rises with k, so counting finds the last one
 
 
 def mask_keys(log_w, tau=None):
-    """What attention adds to the scores of the keys of a token's slots: log w, (..., K+1) -> (..., K+1).
+    """The bias that attention adds to the scores of the keys of a token's slots. (..., K+1) -> (..., K+1).
 
-    Reading note 1: slot k is the one that executes step k, so log w_k goes onto its key, and slot 0 has 0; in
-    the paper's figure it is slot k+1. With tau, keys beyond K-hat are hidden from every query, their own
-    included.
+    Slot k is the one that executes step k, so log w_k goes onto its key, and slot 0 gets 0. In the
+    paper's figure, log w_k is on slot k+1 (reading note 1). With a tau, the keys of slots beyond K-hat
+    are hidden from every query, their own included.
     """
     if tau is None:
         return log_w
     slot = torch.arange(log_w.size(-1), device=log_w.device)
-    return log_w.masked_fill(slot > stop_step(log_w, tau)[..., None], MASKED)
+    is_skipped = slot > stop_step(log_w, tau)[..., None]
+    return log_w.masked_fill(is_skipped, LOG_W_HIDDEN)
+
+
+def resolved_fraction(ce, form="printed"):
+    """rho, the degree to which k steps suffice (section 3.4.2), for each k.
+
+    Args:
+        ce: (n, depths) in nats, the cross-entropy of n tokens.
+        form: 'printed' takes the sigmoid of the mean cross-entropy. 'token' takes the mean of the tokens'
+            sigmoids, which makes rho the fraction of tokens that are resolved (reading note 2).
+
+    Returns:
+        (depths,), from 0 (not at all) to 1 (fully).
+
+    Raises:
+        ValueError: form is neither of the two.
+    """
+    ce = ce.detach().nan_to_num(nan=math.inf)  # a NaN loss counts as infinitely bad
+    if form == "printed":
+        return 1 - torch.sigmoid(10 * (ce.mean(0) - 0.5))
+    if form == "token":
+        return (1 - torch.sigmoid(10 * (ce - 0.5))).mean(0)
+    raise ValueError(f"form = {form!r}: it must be 'printed' or 'token'")
 
 
 def bottom_mass_penalty(log_w, ce, form="printed"):
-    """Minimum-ponder penalty (section 3.4.2), without its weight lambda:
+    """The minimum-ponder penalty (section 3.4.2), without its weight lambda:
 
-        rho_k   = 1 - sigmoid(10 (CE_k - 0.5))             1: k steps are enough, 0: they are not
+        rho_k   = 1 - sigmoid(10 (CE_k - 0.5))             1: k steps suffice, 0: they do not
         d_rho_k = max(rho_k - rho_{k-1}, 0)                what step k adds to it
         penalty = sum over k >= 1 of mean(Bottom_{d_rho_k}(w_k))
 
-    Bottom_p: the floor(p n) smallest of n numbers.
+    Bottom_p selects the floor(p n) smallest of n numbers.
 
     Args:
-        log_w: (n, K+1) of n tokens, of a micro-batch in training; the gradient flows into these alone.
+        log_w: (n, K+1), for the n tokens of a micro-batch. Only log_w receives a gradient.
         ce: (n, K+1) in nats, CE_k of each token, with integration truncated after step k.
-        form: 'printed', the sigmoid of the mean cross-entropy, which chooses no token at the losses of
-            language models (reading note 2); 'token', the mean of the sigmoids.
+        form: 'printed' or 'token', see resolved_fraction. The printed form selects no tokens at the
+            losses that language models actually reach (reading note 2).
 
-    -> the penalty, a scalar, and rho (K+1,). ValueError: another form.
+    Returns:
+        The penalty, a scalar, and rho (K+1,).
+
+    Raises:
+        ValueError: form is neither of the two.
     """
-    if form not in ("printed", "token"):
-        raise ValueError(f"form = {form!r}: 'printed' or 'token'")
-    n = len(ce)
-    ce = ce.detach().nan_to_num(nan=math.inf)  # a diverged loss resolves nothing
-    if form == "printed":
-        ce = ce.mean(0, keepdim=True)  # the sigmoid of the mean, else the mean of the sigmoids
-    rho = (1 - torch.sigmoid(10 * (ce - 0.5))).mean(0)  # (K+1,)
-    counts = (rho.diff().clamp(min=0) * n).int().tolist()  # rounded down: a small share of few tokens is none
+    rho = resolved_fraction(ce, form)  # (K+1,)
+    d_rho = rho.diff().clamp(min=0)  # (K,)
+    counts = (d_rho * len(ce)).int()  # rounded down, so a small fraction of few tokens is no token
+
     penalty = log_w.new_zeros(())
-    for k, count in enumerate(counts, start=1):
-        if count:
-            penalty = penalty + log_w[:, k].exp().topk(count, largest=False).values.mean()
+    for k, count in enumerate(counts.tolist(), start=1):  # tolist() waits for a GPU, once per micro-batch
+        if count > 0:
+            w_k = log_w[:, k].exp()
+            penalty = penalty + w_k.topk(count, largest=False).values.mean()
     return penalty, rho
 
 
 def relaxed_steps(log_w):
-    """A differentiable lower bound of K-hat at TAU: what --step-price charges. (..., K+1) -> (...).
+    """A differentiable lower bound of K-hat at TAU, which --step-price charges. (..., K+1) -> (...).
 
         relaxed(w) = sum over k >= 1 of max(0, 1 - log w_k / log tau)
 
-    Not the paper's. A step counts 1 at w = 1, 1/2 at 0.01, 0 from tau down, and is pushed equally all the
-    way, in log w; w_1 + .. + w_K would push small tails too weakly to fall below tau (reading note 2).
+    This is not in the paper. A step counts 1 at w = 1, 1/2 at w = 0.01 and 0 from tau down. In log w, the
+    gradient is the same all the way, so even a small tail is pushed below tau. The expected number of steps,
+    w_1 + .. + w_K, would push small tails too weakly for that (reading note 2).
     """
     return (1 - log_w[..., 1:] / math.log(TAU)).clamp(min=0).sum(-1)

@@ -1,70 +1,91 @@
-"""Go on from a text, thinking about each token as long as its router asks for (section 3.3).
+"""Generate text, spending on each token as many pondering steps as the router asks for (section 3.3).
 
     python sample.py                                   the newest run in out/, else the included model
+    python sample.py --run models/docstrings --prompt "Return the" --show-steps --seed 1
     echo "Return the" | python sample.py --prompt - --tau 0
-    python sample.py --prompt "Return the" --show-steps --seed 1 --max-new-tokens 47
 
-The last one counts the steps before each token was chosen, as a digit behind it or by its colour.
+--show-steps marks each token with the number of steps that were taken before it was chosen: by a digit
+behind it, or by its colour on a terminal.
 """
 
 import codecs
 import os
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
 
 import torch
-import tyro
 from pydantic import Field
 
-from data import UserError, command_line, load_tokenizer, newest_run, pick_device, reading
-from model import Count, Finite, Seed, Share, load, settings
+from checkpoint import newest_run, open_model
+from common import UserError, command_line, join, parse_groups, split_into
+from model import Count, Finite, Fraction, Seed, validated_dataclass
 from router import TAU
 
-INCLUDED = Path(__file__).parent / "models/docstrings"
-BLUES = 231, 225, 153, 117, 75, 33, 26, 19  # pale to dark, of a terminal's 256 colours
+INCLUDED = Path(__file__).parent / "models/docstrings"  # the model that comes with the code
+BLUES = 231, 225, 153, 117, 75, 33, 26, 19  # pale to dark, among a terminal's 256 colours
 
 
-@settings
+# -- Decoding --------------------------------------------------------------------------------------
+
+
+@validated_dataclass
 class Sampling:
-    """How long to ponder, and which token to take."""
+    """How long to ponder, and how to choose a token."""
 
-    tau: Share = TAU  # stop when the mask score is below; 0: never
+    tau: Fraction = (
+        TAU  # early-exit threshold: stop pondering when the mask score w is below; 0 takes every step
+    )
     alpha: Finite = 0.0  # shift the router to more (> 0) or fewer (< 0) steps
-    temperature: Annotated[float, Field(ge=0, le=1e6)] = 0.8  # 0 takes the most probable token
-    top_k: Count | None = None  # choose among the k most probable tokens
-    seed: Seed | None = None  # makes the random choices repeatable
+    temperature: Annotated[float, Field(ge=0, le=1e6)] = (
+        0.8  # randomness; 0 always takes the most probable token
+    )
+    top_k: Count | None = None  # choose among the k most probable tokens only
+    seed: Seed | None = None  # random seed, which makes the text repeatable
 
 
-def stream(model, prompt, max_new_tokens, *, choose=None, begin=(), ends=(), read=None, **sampling):
-    """Yield (token, steps) for each new token: the steps were executed before it was chosen.
+def stream(model, prompt, max_new_tokens, *, ends=(), read=None, **sampling):
+    """Generate tokens one by one.
 
-    A context that outgrows the model's window starts anew from its last half window.
+    A context that outgrows the model's context length starts anew from its last half.
 
     Args:
+        model: a PonderLM.
         prompt: token ids, a list or a tensor.
-        choose: logits (V,) -> a token; None: as `sampling` says, see Sampling.
-        begin: the tokens before each text, which stay. ends: those after which to stop.
-        read: a list that gets the steps of every token that is read, the prompt's too.
+        max_new_tokens: how many tokens to generate at most.
+        ends: tokens that end the text.
+        read: a list to which the steps of every token that is read are appended, the prompt's tokens
+            included.
+        sampling: fields of Sampling.
 
-    UserError: a prompt that cannot be read, or logits that are not finite. pydantic.ValidationError: a value
-    out of its range.
+    Yields:
+        (token, steps): a new token, and the pondering steps that were executed before it was chosen.
+
+    Raises:
+        UserError: the prompt is empty or has unknown ids, or the logits are not finite.
+        pydantic.ValidationError: a field of Sampling is out of its range.
     """
-    o, context, window, done = Sampling(**sampling), [*map(int, prompt)], model.config.block_size, 0
-    if not context or not 0 <= min(context) <= max(context) < model.config.vocab_size:
-        raise UserError(f"the prompt has to be ids below {model.config.vocab_size}, one at least")
-    choose = choose or chooser(o)
+    options = Sampling(**sampling)
+    context = [int(token) for token in prompt]
+    window = model.config.block_size
+    check_prompt(context, model.config.vocab_size)
+    choose = make_sampler(options)
+
+    cache = model.new_cache()
+    tokens_read = 0  # of the context
     for _ in range(max_new_tokens):
-        if len(context) > window:
-            context, done = [*begin, *context[-max(window // 2, 1) :]][-window:], 0
-        if done == 0:
+        if len(context) > window:  # start anew: positions change, so all keys do
+            context = context[-max(window // 2, 1) :]
             cache = model.new_cache()
-        while done < len(context):
-            logits, steps = model.ponder_token(context[done], done, cache, o.tau, o.alpha)
-            done += 1
+            tokens_read = 0
+        # Read what has not been read: at first the prompt, then one token at a time.
+        for position in range(tokens_read, len(context)):
+            logits, steps = model.ponder_token(context[position], position, cache, options.tau, options.alpha)
             if read is not None:
                 read.append(steps)
+        tokens_read = len(context)
         token = choose(logits)
         context.append(token)
         yield token, steps
@@ -72,86 +93,173 @@ def stream(model, prompt, max_new_tokens, *, choose=None, begin=(), ends=(), rea
             return
 
 
-def chooser(o):
-    """A function that takes a token by its logits (V,). On the CPU: a seed says the same everywhere."""
+def check_prompt(ids, vocab_size):
+    """
+    Raises:
+        UserError: there are no ids, or one that the model does not have.
+    """
+    if not ids:
+        raise UserError("the prompt is empty: it must contain at least one token")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise UserError(
+            f"the prompt contains token id {wrong}: every id must be between 0 and {vocab_size - 1}"
+        )
+
+
+def make_sampler(options):
+    """A function that draws a token from its logits (V,), as Sampling says. It computes on the CPU, where
+    a seed gives the same tokens on every machine."""
     generator = torch.Generator()
-    generator.seed() if o.seed is None else generator.manual_seed(o.seed)
+    if options.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(options.seed)
 
     def choose(logits):
         logits = logits.float().cpu()
         if not logits.isfinite().all():
-            raise UserError("the logits are not finite: the weights, or alpha, are too large")
-        if o.temperature < 1e-6:  # as good as 0, and the quotient could overflow
+            raise UserError("the logits are not finite: the weights, or --alpha, are too large")
+        if options.temperature < 1e-6:  # practically 0, and dividing by it could overflow
             return int(logits.argmax())
-        logits, tokens = logits.topk(min(o.top_k or len(logits), len(logits)))
-        p = (logits / o.temperature).softmax(-1)
+        k = min(options.top_k or len(logits), len(logits))
+        logits, tokens = logits.topk(k)
+        p = (logits / options.temperature).softmax(-1)
         return int(tokens[torch.multinomial(p, 1, generator=generator)])
 
     return choose
 
 
+# -- Printing --------------------------------------------------------------------------------------
+
+
 def mark(text, steps, K, color):
-    """A token's text with its steps: on pale (0) to dark blue (K), or with a small digit."""
+    """A token's text with its number of steps: on pale (0) to dark blue (K), or with a small digit behind
+    it."""
     if not color:
         line, newline, rest = text.partition("\n")
-        return line + "".join(chr(0x2080 + int(digit)) for digit in str(steps)) + newline + rest
+        subscript = "".join(chr(ord("₀") + int(digit)) for digit in str(steps))
+        return line + subscript + newline + rest
     shade = BLUES[round(7 * steps / max(K, 1))]
-    on, off = f"\x1b[48;5;{shade};38;5;{16 if shade > 60 else 231}m", "\x1b[0m"
-    return on + text.replace("\n", f"↵{off}\n{on}") + off  # else a terminal colours the rest of the line
+    foreground = 16 if shade > 60 else 231  # black on pale blue, white on dark blue
+    on = f"\x1b[48;5;{shade};38;5;{foreground}m"
+    off = "\x1b[0m"
+    # Without this, a terminal would colour the rest of the line.
+    text = text.replace("\n", f"↵{off}\n{on}")
+    return on + text + off
 
 
 def show(pairs, tokenizer, K, hidden=(), marked=False):
-    """Print the text of pairs (token, steps) as they come, without `hidden` tokens. -> how many came"""
-    decoder, n = codecs.getincrementaldecoder("utf-8")("replace"), 0  # a character may take several tokens
-    for n, (token, steps) in enumerate(pairs, start=1):  # noqa: B007
-        piece = "" if token in hidden else decoder.decode(tokenizer.decode([token]))
-        print(mark(piece, steps, K, sys.stdout.isatty()) if marked and piece else piece, end="", flush=True)
+    """Print tokens as they come.
+
+    Args:
+        pairs: (token, steps), as `stream` yields them.
+        K: the largest number of steps.
+        hidden: tokens that are not printed.
+        marked: mark each token with its steps.
+
+    Returns:
+        How many tokens came.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
+    count = 0
+    for token, steps in pairs:
+        count += 1
+        text = "" if token in hidden else decoder.decode(tokenizer.decode([token]))
+        if marked and text:
+            text = mark(text, steps, K, sys.stdout.isatty())
+        print(text, end="", flush=True)
     print(decoder.decode(b"", final=True))
-    return n
+    return count
 
 
-def open_model(directory, device="auto"):
-    """A model and its tokenizer. UserError: files that are missing, damaged, or of another kind."""
-    with reading(directory, ": give the directory of a model, or train one"):
-        model = load(directory)
-    return model.to(pick_device(device)), load_tokenizer(Path(directory, "tokenizer.json"))
+# -- The command -----------------------------------------------------------------------------------
 
 
-@settings
-class Options(Sampling):
-    run: str | None = None  # directory of a model; None: the newest run in out/
-    prompt: str = ""  # text to go on from; - reads it from standard input; without one a document begins
-    max_new_tokens: Count = 200  # tokens to generate
-    num_samples: Count = 1  # how many continuations; the i-th, from 0 on, has seed + i
-    show_steps: bool = False  # mark each token by the steps taken before it was chosen
+@validated_dataclass
+class Text:
+    """What to write."""
+
+    run: str | None = (
+        None  # directory of a model or run; None: the newest run in out/, else the included model
+    )
+    prompt: str = ""  # text to continue; - reads it from standard input; if empty, a new document begins
+    max_new_tokens: Count = 200  # number of tokens to generate
+    num_samples: Count = 1  # number of texts; with --seed, the i-th text (from 0) uses seed + i
+    show_steps: bool = False  # mark each token with the steps that were taken before it was chosen
     device: str = "auto"  # auto, cpu, cuda or mps
 
 
-def main(o: Annotated[Options, tyro.conf.arg(name="")]):
-    text = sys.stdin.buffer.read().removesuffix(b"\n") if o.prompt == "-" else os.fsencode(o.prompt)
-    directory = Path(o.run) if o.run else newest_run(otherwise=INCLUDED)
+@validated_dataclass
+class Options(Sampling, Text):
+    """The flags."""
+
+
+GROUPS = {"text": Text, "sampling": Sampling}
+
+
+def parse(argv=None):
+    """Read the command line. -> Options"""
+    groups = split_into(GROUPS, Options())
+    parsed = parse_groups(groups, argv, prog="python sample.py", description=__doc__)
+    return join(Options, parsed.values())
+
+
+def read_prompt(prompt):
+    """The bytes of --prompt, or of standard input if it is "-"."""
+    if prompt == "-":
+        return sys.stdin.buffer.read().removesuffix(b"\n")
+    return os.fsencode(prompt)
+
+
+def main(options):
+    """Generate and print texts, as the flags say."""
+    prompt = read_prompt(options.prompt)
+    directory = Path(options.run) if options.run else newest_run(default=INCLUDED)
     print(f"model: {directory}")
-    model, tokenizer = open_model(directory, o.device)
-    K, window, end = model.config.ponder_steps, model.config.block_size, tokenizer.end_of_text
-    ids = tokenizer.encode(text) or [end]
+    model, tokenizer = open_model(directory, options.device)
+    K = model.config.ponder_steps
+    window = model.config.block_size
+    ids = tokenizer.encode(prompt) or [tokenizer.end_of_text]
     if len(ids) > window:
-        last = max(window // 2, 1)
-        print(f"note: the prompt has {len(ids)} tokens, the window {window}: only its last {last} are read")
-    if o.show_steps:
-        levels = " ".join(mark(f" {k} ", k, K, True) for k in range(K + 1))
-        print(f"steps before each token was chosen: {levels if sys.stdout.isatty() else 'small digits'}")
-    read, new, start = [], 0, time.perf_counter()
-    for i in range(o.num_samples):
-        print(f"\n--- sample {i + 1} of {o.num_samples}" if o.num_samples > 1 else "")
-        print(text.decode("utf-8", "replace"), end="", flush=True)
-        sampling = {name: getattr(o, name) for name in Sampling.__dataclass_fields__}
-        sampling["seed"] = None if o.seed is None else o.seed + i
-        pairs = stream(model, ids, o.max_new_tokens, ends={end}, read=read, **sampling)
-        new += show(pairs, tokenizer, K, {end}, o.show_steps)
-    steps, speed = sum(read) / len(read), new / (time.perf_counter() - start)
-    saved = f"{1 - (1 + steps) / (1 + K):.0%} of the slots saved"
-    print(f"\n{steps:.2f} of {K} pondering steps per token read, {saved}; {speed:.1f} tokens/s")
+        half = max(window // 2, 1)
+        print(
+            f"note: the prompt has {len(ids)} tokens, more than the context length of {window}: only its "
+            f"last {half} are read"
+        )
+    if options.show_steps:
+        print_legend(K)
+
+    read = []
+    new_tokens = 0
+    start = time.perf_counter()
+    for i in range(options.num_samples):
+        print(f"\n--- sample {i + 1} of {options.num_samples}" if options.num_samples > 1 else "")
+        print(prompt.decode("utf-8", "replace"), end="", flush=True)
+        sampling = {field.name: getattr(options, field.name) for field in fields(Sampling)}
+        if options.seed is not None:
+            sampling["seed"] = (options.seed + i) % 2**63
+        pairs = stream(
+            model, ids, options.max_new_tokens, ends={tokenizer.end_of_text}, read=read, **sampling
+        )
+        new_tokens += show(pairs, tokenizer, K, hidden={tokenizer.end_of_text}, marked=options.show_steps)
+    seconds = time.perf_counter() - start
+
+    mean_steps = sum(read) / len(read)
+    saved = 1 - (1 + mean_steps) / (1 + K)
+    print(
+        f"\n{mean_steps:.2f} of {K} pondering steps per token read, {saved:.0%} of the slots saved; "
+        f"{new_tokens / seconds:.1f} tokens/s"
+    )
+
+
+def print_legend(K):
+    if sys.stdout.isatty():
+        legend = " ".join(mark(f" {k} ", k, K, color=True) for k in range(K + 1))
+    else:
+        legend = "small digits"
+    print(f"steps before each token was chosen: {legend}")
 
 
 if __name__ == "__main__":
-    command_line(lambda: tyro.cli(main, description=__doc__))
+    command_line(lambda: main(parse()))

@@ -1,204 +1,371 @@
-"""Train a PonderLM-3: next-token cross-entropy plus the bottom-mass penalty (section 3.4.2), and, where
---step-price asks for it, as `small` does, a price on executed steps, which is not the paper's.
+"""Train a PonderLM-3 on a GPU or a CPU.
 
-    python train.py                                       'tiny' on a CPU, 'small' on a GPU
+The loss is the cross-entropy of the next token plus the bottom-mass penalty (section 3.4.2), plus an optional
+price per executed step (--step-price; not in the paper; used by the preset `small`).
+
+    python train.py                                       'small' on a GPU, 'tiny' on a CPU
     python train.py --data my_texts/ --steps 2000
     python train.py --preset tiny --ponder-steps 0        the same transformer without pondering
-    python train.py --resume                              go on with the newest run, exactly
-    torchrun --nproc_per_node=2 train.py                  two processes share each step
+    python train.py --resume                              resume the newest run, bit for bit
+    torchrun --nproc_per_node=2 train.py                  two processes share each training step
 
-Every flag and its default: python train.py --help. Ctrl-C saves. A run is a directory:
+    preset    parameters    takes
+    tiny      0.33 M        2 minutes on 2 CPU cores
+    small     14 M          minutes on one GPU with bfloat16
+    70m       71 M          days on one GPU: the paper's smaller size
+    410m      405 M         weeks on one GPU: the paper's larger size
 
-    config.json, model.safetensors, tokenizer.json    a model, as sample.py and analyze.py read it
-    trainer.pt      the checkpoint: weights, optimizer, step, log; replaced whole or not at all
-    train.json      every setting, and hashes of its corpus
-    log.jsonl       settings of each start, then numbers each --log-every steps, as of the last checkpoint
+Ctrl-C saves. A run is a directory, out/NAME:
+
+    config.json, model.safetensors, tokenizer.json    the model, as sample.py and analyze.py read it
+    trainer.pt      the checkpoint: weights, optimizer, step and log; replaced whole or not at all
+    train.json      every setting, and hashes of the corpus
+    log.jsonl       the settings of each start, then the metrics of every --log-every training steps
     results.json    the final evaluation
 """
 
-import json
 import math
-import os
-import platform
 import shlex
-import signal
-import subprocess
 import sys
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
 
-import filelock
 import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
 from pydantic import Field
-from safetensors import SafetensorError
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from attention import BACKENDS, auto, flash_attn_func
-from data import (
-    UserError,
-    Windows,
-    command_line,
-    is_prepared,
+from attention import BACKENDS, auto
+from checkpoint import (
+    check_finite,
+    check_free,
+    from_json,
+    load_checkpoint,
+    locked,
+    make_run_folder,
     newest_run,
-    one_line,
-    open_corpus,
-    pick_device,
-    read_json,
-    reading,
-    unigram_entropy,
-    write_json,
-    write_whole,
+    resume_flags,
+    save_checkpoint,
+    write_log,
 )
-from model import Config, Count, NotNegative, PonderLM, Seed, Share, from_json, save, settings
-from router import TAU, bottom_mass_penalty, relaxed_steps, stop_step
+from common import (
+    UserError,
+    command_line,
+    defer_signals,
+    join,
+    parse_groups,
+    read_json,
+    split_into,
+    user_error_if_unreadable,
+    write_json,
+)
+from data import Windows, open_corpus, pick_tokenizer, unigram_entropy
+from distributed import gather, init_distributed, rank_and_world_size, wait_for_all
+from hardware import (
+    check_attention,
+    compile_blocks,
+    describe_machine,
+    eval_batch_size,
+    has_fast_bfloat16,
+    parts_that_fit,
+    pick_precision,
+    should_compile,
+    windows_that_fit,
+)
+from model import (
+    BackboneConfig,
+    Config,
+    Count,
+    Fraction,
+    NonNegative,
+    PonderingConfig,
+    PonderLM,
+    Seed,
+    validated_dataclass,
+)
+from router import TAU, bottom_mass_penalty, relaxed_steps, resolved_fraction, stop_step
+from tokenizer import BPE_VOCAB_SIZE
 
 # -- Settings --------------------------------------------------------------------------------------
+
+# How the settings of a preset differ from the defaults below: those of the training, and those of the model.
+PRESETS = {
+    # For 2 CPU cores.
+    "tiny": (
+        dict(),
+        dict(hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=2, head_dim=24,
+             refinements=(1, 1)),
+    ),
+    # For one GPU; its text is read once. At d = 56, the channel of log w fits into a kernel of width 64.
+    # Without a price, all tokens would take all steps (docs/results.md).
+    "small": (
+        dict(data="pysource", steps=1500, batch_size=64, learning_rate=1e-3, step_price=0.1, eval_every=500),
+        dict(vocab_size=4096, hidden_size=384, intermediate_size=1032, num_hidden_layers=6,
+             num_attention_heads=6, head_dim=56, block_size=256),
+    ),
+    # The paper's two sizes, with the recipe of the released PonderLM-2 and Pythia scripts: 15 and 10 billion
+    # tokens.
+    "70m": (
+        dict(steps=28_610, batch_size=256, learning_rate=1e-3, router_rate=1.0, warmup=0.01,
+             weight_decay=0.01, eval_every=1000),
+        dict(vocab_size=50_304, hidden_size=512, intermediate_size=1376, num_hidden_layers=6,
+             num_attention_heads=8, block_size=2048),
+    ),
+    "410m": (
+        dict(steps=19_073, batch_size=256, learning_rate=3e-4, router_rate=1.0, warmup=0.02, eval_every=1000),
+        dict(vocab_size=50_304, hidden_size=1024, intermediate_size=2752, num_hidden_layers=24,
+             num_attention_heads=16, block_size=2048),
+    ),
+}  # fmt: skip
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-@settings
-class TrainConfig:
-    """All that is not the model. What stands beside a field, or right above it, is its --help."""
+@validated_dataclass
+class RunSettings:
+    """Which run."""
 
-    program = "python {}.py"  # as messages name the commands
-
-    preset: Literal["tiny", "small", "70m", "410m"] = "tiny"  # the defaults, which other flags change
-    name: str | None = None  # of the run, a folder in --out; None: preset and time
-    out: str = "out"  # where runs are kept
-    resume: bool = False  # go on with the run --name, or the newest, with its settings
-    data: str = "pydocs"  # pydocs, pysource, a file, a folder of texts, or one of .bin files
-    tokenizer: str = "auto"  # bytes, bpe, gpt2; auto: a .bin folder's own, else by the preset
-
-    steps: Count = 1000  # optimizer steps
-    batch_size: Count = 8  # windows a step
-    micro_batch_size: Count | None = None  # windows at a time; None: all on a CPU, on a GPU what fits
-    learning_rate: NotNegative = 4e-3  # peak; cosine to a tenth of it
-    router_rate: NotNegative = 3.0  # learning rate of the router, times that of the rest (reading note 6)
-    warmup: Share = 0.05  # share of the steps in which the learning rate rises
-    weight_decay: Share = 0.1  # on matrices, without the router's
-    betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW
-    clip: NotNegative = 1.0  # gradient norm; 0: off
-    step_price: NotNegative = 0.0  # nats for a pondering step (router.relaxed_steps); 0: they are free
-    price_from: Share = 0.0  # share of the training after which they cost that
-    seed: Seed = 0  # of weights, batches and R
-
-    log_every: Count = 20  # steps between log lines
-    eval_every: Count = 250  # steps between checkpoints, each of which is evaluated
-    eval_windows: Count = 512  # validation windows of the final evaluation
-    tau: Share = TAU  # where executed steps are counted and hard stopping is scored
-
-    device: str = "auto"  # auto, cpu, cuda, mps
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where there is hardware
-    attention: Literal["auto", "eager", "sdpa", "fa2"] = "auto"  # see attention.py
-    compile: bool | None = None  # compile the blocks: faster steps, after a minute; None: on CUDA
-    recompute: bool = False  # compute each pass again in the backward pass, to save memory
+    # The comment at a field, or right above it, is its --help.
+    preset: Literal[tuple(PRESETS)] = "tiny"  # named set of defaults; any other flag overrides it
+    name: str | None = None  # name of the run, i.e. its folder inside --out; None: preset and time
+    out: str = "out"  # folder that holds the runs
+    resume: bool = False  # resume the run --name, or the newest one, with its settings
+    seed: Seed = 0  # random seed for initialisation, batch order and R
 
     def __post_init__(self):
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
-            raise ValueError(f"name = {self.name!r} is no name of a folder")
+            raise ValueError(f"name = {self.name!r} cannot be the name of a folder")
 
 
-# Values of settings that older runs did not record.
-OLD_DEFAULTS = {"router_rate": 1.0, "step_price": 0.0, "price_from": 0.0}
-OLD_DEFAULTS |= {"attention": "auto", "compile": False}
-CHECKPOINT_WINDOWS = 64  # of validation, at each checkpoint
-# What a resumed training may change: anything else would make it another training. The corpus may
-# have moved, but must be the same.
+@validated_dataclass
+class DataSettings:
+    """What it reads."""
+
+    # pydocs or pysource (text that comes with Python), a text file, a folder of text files, or a folder with
+    # train.bin and val.bin
+    data: str = "pydocs"
+    # how text becomes tokens: bytes, bpe (trained on the text) or gpt2; auto is a .bin folder's own, else
+    # bytes for tiny, bpe for small, gpt2 for the larger presets
+    tokenizer: str = "auto"
+
+
+@validated_dataclass
+class OptimisationSettings:
+    """How it is trained."""
+
+    steps: Count = 1000  # number of training steps
+    batch_size: Count = 8  # windows per training step
+    # windows that are computed at once; None: all of them on a CPU, as many as fit on a GPU
+    micro_batch_size: Count | None = None
+    learning_rate: NonNegative = 4e-3  # peak learning rate of AdamW; a cosine decays it to a tenth
+    warmup: Fraction = 0.05  # fraction of the training steps in which the learning rate rises to its peak
+    weight_decay: Fraction = 0.1  # weight decay on matrices, except the router's
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's beta 1 and beta 2
+    clip: NonNegative = 1.0  # gradients are scaled down to this norm; 0 turns clipping off
+
+
+@validated_dataclass
+class RouterSettings:
+    """How the router is trained."""
+
+    router_rate: NonNegative = 3.0  # factor on the learning rate of the router
+    step_price: NonNegative = 0.0  # loss in nats that each executed pondering step costs; 0 turns it off
+    price_from: Fraction = 0.0  # fraction of training after which --step-price applies
+
+
+@validated_dataclass
+class EvaluationSettings:
+    """When it is logged, saved and evaluated."""
+
+    log_every: Count = 20  # training steps between log lines
+    eval_every: Count = 250  # training steps between checkpoints, each of which is evaluated
+    eval_windows: Count = 512  # number of validation windows in the final evaluation
+    tau: Fraction = TAU  # early-exit threshold used when evaluating
+
+
+@validated_dataclass
+class HardwareSettings:
+    """What it runs on."""
+
+    device: str = "auto"  # auto, cpu, cuda or mps
+    # precision of matrix products; auto is bfloat16 where the hardware has it, else float32
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    # form of attention: eager (plain), sdpa (PyTorch's fused kernels), fa2 (the package flash-attn); auto
+    # picks
+    attention: Literal["auto", "eager", "sdpa", "fa2"] = "auto"
+    # compile the transformer's blocks: faster steps after a minute of compiling; auto is on for a GPU
+    # that can
+    compile: Literal["auto", "on", "off"] = "auto"
+    recompute: bool = False  # recompute activations in the backward pass: slower, but takes much less memory
+
+
+@validated_dataclass
+class TrainConfig(
+    HardwareSettings, EvaluationSettings, RouterSettings, OptimisationSettings, DataSettings, RunSettings
+):
+    """All settings that are not the model's. Each parent class is a group of flags in --help."""
+
+    command = "python {}.py"  # how messages spell a command
+
+
+TRAIN_GROUPS = {
+    "run": RunSettings,
+    "data": DataSettings,
+    "optimisation": OptimisationSettings,
+    "router": RouterSettings,
+    "evaluation": EvaluationSettings,
+    "hardware": HardwareSettings,
+}
+MODEL_GROUPS = {"pondering": PonderingConfig, "transformer": BackboneConfig}
+
+CHECKPOINT_WINDOWS = 64  # validation windows that are scored at each checkpoint
+# What a resumed training may change; any other change would make it another training. The corpus may have
+# moved, but must be the same.
 MAY_CHANGE = {"steps", "learning_rate", "clip", "log_every", "eval_every", "eval_windows", "tau"}
-MAY_CHANGE |= {"data", "device", "precision", "attention", "compile", "recompute"}
-PRESETS = {  # Config(V, D, width of the MLP, layers, H, ..)
-    # A 2-core CPU, minutes.
-    "tiny": (TrainConfig(), Config(257, 96, 256, 3, 2, head_dim=24, block_size=64, refinements=(1, 1))),
-    # One GPU, minutes, its text read once. With d = 56 the channel of log w fits into a kernel of width 64.
-    # Without a price all of its tokens take all steps (docs/results.md).
-    "small": (
-        TrainConfig("small", data="pysource", steps=1500, batch_size=64, learning_rate=1e-3, step_price=0.1,
-                    eval_every=500),
-        Config(4096, 384, 1032, 6, 6, head_dim=56, block_size=256),
-    ),
-    # The paper's two sizes, with the recipe of the released PonderLM-2 and Pythia scripts: 15 B and 10 B
-    # tokens.
-    "70m": (
-        TrainConfig("70m", steps=28_610, batch_size=256, learning_rate=1e-3, router_rate=1.0,
-                    warmup=0.01, weight_decay=0.01, eval_every=1000),
-        Config(50_304, 512, 1376, 6, 8, block_size=2048),
-    ),
-    "410m": (
-        TrainConfig("410m", steps=19_073, batch_size=256, learning_rate=3e-4, router_rate=1.0,
-                    warmup=0.02, eval_every=1000),
-        Config(50_304, 1024, 2752, 24, 16, block_size=2048),
-    ),
-}  # fmt: skip
+MAY_CHANGE |= {"data", "device", "precision", "attention", "compile", "recompute", "micro_batch_size"}
+# Values of settings that older runs did not record, and how they wrote --compile.
+OLD_DEFAULTS = {
+    "router_rate": 1.0,
+    "step_price": 0.0,
+    "price_from": 0.0,
+    "attention": "auto",
+    "compile": "off",
+}
+OLD_COMPILE = {None: "auto", True: "on", False: "off"}
 
 
-def first_flags(
-    preset: str | None = None, device: str = "auto", out: str = "out", name: str | None = None,
-    resume: bool = False,
-):  # fmt: skip
-    """Flags that are read first, since the defaults of the others depend on them."""
-    return preset, device, out, name, resume
+def preset_settings(name):
+    """The settings of a preset: a TrainConfig and a Config."""
+    train_settings, model_settings = PRESETS[name]
+    return TrainConfig(preset=name, **train_settings), Config(**model_settings)
 
 
-def usual_preset(device):
-    """The preset of a device, by its name. Asks the driver, and opens no device yet."""
-    on_gpu = device.partition(":")[0] in ("auto", "cuda") and torch.cuda.is_available()
-    return "small" if on_gpu else "tiny"
+def usual_preset(device_name):
+    """The preset of a device, given --device: 'small' on a GPU, else 'tiny'."""
+    on_gpu = device_name.partition(":")[0] in ("auto", "cuda") and torch.cuda.is_available()
+    if not on_gpu:
+        return "tiny"
+    if not has_fast_bfloat16(torch.device("cuda")):
+        print("note: this GPU has no bfloat16, so the preset is tiny; --preset small would take hours on it")
+        return "tiny"
+    return "small"
+
+
+@validated_dataclass
+class FirstFlags:
+    """Flags that are read before the others, because the defaults of the others depend on them."""
+
+    preset: str | None = None
+    device: str = "auto"
+    out: str = "out"
+    name: str | None = None
+    resume: bool = False
+    tokenizer: str = "auto"
+
+
+def new_settings(first):
+    """The settings of a new run, before the other flags change them. -> a TrainConfig and a Config"""
+    name = first.preset or usual_preset(first.device)
+    if name not in PRESETS:  # which is refused when all flags are read
+        name = "tiny"
+    config, model_config = preset_settings(name)
+    if first.tokenizer == "bpe" and model_config.vocab_size <= 257:  # that is the size of a bytes tokenizer
+        model_config = replace(model_config, vocab_size=BPE_VOCAB_SIZE)
+    return config, model_config
 
 
 def parse(argv=None):
-    """The command line -> (TrainConfig, Config). --preset, or the run that goes on, has the defaults.
-    UserError: what --resume must not change. pydantic.ValidationError: a value out of its range."""
-    how = dict(args=argv, return_unknown_args=True, add_help=False)
-    (preset, device, out, name, resume), _ = tyro.cli(first_flags, **how)
-    if resume:
-        run = Path(out, name) if name else newest_run(out)
-        config, shape, _ = read_run(run)
-        if (method := shape.pop("method", None)) != PonderLM.method:
-            raise UserError(f"{run} is of the method {method!r}: go on with python -m lab train")
-        with reading(run / "train.json"):
-            before = replace(config, out=out, name=run.name, resume=True), from_json(Config, shape)
-    else:
-        before = PRESETS.get(preset or usual_preset(device), PRESETS["tiny"])  # a wrong one is refused below
+    """Read the command line.
 
-    flat = tyro.conf.arg(name="")  # --steps, and not --config.steps
-    both = tuple[Annotated[TrainConfig, flat], Annotated[Config, flat]]
-    now = tyro.cli(both, default=before, description=__doc__, args=argv)
-    if resume:
-        refuse_changes(run, before, now)
-    return now
+    The defaults are those of --preset, or of the run that is resumed.
+
+    Returns:
+        A TrainConfig and a Config.
+
+    Raises:
+        UserError: a flag that --resume must not change.
+        pydantic.ValidationError: a value out of its range.
+    """
+    first, _ = tyro.cli(FirstFlags, args=argv, return_unknown_args=True, add_help=False)
+    if first.resume:
+        run = Path(first.out, first.name) if first.name else newest_run(first.out)
+        config, model_config = run_settings(run)
+        config = replace(config, out=first.out, name=run.name, resume=True)
+    else:
+        config, model_config = new_settings(first)
+
+    groups = split_into(TRAIN_GROUPS, config) | split_into(MODEL_GROUPS, model_config)
+    parsed = parse_groups(groups, argv, prog="python train.py", description=__doc__)
+    new_config = join(TrainConfig, [parsed[title] for title in TRAIN_GROUPS])
+    new_model_config = join(Config, [parsed[title] for title in MODEL_GROUPS])
+    if first.resume:
+        refuse_changes(run, (config, model_config), (new_config, new_model_config))
+    return new_config, new_model_config
 
 
 def refuse_changes(run, before, now):
-    """UserError: settings, a TrainConfig and a Config each, that make a resumed training another one."""
-    before, now = (asdict(config) | asdict(shape) for config, shape in (before, now))
-    odd = [name for name in now if before[name] != now[name] and name not in MAY_CHANGE]
-    if odd:
-        odd = "; ".join(f"{name}: {before[name]} -> {now[name]}" for name in odd)
-        raise UserError(f"{run} has other settings: train anew without --resume, or undo {odd}")
+    """Refuse to resume a training with settings that would make it another one.
+
+    Args:
+        before: a TrainConfig and a Config. So is now.
+
+    Raises:
+        UserError: it names them.
+    """
+    before = asdict(before[0]) | asdict(before[1])
+    now = asdict(now[0]) | asdict(now[1])
+    changed = [name for name in now if before[name] != now[name] and name not in MAY_CHANGE]
+    if changed:
+        changes = "; ".join(f"{name}: {before[name]} -> {now[name]}" for name in changed)
+        raise UserError(
+            f"{run} was begun with other settings: drop --resume to train a new run, or undo these changes: "
+            f"{changes}"
+        )
 
 
 def read_run(run, kind=TrainConfig):
-    """train.json of a run -> its TrainConfig, the settings of its model (a dict), fingerprint of its corpus.
-    UserError: it is not a run, or damaged."""
+    """Read the train.json of a run.
+
+    Args:
+        kind: the class of its settings.
+
+    Returns:
+        Its settings, the settings of its model (a dict), and the fingerprint of its corpus.
+
+    Raises:
+        UserError: it is not a run, or is damaged.
+    """
     file = Path(run, "train.json")
     if not file.is_file():
-        raise UserError(f"{run} is no run, it has no train.json: train one, without --resume")
+        raise UserError(f"{run} is not a training run (no train.json): to start a new one, drop --resume")
     content = read_json(file)
-    with reading(file, "; go on with the program that began it"):
-        config, shape, corpus = (dict(content[part]) for part in ("config", "model", "corpus"))
-        return from_json(kind, OLD_DEFAULTS | config), shape, corpus
+    with user_error_if_unreadable(file, "; resume it with the program that began it"):
+        settings = OLD_DEFAULTS | dict(content["config"])
+        settings["compile"] = OLD_COMPILE.get(settings["compile"], settings["compile"])
+        return from_json(kind, settings), dict(content["model"]), dict(content["corpus"])
 
 
-# -- Training --------------------------------------------------------------------------------------
+def run_settings(run):
+    """The settings of a run that this script can resume: a TrainConfig and a Config.
+
+    Raises:
+        UserError: it is not a run, is damaged, or is of another method.
+    """
+    config, model_settings, _ = read_run(run)
+    method = model_settings.pop("method", None)
+    if method != PonderLM.method:
+        raise UserError(f"{run} is of the method {method!r}: resume it with python -m lab train --resume")
+    with user_error_if_unreadable(run / "train.json"):
+        return config, from_json(Config, model_settings)
+
+
+# -- The objective ---------------------------------------------------------------------------------
 
 
 def objective(model, x, y, R, price=0.0):
@@ -206,478 +373,600 @@ def objective(model, x, y, R, price=0.0):
 
         L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)) + price mean(relaxed(w))
 
-    As printed the penalty of n tokens is 0 where all CE_k are above 0.5 + log(n) / 10, 1.1 nats for n = 512
-    (reading note 2). There CE alone teaches the router, through log w, and through s, which weighs what
-    predicts.
+    The printed penalty of n tokens is 0 where all CE_k are above 0.5 + log(n) / 10, which is 1.1 nats for
+    n = 512 (reading note 2). There the router learns from CE alone: through log w in attention, and
+    through s in the integration.
 
     Args:
-        x, y: (B, T) tokens, and those that follow them; -100 where there is none to predict.
-        R: Jacobi refinements. price: of a pondering step in nats, which is not the paper's.
+        x: (B, T), token ids.
+        y: (B, T), the tokens that follow them; -100 where there is none to predict.
+        R: refinement passes.
+        price: loss in nats of an executed pondering step (not in the paper).
 
     Returns:
-        L, the penalty without lambda, and the model's Output, whose loss is CE.
+        L, the penalty without its weight lambda, and the model's Output, whose loss is CE.
     """
-    out, config, has_target = model(x, y, R=R), model.config, y != -100
-    loss, penalty, log_w = out.loss, torch.zeros_like(out.loss), out.log_w[has_target]  # (n, K+1)
-    if not (config.ponder_steps and len(log_w)):
+    out = model(x, y, R=R)
+    config = model.config
+    loss = out.loss
+    penalty = torch.zeros_like(loss)
+    # The tokens that have a target; this waits for a GPU, once per micro-batch.
+    with_target = (y != -100).flatten().nonzero().squeeze(1)  # (n,)
+    log_w = out.log_w.flatten(0, 1)[with_target]  # (n, K+1)
+    if config.ponder_steps == 0 or len(log_w) == 0:
         return loss, penalty, out
     if config.penalty_weight:
-        ce = model.partial_losses(out.h, out.s, y)  # (B, T, K): integrated up to step 0 .. K-1
-        ce = torch.cat([ce, out.ce[..., None]], dim=-1)  # (B, T, K+1)
-        penalty, _ = bottom_mass_penalty(log_w, ce[has_target], config.penalty)
+        ce = depth_losses(model, out, y, with_target)  # (n, K+1)
+        penalty, _ = bottom_mass_penalty(log_w, ce, config.penalty)
         loss = loss + config.penalty_weight * penalty
     if price:
         loss = loss + price * relaxed_steps(log_w).mean()
     return loss, penalty, out
 
 
-class Objective(nn.Module):
-    """An objective of rows of tokens (n, T+1), as a module: DistributedDataParallel wraps nothing else."""
+def depth_losses(model, out, y, with_target):
+    """CE_k of the n tokens that have a target, integrated up to step k = 0 .. K. -> (n, K+1), without
+    gradient
+
+    CE_0 is computed only if the penalty can depend on it. It enters d_rho_1 = max(rho_1 - rho_0, 0), and
+    where n rho_1 < 1, that selects no token, whatever CE_0 is.
+    """
+    ce = model.partial_losses(out.h, out.s, y, range(1, model.config.ponder_steps))  # (B, T, K-1)
+    ce = torch.cat([ce, out.ce.detach()[..., None]], dim=-1)  # (B, T, K)
+    ce = ce.flatten(0, 1)[with_target]  # (n, K)
+    rho_1 = resolved_fraction(ce[:, :1], model.config.penalty)
+    if len(ce) * rho_1.item() < 0.999:  # this waits for a GPU, too; the margin is for rounding
+        ce_0 = torch.full_like(ce[:, :1], math.inf)
+    else:
+        ce_0 = model.partial_losses(out.h, out.s, y, range(1))  # (B, T, 1)
+        ce_0 = ce_0.flatten(0, 1)[with_target]  # (n, 1)
+    return torch.cat([ce_0, ce], dim=-1)
+
+
+class LossModule(nn.Module):
+    """The objective of a batch of windows (n, T+1), as a module, which DistributedDataParallel needs."""
 
     def __init__(self, model, objective, precision):
         super().__init__()
-        self.model, self.objective, self.precision = model, objective, precision
+        self.model = model
+        self.objective = objective
+        self.precision = precision
 
-    def forward(self, rows, R, price=0.0):
-        with torch.autocast(rows.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
-            return self.objective(self.model, rows[:, :-1], rows[:, 1:], R, price)
+    def forward(self, windows, R, price=0.0):
+        with torch.autocast(windows.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            return self.objective(self.model, windows[:, :-1], windows[:, 1:], R, price)
 
 
 def learning_rate(step, config):
-    """Linear warm-up, then a cosine from the peak to a tenth of it."""
-    warmup = max(1, round(config.warmup * config.steps))
-    if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, config.steps - warmup)
+    """A linear warm-up, then a cosine from the peak down to a tenth of it."""
+    warmup_steps = max(1, round(config.warmup * config.steps))
+    if step < warmup_steps:
+        return config.learning_rate * (step + 1) / warmup_steps
+    progress = (step - warmup_steps) / max(1, config.steps - warmup_steps)
     return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
+# -- Training --------------------------------------------------------------------------------------
+
+
 def train(config, model_config, make_model=PonderLM, objective=objective, open_text=open_corpus):
-    """Train as the settings say -> the run's directory, and its final evaluation; None if it was stopped.
+    """Train a model, keeping it and its checkpoints in the folder of a run.
 
-    make_model: model_config -> model. objective: as above. open_text: as data.open_corpus.
+    Args:
+        config: a TrainConfig.
+        model_config: the settings of the model. Its vocab_size is replaced by that of the corpus.
+        make_model: builds the model from its settings.
+        objective: the loss of one micro-batch; see the function of that name above.
+        open_text: opens the corpus; takes the arguments of data.open_corpus.
+
+    Returns:
+        The folder of the run, and the final evaluation, or None if a signal stopped the training.
+
+    Raises:
+        UserError: a setting cannot be followed, or the training diverges.
     """
-    rank, processes, device = join_processes(config.device)
-    name = config.name or f"{config.preset}-{time.strftime('%m%d-%H%M%S')}"
-    run = Path(config.out, gather(name)[0])  # by the first process's clock
-    if config.batch_size % processes:
-        raise UserError(f"batch_size = {config.batch_size}: {processes} processes cannot share it equally")
-    if not (config.resume or rank):  # before minutes of reading text
-        check_free(run)
-    if rank:  # the first process prepares the corpus, the others find it
-        dist.barrier()
-    tokenizer = pick_tokenizer(config.preset, config.data, config.tokenizer)
-    corpus = open_text(config.data, tokenizer, model_config.vocab_size)
-    if processes > 1 and not rank:
-        dist.barrier()
-    T, (low, high) = model_config.block_size, model_config.refinements
-    windows, val = Windows(corpus.train, T, config.seed), Windows(corpus.val, T, seed=0)
-    if config.resume:
-        before, now = (x | {"name": ""} for x in (read_run(run, type(config))[2], corpus.fingerprint))
-        if before != now:
-            raise UserError(f"{config.data} is not the text of {run}, or in other tokens: give it by --data")
+    rank, world_size, device = init_distributed(config.device)
+    is_main = rank == 0  # only this process prints and writes files
+    check_before_reading(config, model_config, device, world_size)
 
+    # Data
+    corpus = open_corpus_once(config, model_config.vocab_size, open_text, rank)
+    if config.resume:
+        check_same_corpus(config, corpus)
+    train_windows = Windows(corpus.train, model_config.block_size, config.seed)
+    val_windows = Windows(corpus.val, model_config.block_size, seed=0)
+
+    # Model and optimizer
     torch.manual_seed(config.seed)
     model = make_model(replace(model_config, vocab_size=corpus.vocab_size)).to(device).train()
-    precision = pick_precision(config.precision, device)
-    if config.attention == "fa2" and (flash_attn_func is None or precision != "bfloat16"):
-        raise UserError("--attention fa2 needs the package flash-attn, a GPU and bfloat16; sdpa is as exact")
-    model.backend, model.recompute = BACKENDS[config.attention], config.recompute
-    optimizer = torch.optim.AdamW(
-        model.param_groups(config.router_rate), config.learning_rate, config.betas,
-        weight_decay=config.weight_decay, fused=device.type in ("cpu", "cuda"),
-    )  # fmt: skip
-    losses = Objective(model, objective, precision)
-    local = config.batch_size // processes  # windows a step of this process
-    micro = pick_micro_batch(config, model, local, lambda n: losses(windows.stack(0, n).to(device), high)[0])
-    if compiles := device.type == "cuda" if config.compile is None else config.compile:
-        compile_blocks(model)
-    if processes > 1:
-        losses = DistributedDataParallel(losses)
+    optimizer = make_optimizer(model, config)
+    config = replace(config, precision=pick_precision(config.precision, device))
+    model.backend = BACKENDS[config.attention]
+    model.recompute = config.recompute
+    loss_module = LossModule(model, objective, config.precision)
+    config, micro_batch_size = fit_to_hardware(config, model, loss_module, train_windows, device, world_size)
+    if world_size > 1:
+        loss_module = DistributedDataParallel(loss_module, gradient_as_bucket_view=True)
 
-    # More processes need smaller micro-batches; a later start with fewer has the first one's again.
-    recorded = config.micro_batch_size if config.resume else micro
-    config = replace(config, name=run.name, micro_batch_size=recorded, precision=precision)
-    content = {"config": asdict(config), "model": {"method": model.method, **asdict(model_config)}}
-    content["corpus"] = corpus.fingerprint
-    with locked(run, rank):
-        first, seconds, log = 0, 0.0, []
-        if config.resume:
-            first, log = load_checkpoint(run, model, optimizer)
-        elif not rank:
-            check_free(run)  # once more: another training may have taken it while this one read text
-        if first > config.steps:
-            raise UserError(f"{run} has done {first} steps already: go on with a larger --steps")
-        machine = describe_machine(device, precision)
-        log.append({"step": first, **machine, "processes": processes, "config": asdict(config)})
-        if not rank:
-            if first < config.steps:
-                (run / "results.json").unlink(missing_ok=True)
-            write_json(run / "train.json", content)
-            corpus.tokenizer.save(run / "tokenizer.json")
-            if first:  # a kill may have come between the checkpoint and what others read
-                save_checkpoint(run, model, optimizer, first, log)
-        size = sum(p.numel() for p in model.parameters())
-        print(f"{corpus.source}\n{windows.count:,} windows of {T} tokens; {size:,} parameters, {precision}")
-        print(f"{config.batch_size} windows a step, {micro} at a time{', blocks compiled' * compiles}")
-        begins = f"resumed at step {first} of {config.steps}" if first else "a new training"
-        print(f"{run}: {begins}", flush=True)
+    run = run_folder(config, rank)
+    config = replace(config, name=run.name)
+    with locked(run) if is_main else nullcontext():
+        first_step, log = start_or_resume(run, config, model_config, model, optimizer, corpus)
+        print_start(run, config, model, corpus, train_windows, first_step, micro_batch_size)
+        clock = Clock(config)
 
-        with noted_signals() as received:
-            for step in range(first, config.steps):
-                began, at = time.monotonic(), (step * processes + rank) * local
-                rows = windows.stack(at, at + local)
+        with defer_signals() as received:  # Ctrl-C ends the training when its last step has been saved
+
+            def stop_requested():
+                return any(gather(bool(received)))  # if one process got a signal, all of them stop
+
+            for step in range(first_step, config.steps):
+                clock.begin()
+
+                # Batch, R and price depend on the step alone. So a resumed run sees the same ones, and so
+                # does a run with another number of processes.
+                batch = train_windows.share_of_batch(step, config.batch_size, rank, world_size)
                 if device.type == "cuda":
-                    rows = rows.pin_memory()  # so that the copy does not wait for the step before
-                R = int(np.random.default_rng((config.seed, step)).integers(low, high + 1))
-                # A router that starts flat, and pays at once, never learns to think.
-                price = config.step_price if step >= config.price_from * config.steps else 0.0
-                parts, means = rows.to(device, non_blocking=True).split(micro), 0.0
-                for part in parts:
-                    is_last_part, weight = part is parts[-1], len(part) / local
-                    # Processes share the sum over all parts.
-                    with nullcontext() if is_last_part or processes == 1 else losses.no_sync():
-                        loss, penalty, out = losses(part, R, price)
-                        (loss * weight).backward()
-                    numbers = {"loss": loss, "ce": out.loss, "penalty": penalty}
-                    numbers["K_hat"] = stop_step(out.log_w, config.tau).float().mean()
-                    numbers["relaxed"] = relaxed_steps(out.log_w).mean()
-                    means += torch.stack([*numbers.values()]).detach() * weight
-                norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
+                    batch = batch.pin_memory()  # so that the copy need not wait for the previous step
+                batch = batch.to(device, non_blocking=True)  # (batch_size / world_size, T+1)
+                R = draw_refinements(step, config.seed, model_config.refinements)
+                price = price_at(step, config)
+
+                # Forward, backward, update
+                metrics = accumulate_gradients(
+                    loss_module, batch.split(micro_batch_size), R, price, config.tau, stop_requested
+                )
+                if metrics is None:  # a signal came between two micro-batches: this step is given up
+                    if is_main and step > first_step:
+                        save_checkpoint(run, model, optimizer, step, log)
+                    break
+                metrics["grad_norm"] = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
                 for group in optimizer.param_groups:
-                    group["lr"] = group["rate"] * learning_rate(step, config)
+                    group["lr"] = group["lr_scale"] * learning_rate(step, config)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
 
-                done, is_last = step + 1, step + 1 == config.steps
-                if is_logged := is_last or done % config.log_every == 0:
-                    logged = torch.cat([means, norm[None]]).cpu()  # waits for a GPU
-                seconds += time.monotonic() - began
-                if is_logged:
-                    logged = (sum(gather(logged)) / processes).tolist()
-                    row = dict(zip([*numbers, "grad_norm"], logged, strict=True))
-                    check_finite(run, done, **row)
-                    a_step = seconds / (done - first)
-                    speed, left = config.batch_size * T / a_step, int(a_step * (config.steps - done))
-                    print(
-                        f"step {done}/{config.steps}  loss {row['loss']:.3f}  ce {row['ce']:.3f}  "
-                        f"K-hat {row['K_hat']:.2f}  {speed:,.0f} tok/s  left {left // 60}:{left % 60:02d}",
-                        flush=True,
-                    )
-                    log.append({"step": done, **row, "tokens_per_second": speed})
-                if is_due := is_last or done % config.eval_every == 0:
-                    count = min(CHECKPOINT_WINDOWS, val.count)
-                    loss = evaluate(model, val, count, R=high)["loss"]
-                    check_finite(run, done, validation=loss)
-                    print(f"step {done}/{config.steps}  validation {loss:.3f}, {count} windows", flush=True)
-                    log.append({"step": done, "val": loss})
-                stop = any(gather(bool(received)))  # a signal to any of the processes
-                if (is_due or stop) and not rank:
+                # Log, evaluate, save
+                done = step + 1
+                is_last = done == config.steps
+                log_now = is_last or done % config.log_every == 0
+                checkpoint_now = is_last or done % config.eval_every == 0
+                if log_now:
+                    means = mean_over_processes(metrics)  # this waits for a GPU
+                clock.end_step()
+                if log_now:
+                    check_finite(run, done, **means)
+                    log.append(log_step(done, means, clock, config, model_config))
+                    if is_main:
+                        write_log(run, log)
+                if checkpoint_now:
+                    clock.begin()
+                    log.append(log_validation(run, done, model, val_windows, config))
+                    clock.end_evaluation()
+                stop_now = stop_requested()
+                if is_main and (checkpoint_now or stop_now):
+                    clock.begin()
                     save_checkpoint(run, model, optimizer, done, log)
-                if stop:
+                    clock.end_saving()
+                if stop_now:
                     break
-        stopped = f"stopped; go on with: {config.program.format('train')} {resume_flags(run)}"
-        if any(gather(bool(received))):  # also one that came during the last save
-            print(stopped, flush=True)
-            return run, None
 
-        try:
-            report = final_report(model, val, config)
-        except KeyboardInterrupt:
-            print(f"\n{stopped}", flush=True)
+        report = None
+        if not stop_requested():  # a signal may also have come during the last save
+            try:
+                report = final_report(model, val_windows, config)
+            except KeyboardInterrupt:
+                print()  # ends the line that the report had begun
+        if report is None:
+            print(f"stopped; resume with: {config.command.format('train')} {resume_flags(run)}", flush=True)
             return run, None
         report["unigram_entropy"] = unigram_entropy(corpus.val, corpus.vocab_size)
-        if not rank:
+        if is_main:
             write_json(run / "results.json", report)
+
     print(f"unigram entropy {report['unigram_entropy']:.3f}")
-    print(f"next: {config.program.format('sample')} --run {shlex.quote(str(run))}", flush=True)
+    print(f"next: {config.command.format('sample')} --run {shlex.quote(str(run))}", flush=True)
     return run, report
 
 
-# -- What a step takes -----------------------------------------------------------------------------
+# -- The parts of `train`, in their order ----------------------------------------------------------
 
 
-def pick_precision(name, device):
-    """'auto' -> bfloat16 where the hardware multiplies it, else float32."""
-    if name != "auto":
-        return name
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = device.type == "cpu" and getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
-    return "bfloat16" if fast else "float32"
+def check_before_reading(config, model_config, device, world_size):
+    """Refuse what cannot work before minutes are spent on reading a text.
+
+    Raises:
+        UserError: the number of processes, the form of attention, or the name of the run does not fit.
+    """
+    if config.batch_size % world_size:
+        raise UserError(
+            f"--batch-size {config.batch_size} cannot be shared equally by {world_size} processes: use a "
+            f"multiple of {world_size}"
+        )
+    precision = pick_precision(config.precision, device)
+    check_attention(config.attention, device, precision, model_config.head_width)
+    rank, _ = rank_and_world_size()
+    if rank == 0 and config.name and not config.resume:
+        check_free(Path(config.out, config.name))
 
 
-def describe_machine(device, precision):
-    """Where a training runs, as its log records it: the same seed gives other losses elsewhere.
+def open_corpus_once(config, vocab_size, open_text, rank):
+    """Open the corpus. The first process prepares it, if need be; the others wait and find it on disk."""
+    tokenizer = pick_tokenizer(config.preset, config.data, config.tokenizer)
+    if rank > 0:
+        wait_for_all()
+    corpus = open_text(config.data, tokenizer, vocab_size)
+    if rank == 0:
+        wait_for_all()
+    return corpus
 
-    Args:
-        device: a torch.device.
-        precision: of the training, "float32" or "bfloat16".
+
+def check_same_corpus(config, corpus):
+    """Refuse to resume on another text. Its name is not compared, since the file may have been moved.
+
+    Raises:
+        UserError: the text, or its tokens, differ.
+    """
+    run = Path(config.out, config.name)
+    _, _, recorded = read_run(run, type(config))
+    if {**recorded, "name": None} != {**corpus.fingerprint(), "name": None}:
+        raise UserError(
+            f"{config.data} is not the text that {run} was trained on, or has other tokens: name that text "
+            "with --data"
+        )
+
+
+def make_optimizer(model, config):
+    device = next(model.parameters()).device
+    return torch.optim.AdamW(
+        model.param_groups(config.router_rate),
+        lr=config.learning_rate,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        fused=device.type in ("cpu", "cuda"),
+    )
+
+
+def fit_to_hardware(config, model, loss_module, windows, device, world_size):
+    """Choose the size of the micro-batches, and compile the blocks where that is asked for.
 
     Returns:
-        A dict for JSON: the type and name of the device, how many CPU cores this process may use, threads,
-        precision, versions of Python and torch, and the commit of this code (None outside of git).
+        The settings with what was chosen, and the windows that this process computes at once.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-    return {
-        "device": device.type,
-        "machine": name,
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "precision": precision,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "commit": current_commit(),
-    }
+    share = config.batch_size // world_size  # windows per training step of this process
+    most_refinements = max(model.config.refinements)
+
+    def loss_of(n):
+        loss, _, _ = loss_module(windows.stack(0, n).to(device), most_refinements)
+        return loss
+
+    is_chosen_here = config.micro_batch_size is None
+    if not is_chosen_here:
+        micro_batch_size = min(config.micro_batch_size, share)
+        if config.resume and micro_batch_size < config.micro_batch_size:  # more processes than before
+            print(
+                f"note: micro-batches have {micro_batch_size} windows instead of {config.micro_batch_size}. "
+                "The penalty is computed per micro-batch, so it will differ slightly."
+            )
+    elif device.type == "cuda" and share > 1:
+        fitting = min(gather(windows_that_fit(model, loss_of)))
+        micro_batch_size = parts_that_fit(share, fitting)
+        torch.cuda.empty_cache()
+    else:
+        micro_batch_size = share
+
+    compiles = should_compile(config.compile, device)
+    if compiles:
+        print("compiling the blocks, which takes about a minute", flush=True)
+        compile_blocks(model)
+    if is_chosen_here:
+        config = replace(config, micro_batch_size=micro_batch_size)
+    return replace(config, compile="on" if compiles else "off"), micro_batch_size
 
 
-def cpu_name():
-    """The CPU as Linux names it, with its family and model numbers: "AMD EPYC" alone is many CPUs."""
-    found = {}
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            found.setdefault(key.strip(), value.strip())
-    if "model name" not in found:  # not every architecture has one
-        return platform.machine()
-    return f"{found['model name']} (family {found.get('cpu family')}, model {found.get('model')})"
+def run_folder(config, rank):
+    """The folder of the run: out/NAME, or a new one that is named after the preset and the time."""
+    if config.name:
+        return Path(config.out, config.name)
+    name = f"{config.preset}-{time.strftime('%m%d-%H%M%S')}"
+    run = make_run_folder(config.out, name) if rank == 0 else None
+    return gather(run)[0]  # the first process decides, since clocks differ
 
 
-def current_commit():
-    """The commit that this file is of, followed by -dirty where a tracked file differs from it, or None."""
-    ask = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(ask, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-        return said.stdout.strip()
+def start_or_resume(run, config, model_config, model, optimizer, corpus):
+    """Write the files that describe a new run, or load the last checkpoint of a resumed one.
+
+    Returns:
+        The number of training steps done, and the rows of the log so far.
+
+    Raises:
+        UserError: the run has done more steps than it is to do, or cannot be read or written.
+    """
+    rank, world_size = rank_and_world_size()
+    first_step = 0
+    log = []
+    if config.resume:
+        first_step, log = load_checkpoint(run, model, optimizer)
+    elif rank == 0:
+        check_free(run)  # again: another training may have taken the folder while this one read its text
+    if first_step > config.steps:
+        raise UserError(f"{run} has done {first_step} steps already: use --steps with a larger number")
+    log.append(
+        {
+            "step": first_step,
+            **describe_machine(next(model.parameters()).device, config.precision),
+            "processes": world_size,
+            "config": asdict(config),
+        }
+    )
+    if rank == 0:
+        if first_step < config.steps:
+            (run / "results.json").unlink(missing_ok=True)  # the results of the shorter training
+        description = {
+            "config": asdict(config),
+            "model": {"method": model.method, **asdict(model_config)},
+            "corpus": corpus.fingerprint(),
+        }
+        write_json(run / "train.json", description)
+        corpus.tokenizer.save(run / "tokenizer.json")
+        if first_step > 0:
+            # The process before may have been killed between writing trainer.pt and model.safetensors.
+            save_checkpoint(run, model, optimizer, first_step, log)
+    return first_step, log
 
 
-def pick_tokenizer(preset, data, tokenizer):
-    """'auto' -> the preset's, or None for a .bin folder, which has its own."""
-    of_preset = {"tiny": "bytes", "small": "bpe"}.get(preset, "gpt2")
-    automatic = None if is_prepared(data) else of_preset
-    return automatic if tokenizer == "auto" else tokenizer
+def print_start(run, config, model, corpus, windows, first_step, micro_batch_size):
+    parameters = sum(p.numel() for p in model.parameters())
+    compiled = ", blocks compiled" if config.compile == "on" else ""
+    begins = f"resumed at step {first_step} of {config.steps}" if first_step else "a new training"
+    print(corpus.source)
+    print(f"{windows.count:,} windows of {windows.block_size} tokens")
+    print(f"{parameters:,} parameters, {config.precision}")
+    print(f"{config.batch_size} windows per step, {micro_batch_size} at a time{compiled}")
+    print(f"{run}: {begins}", flush=True)
 
 
-def pick_micro_batch(config, model, local, try_loss):
-    """How many of the `local` windows of a step a process takes at once: what is asked for; else on a CPU
-    all, on a GPU as many as fit, by the memory that one window and two take (try_loss: n -> a loss)."""
-    asked = config.micro_batch_size or local
-    if asked > local and config.resume:  # with more processes than before
-        print(f"note: {local} windows at a time, not {asked}: a penalty, which is of these, differs a little")
-    if config.micro_batch_size or local == 1 or not next(model.parameters()).is_cuda:
-        return min(asked, local)
-    peaks, most = [], 1
-    with suppress(torch.OutOfMemoryError):  # if not even one fits, the first step says so
-        for n in (1, 2):
-            torch.cuda.reset_peak_memory_stats()
-            try_loss(n).backward()
-            peaks.append(torch.cuda.max_memory_allocated())
-        room = 0.9 * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
-        room -= 8 * sum(p.numel() for p in model.parameters())  # AdamW's two numbers for each weight
-        most = max(1, 1 + int((room - peaks[0]) / max(peaks[1] - peaks[0], 1)))
-    model.zero_grad()
-    parts = -(-local // min(gather(most)))
-    return -(-local // parts)  # in parts of nearly the same size
+def draw_refinements(step, seed, limits):
+    """R of a training step, uniform between the limits: the same in every process and after a resume."""
+    low, high = limits
+    return int(np.random.default_rng((seed, step)).integers(low, high + 1))
 
 
-def compile_blocks(model):
-    """Compile the blocks for training: a form for each pass of the ladder. Evaluation, which has other
-    shapes, stays plain."""
-    torch._dynamo.config.recompile_limit = 64
+def price_at(step, config):
+    """The price of a pondering step. It may begin late: a router that starts flat and has to pay at once
+    never learns to ponder."""
+    return config.step_price if step >= config.price_from * config.steps else 0.0
 
-    def both(plain, compiled, block):
-        return lambda *inputs: (compiled if block.training else plain)(*inputs)
 
-    for block in model.model.layers:
-        block.forward = both(block.forward, torch.compile(block.forward, dynamic=False), block)
+def accumulate_gradients(loss_module, micro_batches, R, price, tau, stop_requested):
+    """Add up the gradients of this process's share of a batch, one micro-batch at a time.
+
+    Args:
+        micro_batches: a list of windows (n, T+1); the last one may be smaller than the others.
+        stop_requested: a function that says whether to give up; it is asked between micro-batches.
+
+    Returns:
+        The mean of each metric over the share, in tensors that stay on the device, so that nothing waits
+        for it. None if the step was given up.
+    """
+    share = sum(len(micro_batch) for micro_batch in micro_batches)
+    metrics = dict.fromkeys(("loss", "ce", "penalty", "K_hat", "relaxed"), 0.0)
+    for i, micro_batch in enumerate(micro_batches):
+        if i > 0 and stop_requested():
+            return None
+        # DistributedDataParallel averages gradients over the processes in backward(). Once per step is
+        # enough.
+        loss_module.require_backward_grad_sync = i == len(micro_batches) - 1
+        loss, penalty, out = loss_module(micro_batch, R, price)
+        weight = len(micro_batch) / share
+        (loss * weight).backward()
+
+        values = {
+            "loss": loss,
+            "ce": out.loss,
+            "penalty": penalty,
+            "K_hat": stop_step(out.log_w, tau).float().mean(),
+            "relaxed": relaxed_steps(out.log_w).mean(),
+        }
+        for name, value in values.items():
+            metrics[name] = metrics[name] + value.detach() * weight
+    return metrics
+
+
+def mean_over_processes(metrics):
+    """Metrics on the device -> numbers, averaged over the processes."""
+    stacked = torch.stack(list(metrics.values())).cpu()  # one copy for all of them
+    per_process = gather(stacked)
+    means = sum(per_process) / len(per_process)
+    return dict(zip(metrics, means.tolist(), strict=True))
+
+
+class Clock:
+    """The speed of a training, and the time that is left.
+
+    The speed is that of the training steps since the last log line, without those in which blocks were
+    compiled. The time left includes the evaluations and checkpoints to come, as long as the last ones
+    took.
+    """
+
+    def __init__(self, config, now=time.monotonic):
+        """
+        Args:
+            config: a TrainConfig.
+            now: a function that returns the time in seconds.
+        """
+        self.config = config
+        self.now = now
+        self.began = None  # when what is measured now began
+        self.graphs = 0  # that were compiled by then
+        self.steps = 0  # since the last log line
+        self.step_seconds = 0.0  # of these steps
+        self.seconds_per_step = None  # as of the last log line; None: all steps so far have compiled
+        self.evaluation_seconds = 0.0
+        self.saving_seconds = 0.0
+
+    def begin(self):
+        self.began = self.now()
+        self.graphs = compiled_graphs()
+
+    def end_step(self):
+        if compiled_graphs() == self.graphs:
+            self.steps += 1
+            self.step_seconds += self.now() - self.began
+
+    def end_evaluation(self):
+        self.evaluation_seconds = self.now() - self.began
+
+    def end_saving(self):
+        self.saving_seconds = self.now() - self.began
+
+    def take_line(self):
+        """Begin a new log line. -> seconds per training step since the last one, or None if they are not
+        known"""
+        if self.steps > 0:
+            self.seconds_per_step = self.step_seconds / self.steps
+            self.steps = 0
+            self.step_seconds = 0.0
+        return self.seconds_per_step
+
+    def seconds_left(self, done):
+        """Seconds that the rest of the training takes, after `done` training steps."""
+        config = self.config
+        steps_left = config.steps - done
+        checkpoints_left = math.ceil(config.steps / config.eval_every) - done // config.eval_every
+        if steps_left == 0:
+            checkpoints_left = 1  # this one
+        # The final evaluation scores more windows, in three ways.
+        final_evaluation = 3 * self.evaluation_seconds * config.eval_windows / CHECKPOINT_WINDOWS
+        return (
+            steps_left * self.seconds_per_step
+            + checkpoints_left * (self.evaluation_seconds + self.saving_seconds)
+            + final_evaluation
+        )
+
+
+def compiled_graphs():
+    """How many graphs torch.compile has made so far."""
+    if "torch._dynamo" not in sys.modules:  # it takes long to import
+        return 0
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def log_step(done, means, clock, config, model_config):
+    """Print a line of progress. -> the row of log.jsonl"""
+    seconds_per_step = clock.take_line()
+    if seconds_per_step is None:
+        speed = None
+        timing = "compiling"
+    else:
+        speed = config.batch_size * model_config.block_size / seconds_per_step  # tokens per second
+        timing = f"{speed:,.0f} tok/s  left {as_time(clock.seconds_left(done))}"
+    print(
+        f"step {done}/{config.steps}  loss {means['loss']:.3f}  ce {means['ce']:.3f}  "
+        f"K-hat {means['K_hat']:.2f}  {timing}",
+        flush=True,
+    )
+    return {"step": done, **means, "tokens_per_second": speed}
+
+
+def as_time(seconds):
+    """3725 -> 1:02:05, and 125 -> 2:05."""
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def log_validation(run, done, model, windows, config):
+    """Score some validation windows and print their loss. -> the row of log.jsonl"""
+    count = min(CHECKPOINT_WINDOWS, windows.count)
+    loss = evaluate(model, windows, count, R=max(model.config.refinements))["loss"]
+    check_finite(run, done, validation=loss)
+    print(f"step {done}/{config.steps}  validation {loss:.3f}, {count} windows", flush=True)
+    return {"step": done, "val": loss}
 
 
 # -- Evaluation ------------------------------------------------------------------------------------
 
 
-def windows_at_a_time(T, device):
-    """How many windows of T tokens to evaluate at once: a CPU is twice as fast with few, a GPU idles."""
-    return max(1, (16_384 if device.type == "cuda" else 1024) // T)
-
-
 @torch.no_grad()
 def evaluate(model, windows, count, R=None, tau=None, first=0):
-    """Means over the tokens of `count` windows from the `first` on, in float32. R, tau: as in forward.
+    """Score validation windows, in float32. Several processes share the work.
 
-    -> dict: loss, in nats; steps, the mean of K-hat at tau (TAU without one); and lists over the depths
-    k = 0 .. K: `stopped`, the share of tokens whose K-hat is k, and `weight`, the mean of s_k.
+    Args:
+        windows: the Windows to choose from.
+        count: number of windows to score.
+        R, tau: as in PonderLM.forward.
+        first: index of the first window.
+
+    Returns:
+        Means over all tokens, a dict: `loss` in nats; `steps`, the mean of K-hat at tau (at TAU if tau is
+            None);
+        and lists over the depths k = 0 .. K: `stopped`, the fraction of tokens whose K-hat is k, and
+        `weight`, the mean of s_k.
     """
-    was_training, backend, device = model.training, model.backend, next(model.parameters()).device
+    was_training = model.training
+    backend = model.backend
     model.eval()
-    model.backend = auto  # fa2 has no float32
-    S, end = model.config.ponder_steps + 1, first + count
-    size, (rank, processes) = windows_at_a_time(windows.block_size, device), rank_and_size()
-    sums = torch.zeros(1 + 2 * S, dtype=torch.float64)  # of the loss, of tokens that stop at k, and of s_k
-    for i in range(first + rank * size, end, processes * size):
-        rows = windows.stack(i, min(i + size, end)).to(device)
-        out = model(rows[:, :-1], rows[:, 1:], R=R, tau=tau)
+    model.backend = auto  # fa2 does not take float32
+    device = next(model.parameters()).device
+    rank, world_size = rank_and_world_size()
+    size = eval_batch_size(windows.block_size, device)
+    depths = model.config.ponder_steps + 1
+
+    loss_sum = torch.zeros(1, dtype=torch.float64)
+    stopped_sums = torch.zeros(depths, dtype=torch.float64)  # tokens whose K-hat is k
+    weight_sums = torch.zeros(depths, dtype=torch.float64)  # sums of s_k
+    end = first + count
+    for i in range(first + rank * size, end, world_size * size):
+        batch = windows.stack(i, min(i + size, end)).to(device)
+        out = model(batch[:, :-1], batch[:, 1:], R=R, tau=tau)
         steps = stop_step(out.log_w, TAU) if tau is None else out.steps
-        stopped = nn.functional.one_hot(steps, S).sum((0, 1))
-        sums += torch.cat([out.ce.sum()[None], stopped, out.s.sum((0, 1))]).cpu()
+        loss_sum += out.ce.sum().cpu()
+        stopped_sums += nn.functional.one_hot(steps, depths).sum((0, 1)).cpu()
+        weight_sums += out.s.sum((0, 1)).cpu()
     model.train(was_training)
     model.backend = backend
+
+    sums = torch.cat([loss_sum, stopped_sums, weight_sums])
     means = sum(gather(sums)) / (count * windows.block_size)
-    loss, stopped, weight = (part.tolist() for part in means.split([1, S, S]))
-    steps = sum(k * share for k, share in enumerate(stopped))
-    return {"loss": loss[0], "steps": steps, "stopped": stopped, "weight": weight}
+    loss, stopped, weight = means.split([1, depths, depths])
+    mean_steps = sum(k * fraction for k, fraction in enumerate(stopped.tolist()))
+    return {"loss": loss.item(), "steps": mean_steps, "stopped": stopped.tolist(), "weight": weight.tolist()}
 
 
 def final_report(model, windows, config):
-    """The losses that count, printed as they come -> what results.json holds of them."""
-    R, count = max(model.config.refinements), min(config.eval_windows, windows.count)
-    ways = {"trained": {"R": R}, "fixed": {}, "hard": {"tau": config.tau}}
-    titles = f"as trained, R = {R}", "at the fixed point", f"hard-stopped at tau = {config.tau:g}"
+    """Print the final losses and return what results.json stores."""
+    R = max(model.config.refinements)
+    count = min(config.eval_windows, windows.count)
     results = {"R": R, "windows": count}
     print(f"validation loss in nats per token, {count} windows of {windows.block_size} tokens")
-    for (name, how), title in zip(ways.items(), titles, strict=True):
+    for name, title, how in (
+        ("trained", f"as trained, R = {R}", {"R": R}),
+        ("fixed", "at the fixed point", {}),
+        ("hard", f"hard-stopped at tau = {config.tau:g}", {"tau": config.tau}),
+    ):
         print(f"  {title:30}", end="", flush=True)  # before it is computed, which takes a while
         results[name] = evaluate(model, windows, count, **how)
         print(f"{results[name]['loss']:8.4f}", flush=True)
+
     hard = results["hard"]
+    depths = range(len(hard["weight"]))
     print(f"executed steps per token: {hard['steps']:.2f} of {model.config.ponder_steps}")
-    print(f"  {'depth':30}" + "".join(f"{k:8d}" for k in range(len(hard["weight"]))))
+    print(f"  {'depth':30}" + "".join(f"{k:8d}" for k in depths))
     print(f"  {'mean of s':30}" + "".join(f"{x:8.3f}" for x in hard["weight"]))
     print(f"  {'tokens that stop there':30}" + "".join(f"{x:8.3f}" for x in hard["stopped"]))
     return results
 
 
-# -- A run and its files ---------------------------------------------------------------------------
-
-
-def check_free(run):
-    """Refuse a folder that has anything but a training that ended before its first checkpoint."""
-    names = {file.name.removesuffix(".tmp") for file in run.glob("*")} - {".lock"}
-    if names not in (set(), {"train.json"}, {"train.json", "tokenizer.json"}):
-        raise UserError(f"{run} exists: go on with --resume, or choose another --name")
-
-
-@contextmanager
-def locked(run, rank):
-    """Keep a run for the first of these processes. The lock ends with the process, however that ends."""
-    run.mkdir(parents=True, exist_ok=True)
-    try:
-        with nullcontext() if rank else filelock.FileLock(run / ".lock", blocking=False):
-            yield
-    except filelock.Timeout:
-        raise UserError(f"another process is training {run}; stop that one first") from None
-
-
-def save_checkpoint(run, model, optimizer, step, log):
-    """Replace the checkpoint, then what others read: a kill between the two loses nothing.
-    UserError: the disk is full, or the weights are not finite; what was saved before is there."""
-    norm = torch.stack([p.detach().norm() for p in model.parameters()]).norm()
-    check_finite(run, step, weights=norm.item())
-    # No random state: batches and R are functions of the step.
-    kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "log": log}
-    write_whole(run / "trainer.pt", lambda part: torch.save(kept, part))
-    try:
-        save(model, run)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {run}: {one_line(error)}") from None
-    lines = "".join(json.dumps(row) + "\n" for row in log)
-    write_whole(run / "log.jsonl", lambda part: part.write_text(lines))
-
-
-def load_checkpoint(run, model, optimizer):
-    """Restore what `save_checkpoint` kept -> steps done, the log.
-    UserError: trainer.pt is damaged, of another model, or has code in it, which is not run."""
-    file = run / "trainer.pt"
-    if not file.exists():  # the training ended before its first checkpoint
-        return 0, []
-    with reading(file, f"; its weights are in {run}/model.safetensors; train anew under another --name"):
-        kept = torch.load(file, map_location="cpu", weights_only=True)
-        model.load_state_dict(kept["model"])
-        # The groups are this training's: a resumed one may run elsewhere.
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": kept["optimizer"]["state"]})
-        return kept["step"], kept["log"]
-
-
-def check_finite(run, step, **values):
-    if not all(math.isfinite(value) for value in values.values()):
-        found = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        way_out = f"the last checkpoint, if there is one, goes on by {resume_flags(run)}"
-        raise UserError(f"step {step} is not finite ({found}): lower --learning-rate; {way_out}")
-
-
-def resume_flags(run):
-    out = [] if str(run.parent) == "out" else ["--out", str(run.parent)]
-    return shlex.join(["--resume", *out, "--name", run.name])
-
-
-@contextmanager
-def noted_signals():
-    """Ctrl-C, a kill or a closed terminal within it go into the list that it gives; a second one ends the
-    process."""
-    received = []
-
-    def receive(number, frame):
-        signal.signal(number, signal.SIG_DFL)
-        received.append(number)
-        if number == signal.SIGHUP:  # the terminal is gone, and who writes to it fails
-            for stream in (1, 2):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        os.write(2, b"\nstopping; once more to exit at once\n")
-
-    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # as nohup has it
-    usual = {number: signal.signal(number, receive) for number in heard}
-    try:
-        yield received
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-
-
-# -- Several processes -----------------------------------------------------------------------------
-
-
-def join_processes(name):
-    """Meet the processes that torchrun started -> rank, how many there are, this one's device.
-
-    Without torchrun 0, 1 and the device. Of several processes only the first prints.
-    """
-    if "RANK" in os.environ and name in ("auto", "cuda") and torch.cuda.is_available():
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
-    device = pick_device(name)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-    if "RANK" in os.environ and not dist.is_initialized():
-        # DistributedDataParallel imports it: after the group, it keeps the group's threads alive until the
-        # exit, where they may abort.
-        from torch import _dynamo  # noqa: F401
-
-        patience = timedelta(days=1)  # the others wait while the first prepares a corpus
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
-    rank, processes = rank_and_size()
-    if rank:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    return rank, processes, device
-
-
-def rank_and_size():
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def gather(value):
-    """A value of each process, as a list."""
-    values = [value] * rank_and_size()[1]
-    if dist.is_initialized():
-        dist.all_gather_object(values, value)
-    return values
+# -- The command -----------------------------------------------------------------------------------
 
 
 def main(parse=parse, train=train):
-    _, results = train(*parse())
+    _, report = train(*parse())
     if dist.is_initialized():
         dist.destroy_process_group()
-    if results is None:  # stopped: what a script has behind it has to wait
-        sys.exit(130)
+    if report is None:
+        sys.exit(130)  # interrupted: exit non-zero, so that a calling script stops here
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import json
 import re
 from pathlib import Path
 
-from data import command_line
+from common import command_line
 from docs import tour
 
 NOTEBOOK = Path(__file__).with_name("tour.ipynb")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from data import write_whole
+from common import atomic_write
 from lab.intervals import interval, unpaired
 
 ROOT = Path(__file__).parents[1]
@@ -101,5 +101,5 @@ if __name__ == "__main__":
     for page in pages():
         before = page.read_text("utf-8")
         if (after := written_anew(before)) != before:
-            write_whole(page, lambda part, after=after: part.write_text(after, encoding="utf-8"))
+            atomic_write(page, lambda part, after=after: part.write_text(after, encoding="utf-8"))
             print(f"written: {page.relative_to(ROOT)}")

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 
-from data import command_line
+from common import command_line
 from model import Config, PonderLM
 from router import bottom_mass_penalty
 

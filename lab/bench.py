@@ -29,7 +29,8 @@ from torch.utils.benchmark import Timer
 
 import sample
 from attention import BACKENDS, auto, sdpa
-from data import UserError, command_line, one_line, pick_device, read_json, reading, write_json
+from common import UserError, command_line, one_line, read_json, user_error_if_unreadable, write_json
+from hardware import compile_blocks, pick_device, pick_precision
 from lab import kernels  # noqa: F401 - which adds `exact` to BACKENDS
 from lab.common import autocast, progress
 from lab.engine.batching import Engine, serves
@@ -39,8 +40,8 @@ from lab.interop.warm_start import BACKBONE
 from lab.interop.weights import find_model, load, to_others
 from lab.memory import bytes_of_step, slots_of_passes
 from lab.methods import PonderConfig, build
-from model import Count, PonderLM, settings
-from train import PRESETS, compile_blocks, objective, pick_precision
+from model import Count, PonderLM, validated_dataclass
+from train import objective, preset_settings
 
 Some = Annotated[tuple[TypeVar("T"), ...], Field(min_length=1)]  # for a flag: Some[int]
 Preset = Literal["tiny", "small", "70m", "410m"]
@@ -51,7 +52,7 @@ MFU = {"small": 0.25, "410m": 0.35}  # share of it that a training step should r
 MIB = 2**20
 
 
-@settings
+@validated_dataclass
 class Options:
     repeats: Count = 3  # rounds
     device: str = "auto"  # auto, cpu, cuda
@@ -112,7 +113,7 @@ def attention_run(form, *inputs):
     return run
 
 
-@settings
+@validated_dataclass
 class Attention(Options):
     lengths: Some[Count] = (1024, 4096, 8192, 16384)  # N, in slots
     widths: Some[Count] = (56, 64, 128)  # d of a head
@@ -185,7 +186,7 @@ def step_run(shape, B, R, device, dtype, *, plain=False, compiled=False, recompu
     return run
 
 
-@settings
+@validated_dataclass
 class Step(Options):
     preset: Preset = "small"  # the shape
     windows: Count | None = None  # a step; None: 2 on a CPU, on a GPU what one of 80 GB holds
@@ -195,7 +196,7 @@ class Step(Options):
 
 def step(o: Annotated[Step, tyro.conf.arg(name="")]):
     """A training step against plain forward and backward over as many slots, in bfloat16 where it is fast."""
-    device, shape = pick_device(o.device), PRESETS[o.preset][1]
+    device, shape = pick_device(o.device), preset_settings(o.preset)[1]
     dtype = getattr(torch, pick_precision("auto", device))
     B = o.windows or (WINDOWS[o.preset] if device.type == "cuda" else 2)
     cases = {"plain": dict(plain=True), "PonderLM-3": {}, "--recompute": dict(recompute=True)}
@@ -230,13 +231,18 @@ def fits(c, share, R, gib, **how):
 def flops_of_token(c):
     """FLOPs of a token of training, forward and backward, at the mean of R: products with weights, and scores
     and values of half of all pairs of slots."""
-    D, Hd, Gd, R = c.hidden_size, c.num_attention_heads * c.d, c.G * c.d, sum(c.refinements) / 2
+    D, Hd, Gd, R = (
+        c.hidden_size,
+        c.num_attention_heads * c.head_width,
+        c.kv_heads * c.head_width,
+        sum(c.refinements) / 2,
+    )
     layer, ladder = 2 * D * (Hd + Gd) + 3 * D * c.intermediate_size, range(1, c.ponder_steps + 1)
     slots, pairs = (sum(n**e for n in ladder) + (R + 1) * (c.ponder_steps + 1) ** e for e in (1, 2))
     return 6 * (c.num_hidden_layers * (slots * layer + pairs * c.block_size * Hd) + c.vocab_size * D)
 
 
-@settings
+@validated_dataclass
 class Memory:
     preset: Preset = "small"  # the shape
     micro_batch_size: Count | None = None  # windows at a time; None: a step's
@@ -246,7 +252,7 @@ class Memory:
 def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
     """What a training step takes on a GPU, by the formula of lab/memory.py, in bfloat16 through fused
     attention; what fits; how long it takes."""
-    config, c = PRESETS[o.preset]
+    config, c = preset_settings(o.preset)
     R, B = c.refinements[1], o.micro_batch_size or config.batch_size  # the most refinements
     tokens, rows = config.steps * config.batch_size * c.block_size, []
     for compiled, recompute in product((False, True), (False, True)):
@@ -359,7 +365,7 @@ def other_rows(models, prompts, new_tokens, repeats, compile=False, **how):
     return [row]
 
 
-@settings
+@validated_dataclass
 class Decoding(Options):
     run: str | None = None  # directory of a trained PonderLM-3; None: the newest in out/
     data: str | None = None  # the text that it was scored on, if that is no corpus with a name
@@ -401,7 +407,7 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
 # -- The goals of a GPU ----------------------------------------------------------------------------
 
 
-@settings
+@validated_dataclass
 class Goals:
     out: Path = Path("out/bench")  # folder of the results
     run: Path | None = None  # a training of `small`, too
@@ -417,11 +423,11 @@ def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
         rows.append({"goal": what, "found": value, "bound": bound, "": "passed" if passed else "FELL SHORT"})
 
     if o.run:
-        with reading(file := o.run / "results.json"):
+        with user_error_if_unreadable(file := o.run / "results.json"):
             goal(f"{o.run.name}, executed steps", read_json(file)["hard"]["steps"], most=2.9)
     for file in sorted(o.out.glob("*.json")):
         found = read_json(file)
-        with reading(file):
+        with user_error_if_unreadable(file):
             for row in found.get("rows", []):
                 if row.get("backend") == "sdpa" and row["d"] in (56, 120):
                     what = f"soft mask, time / plain attention, d = {row['d']}, {row['N']} slots"

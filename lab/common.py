@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from tqdm import tqdm
 
-from data import UserError, one_line, read_json
+from common import UserError, one_line, read_json
 
 Given = Annotated[str, Field(min_length=1)]
 

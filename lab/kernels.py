@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attention import BACKENDS, SHORT
+from attention import BACKENDS, EAGER_MAX_SLOTS
 
 HALF = (torch.float16, torch.bfloat16)
 UNIT = 8.0  # of a query in the channels of log w: about sqrt(d)
@@ -92,7 +92,7 @@ def attend_to_slots(q, k, v, log_w):
         (B, H, T, d): on a CPU a short text by the definition, else through torch's fused attention.
     """
     (_, H, T, d), G, n = q.shape, k.size(1), k.size(2) // q.size(2)
-    if q.device.type == "cpu" and n * T <= SHORT:
+    if q.device.type == "cpu" and n * T <= EAGER_MAX_SLOTS:
         k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
         M = torch.full((T, T), -torch.inf).triu(1).repeat(1, n)
         scores = q @ k.mT / math.sqrt(d) + (log_w[:, None, None, :] + M)

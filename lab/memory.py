@@ -27,10 +27,15 @@ def kept_by_a_slot(c, masked=True, compiled=False, fused=True):
         masked: whether log w travels along: in all passes but the first.
         fused: whether RMSNorm is one kernel, as on a GPU: on a CPU it keeps what it has normed, too.
     """
-    D, inner, Hd, Gd = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.d, c.G * c.d
-    width = c.d + masked * (1 + -(c.d + 1) % 8)  # of a head in the kernel
+    D, inner, Hd, Gd = (
+        c.hidden_size,
+        c.intermediate_size,
+        c.num_attention_heads * c.head_width,
+        c.kv_heads * c.head_width,
+    )
+    width = c.head_width + masked * (1 + -(c.head_width + 1) % 8)  # of a head in the kernel
     norm = 4 * D if fused or compiled else 8 * D  # float32
-    heads = 4 * (Hd + Gd) // c.d * width + 4 * c.num_attention_heads  # q, k, v, out; log-sum-exp
+    heads = 4 * (Hd + Gd) // c.head_width * width + 4 * c.num_attention_heads  # q, k, v, out; log-sum-exp
     if compiled:  # x, both norms' outputs and o_proj's; gate, up and their product
         layer = 10 * D + heads + 2 * Hd + 6 * inner
     else:  # two norms, a copy of their outputs for each of five products; o_proj's input; SwiGLU
@@ -43,7 +48,11 @@ def kept_by_a_slot(c, masked=True, compiled=False, fused=True):
 def bytes_of_step(c, B, R, *, recompute=False, compiled=False, fused=True):
     """Bytes at the peak of a step with R refinements on B windows, by part."""
     D, T, V, L = c.hidden_size, c.block_size, c.vocab_size, c.num_hidden_layers
-    Hd, Gd, slots = c.num_attention_heads * c.d, c.G * c.d, slots_of_passes(c.ponder_steps, R)
+    Hd, Gd, slots = (
+        c.num_attention_heads * c.head_width,
+        c.kv_heads * c.head_width,
+        slots_of_passes(c.ponder_steps, R),
+    )
     blocks, head = L * (2 * D * (Hd + Gd) + 3 * D * c.intermediate_size), V * D
     P = blocks + (1 if c.tie_word_embeddings else 2) * head + D * (2 * L + 1 + c.ponder_steps + 1)
     whole, least = [], []  # of each pass: as it runs, and until it is computed again

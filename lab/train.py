@@ -12,72 +12,98 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 
 import train as root
-from data import UserError, command_line, newest_run
+from checkpoint import newest_run
+from common import UserError, command_line, join, parse_groups, split_into
 from lab.common import settings_of
 from lab.corpora.preparation import open_corpus
 from lab.interop.warm_start import FEEDBACK_RATE, check_ids, check_start, start_defaults, start_from
 from lab.interop.weights import as_root, locate, parse_config
 from lab.methods import build, check_settings, configure, find
 from lab.methods.schedule import Scheduled, count_steps
-from model import settings
-from train import PRESETS, TrainConfig, refuse_changes
+from model import validated_dataclass
+from train import TRAIN_GROUPS, HardwareSettings, TrainConfig, refuse_changes
 
 
-@settings
-class LabConfig(TrainConfig):
-    """What train.py has, and more. The tokenizer `auto` is that of --init-from."""
+@validated_dataclass
+class InitSettings:
+    """What it begins from."""
 
-    program = "python -m lab {}"
-
-    # begin from a model: a directory (Llama or GPT-NeoX, PonderLM-2, a run) or a name of the Hub. Its
-    # shape, tokenizer and window (as far as the preset's goes) become the defaults.
+    # begin from a model: a directory (Llama or GPT-NeoX, PonderLM-2, a run) or a name on the Hub. Its
+    # settings, tokenizer and context length (at most the preset's) become the defaults
     init_from: str | None = None
-    # see attention.py; exact: log w to 16 bits in half precision
+
+
+@validated_dataclass
+class LabHardwareSettings(HardwareSettings):
+    """What it runs on."""
+
+    # form of attention: eager (plain), sdpa (PyTorch's fused kernels), fa2 (the package flash-attn),
+    # exact (log w to 16 bits in half precision); auto picks
     attention: Literal["auto", "eager", "sdpa", "fa2", "exact"] = "auto"
 
 
-def first_flags(
-    preset: str | None = None, device: str = "auto", out: str = "out", name: str | None = None,
-    resume: bool = False, method: str | None = None, init_from: str | None = None,
-    ponder_steps: int | None = None,
-):  # fmt: skip
-    """The flags that say what the defaults of the others are."""
-    return preset, device, out, name, resume, method, init_from, ponder_steps
+@validated_dataclass
+class LabConfig(InitSettings, LabHardwareSettings, TrainConfig):
+    """The settings of train.py, and more. The tokenizer `auto` is that of --init-from."""
+
+    command = "python -m lab {}"
+
+
+LAB_GROUPS = TRAIN_GROUPS | {"hardware": LabHardwareSettings, "start": InitSettings}
+
+
+@validated_dataclass
+class FirstFlags(root.FirstFlags):
+    """Flags that are read before the others, because the defaults of the others depend on them."""
+
+    method: str | None = None
+    init_from: str | None = None
+    ponder_steps: int | None = None
 
 
 def parse(argv=None):
-    """The command line -> LabConfig, and the settings of its method. Defaults are those of --preset,
-    --method and --init-from, or of the run that goes on."""
-    how = dict(args=argv, return_unknown_args=True, add_help=False)
-    (preset, device, out, name, resume, method, init_from, K), _ = tyro.cli(first_flags, **how)
-    if resume:
-        run = Path(out, name) if name else newest_run(out)
-        config, shape, _ = read_run(run)
-        if not isinstance(config, LabConfig):
-            raise UserError(f"{run} was begun by train.py: go on with python train.py --resume")
-        before = replace(config, out=out, name=run.name, resume=True), shape
-    else:
-        config, shape = PRESETS.get(preset or root.usual_preset(device), PRESETS["tiny"])  # as in the root
-        config = LabConfig(**asdict(config))
-        if init_from:
-            before = start_defaults(config, shape, init_from, method, K)
-        else:
-            before = config, configure(shape, method or "ponderlm3")
-        if not find(before[1].method).priced:  # what the preset says of a price is not for it
-            before = replace(before[0], step_price=0.0), before[1]
+    """Read the command line. The defaults are those of --preset, --method and --init-from, or of the run
+    that is resumed.
 
-    flat = tyro.conf.arg(name="")
-    both = tuple[Annotated[LabConfig, flat], Annotated[type(before[1]), flat]]
-    now = tyro.cli(both, default=before, prog="python -m lab train", description=__doc__, args=argv)
-    if resume:
-        refuse_changes(run, before, now)
-    check(*now)
-    return now
+    Returns:
+        A LabConfig, and the settings of its method.
+
+    Raises:
+        UserError: a flag that --resume must not change, or that the method does not follow.
+        pydantic.ValidationError: a value out of its range.
+    """
+    first, _ = tyro.cli(FirstFlags, args=argv, return_unknown_args=True, add_help=False)
+    if first.resume:
+        run = Path(first.out, first.name) if first.name else newest_run(first.out)
+        config, model_config, _ = read_run(run)
+        if not isinstance(config, LabConfig):
+            raise UserError(f"{run} was begun by train.py: resume it with python train.py --resume")
+        config = replace(config, out=first.out, name=run.name, resume=True)
+    else:
+        config, model_config = root.new_settings(first)
+        config = LabConfig(**asdict(config))
+        if first.init_from:
+            config, model_config = start_defaults(
+                config, model_config, first.init_from, first.method, first.ponder_steps
+            )
+        else:
+            model_config = configure(model_config, first.method or "ponderlm3")
+        if not find(model_config.method).priced:  # the preset's price is not for it
+            config = replace(config, step_price=0.0)
+
+    groups = split_into(LAB_GROUPS, config) | {"model": model_config}
+    parsed = parse_groups(groups, argv, prog="python -m lab train", description=__doc__)
+    new_config = join(LabConfig, [parsed[title] for title in LAB_GROUPS])
+    new_model_config = parsed["model"]
+    if first.resume:
+        refuse_changes(run, (config, model_config), (new_config, new_model_config))
+    check(new_config, new_model_config)
+    return new_config, new_model_config
 
 
 def check(config, shape):

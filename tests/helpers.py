@@ -18,10 +18,11 @@ from placement import TEST_DEVICE
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from attention import MASKED, eager
-from data import Tokenizer
-from model import Config, PonderLM, save
+from attention import LOG_W_HIDDEN, eager
+from checkpoint import save
+from model import Config, PonderLM
 from router import upcast
+from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -194,10 +195,10 @@ def assert_is_attention(form, leaves, tolerance):
 
 
 def assert_masked_key_is_gone(form, augment, d, dtype):
-    """In half precision, too: a key of MASKED does not overflow, and no weight of it is seen."""
+    """In half precision, too: a key of LOG_W_HIDDEN does not overflow, and no weight of it is seen."""
     q, k, v, _ = (x.to(dtype) for x in attention_inputs(N=12, d=d, dtype=torch.float32))
     log_w = torch.zeros(2, 12)
-    log_w[:, 5] = MASKED
+    log_w[:, 5] = LOG_W_HIDDEN
     assert augment(q, k, v, log_w)[1].isfinite().all()
     seen, rest = form(q, k, v, log_w), [i for i in range(12) if i != 5]
     without = form(q[:, :, rest], k[:, :, rest], v[:, :, rest], log_w[:, rest])

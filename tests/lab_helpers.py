@@ -16,9 +16,9 @@ import torch
 from helpers import GOLDEN, ROOT, SHAPE, decode, full_disk, python, start, tokens  # noqa: F401
 from placement import DEVICE, TEST_DEVICE
 
-from data import Tokenizer
 from lab.interop.weights import save
 from lab.methods import PonderConfig, build, configure, find, unused_settings
+from tokenizer import Tokenizer
 from train import TrainConfig
 
 LLAMA3 = dict(  # options of backbones/llama3.py that matter within a few tokens

@@ -265,6 +265,8 @@ def pretended_cuda():
     cuda.memory_allocated.return_value = cuda.memory_reserved.return_value = 0
     cuda.max_memory_allocated.return_value, cuda.mem_get_info.return_value = 0, (2**40, 2**40)
     cuda._is_compiled.return_value = cuda.is_current_stream_capturing.return_value = False
+    cuda.get_device_name.return_value = "a pretended GPU"
+    cuda.get_device_capability.return_value = (9, 0)
     cuda.get_rng_state.return_value = torch.zeros(16, dtype=torch.uint8)
     with (
         patch.object(torch, "cuda", cuda),

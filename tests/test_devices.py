@@ -2,6 +2,7 @@
 than its neighbours, the results of the CPU, and how often the host waits."""
 
 import json
+import types
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -13,14 +14,16 @@ from pretended_cuda import Misplaced, pretended_cuda
 from torch.utils._pytree import tree_leaves
 
 import train as train_script
-from data import Windows, load_tokenizer
+from common import UserError
+from data import Windows
 from lab.engine.batching import Engine
 from lab.engine.simple import generate
 from lab.evaluation.__main__ import score_texts
 from lab.evaluation.texts import own_texts
 from lab.interop.weights import load
-from lab.methods import all_methods, configure, find
+from lab.methods import all_methods, configure, find, unused_settings
 from lab.train import parse as lab_parse
+from tokenizer import load_tokenizer
 from train import TrainConfig, evaluate, train
 
 # What is done with x = [1, 2, 3] on the device: waits, copies to it, copies back; None: refused.
@@ -112,7 +115,7 @@ def test_a_run(config, shape):
     """Catches a run on a GPU whose checkpoints, resumed part, report or scores are not a CPU's."""
     found = []
     for device in ("cpu", "cuda"):
-        run = replace(config, device=device, name=device, steps=4, eval_every=2, log_every=1, compile=False)
+        run = replace(config, device=device, name=device, steps=4, eval_every=2, log_every=1, compile="off")
         with pretended_cuda() if device == "cuda" else nullcontext():
             train(run, shape)
             place, results = train(replace(run, steps=6, resume=True), shape)
@@ -125,26 +128,37 @@ def test_a_run(config, shape):
     assert_close(*found)
 
 
+@pytest.mark.parametrize("penalty_weight", [0.0, 0.5])
 @pytest.mark.parametrize("method", ["ponderlm3", "grid", "mor-expert", "ponderlm1"])
-def test_a_gpu_is_not_waited_for(config, shape, monkeypatch, method):
-    """Catches a step that stops the GPU: it is waited for where a line is logged, at the end, and once a
-    micro-batch where the tokens that have a target are picked; it copies once a step, its rows of tokens."""
+def test_a_gpu_is_not_waited_for(config, shape, monkeypatch, method, penalty_weight):
+    """Catches a step that stops the GPU. It is waited for where a line is logged, at the end, and in the
+    objective: once a micro-batch to pick the tokens that have a target, and with a penalty twice more, to see
+    whether CE_0 can count and how many tokens are selected. It copies once a step, its rows of tokens."""
     monkeypatch.setattr(train_script, "evaluate", lambda *_, **__: {"loss": 1.0})
     monkeypatch.setattr(train_script, "final_report", lambda *_: {})
     config = replace(config, steps=3, log_every=100, eval_every=100, device="cuda", precision="bfloat16")
-    config = replace(config, compile=False, micro_batch_size=8)
-    shape = configure(shape, method, penalty_weight=0.0)
+    config = replace(config, compile="off", micro_batch_size=8)
+    if "penalty_weight" in unused_settings(find(method)):
+        penalty_weight = 0.5  # its default
+    shape = configure(shape, method, penalty_weight=penalty_weight)
     model = find(method)(shape)
     with pretended_cuda() as gpu:
         train(config, shape, make_model=find(method), objective=find(method).objective)
     waits = {f"{file} {function}": n for (file, function, _), n in gpu.seen("wait").items()}
-    saved = ("model.py", "train.py save_checkpoint", "train.py join_processes")
+    saved = ("model.py", "checkpoint.py", "distributed.py")
     waits = {where: n for where, n in waits.items() if not where.startswith(saved)}
     size = len([*model.parameters(), *model.buffers()])  # which are copied to it
-    assert waits.pop("train.py objective", 0) in (0, 3)
-    assert waits == {"data.py pick_device": 1, "train.py train": size + 1}, waits
+    objective = {where: waits.pop(where, 0) for where in OBJECTIVE_WAITS}
+    has_objective = objective["train.py objective"] > 0
+    assert set(objective.values()) <= {0, 3}
+    assert objective["train.py depth_losses"] == (3 if has_objective and penalty_weight else 0)
+    expected = {"hardware.py pick_device": 1, "train.py train": size, "train.py mean_over_processes": 1}
+    assert waits == expected, waits
     copies = {f"{file} {function}": n for (file, function, _), n in gpu.seen("h2d").items()}
     assert copies.get("train.py train") == size + 3, copies
+
+
+OBJECTIVE_WAITS = "train.py objective", "train.py depth_losses", "router.py bottom_mass_penalty"
 
 
 @pytest.mark.parametrize("parse", [train_script.parse, lab_parse], ids=["root", "lab"])
@@ -152,35 +166,70 @@ def test_a_gpu_for_each_process(parse, monkeypatch):
     """Catches processes that all put something on the first GPU, and presets of a CPU where there is one."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
     with pretended_cuda() as gpu:
         config, _ = parse([])
         assert config.preset == "small" and not gpu.counts
-        assert train_script.join_processes(config.device)[2] == torch.device("cuda:1")
+        assert train_script.init_distributed(config.device)[2] == torch.device("cuda:1")
         torch.cuda.set_device.assert_called_once_with(torch.device("cuda:1"))
 
 
 @pytest.mark.parametrize(
-    "room, asked, found",
-    [(10**9, None, 8), (5200, None, 4), (0, None, 1), (0, 2, 2), (None, None, 1)],  # None: two do not fit
+    "room, share, asked, found",
+    [
+        *((10**9, 8, None, 8), (5200, 8, None, 4), (0, 8, 2, 2), (10**9, 6, None, 6)),
+        *(
+            (6500, 8, None, 4),
+            (5200, 14, None, 2),
+            (5200, 11, None, 4),
+            (-1, 8, None, 1),
+        ),  # -1: one fits, two do not
+    ],
 )
-def test_windows_at_once(room, asked, found, monkeypatch):
-    """Catches a GPU that runs out of memory, or takes other windows at once than fit or are asked for."""
-    model, ran = torch.nn.Linear(1, 1), []
+def test_windows_at_once(room, share, asked, found, monkeypatch):
+    """Catches a GPU that runs out of memory, or takes other windows at once than fit or are asked for; parts
+    of unequal size where equal ones are possible, and memory that the measurement keeps."""
     with pretended_cuda():
-        model.to("cuda")
-        taken = lambda: 100 + 1000 * ran[-1]  # noqa: E731
-
-        def loss(n):
-            ran.append(n)
-            if room is None and n == 2:
-                raise torch.OutOfMemoryError
-            return model.weight.sum()
-
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", taken)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (room, None))
-        assert train_script.pick_micro_batch(TrainConfig(micro_batch_size=asked), model, 8, loss) == found
+        ran = measured_memory(monkeypatch, room)
+        model = torch.nn.Linear(1, 1).to("cuda")
+        config = TrainConfig(batch_size=share, micro_batch_size=asked, compile="off")
+        assert fit(config, model, ran, fails_at=2 if room < 0 else None) == found
+        assert torch.cuda.empty_cache.call_count == (0 if asked else 1)
     assert ran == ([] if asked else [1, 2])
+
+
+def test_no_window_fits(monkeypatch):
+    """Catches a training that ends in torch's traceback where --recompute helps, without a word of it."""
+    with pretended_cuda():
+        ran = measured_memory(monkeypatch, 0)
+        model = torch.nn.Linear(1, 1).to("cuda")
+        with pytest.raises(UserError, match=r"not even one window fits.*--recompute"):
+            fit(TrainConfig(compile="off"), model, ran)
+
+
+def measured_memory(monkeypatch, room):
+    """Let a GPU have `room` free bytes, or plenty if that is negative. -> the list of how many windows ran"""
+    ran = []
+    free = room if room >= 0 else 10**9
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 100 + 1000 * ran[-1])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, None))
+    return ran
+
+
+def fit(config, model, ran, fails_at=None):
+    """The windows that fit_to_hardware computes at once, by a model of one weight."""
+    model.config = types.SimpleNamespace(refinements=(1, 1))
+
+    def loss_module(rows, R):
+        ran.append(len(rows))
+        if len(rows) == fails_at:
+            raise torch.OutOfMemoryError
+        return model.weight.sum(), None, None
+
+    device = torch.device("cuda")
+    return train_script.fit_to_hardware(config, model, loss_module, windows(), device, world_size=1)[1]
 
 
 @pytest.mark.parametrize("method", ["ponderlm3", "grid"])

@@ -17,11 +17,11 @@ from pydantic import Field
 from torch import nn
 
 from attention import soft_mask_attention
-from data import UserError
-from model import Finite, Llama, rotate, settings
+from common import UserError
+from model import Finite, Llama, apply_rope, validated_dataclass
 
 
-@settings
+@validated_dataclass
 class Options:
     rotary_pct: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of a head that RoPE turns
     parallel_residual: Finite = 1.0  # attention and MLP read the same x; 0: one after the other
@@ -29,16 +29,18 @@ class Options:
 
 def rotary_width(config):
     """How many numbers of a head RoPE turns."""
-    width = int(config.d * Options(**config.backbone_options).rotary_pct)
+    width = int(config.head_width * Options(**config.backbone_options).rotary_pct)
     if width % 2 or not width:
-        raise UserError(f"rotary_pct turns {width} of {config.d} numbers of a head: RoPE takes pairs")
+        raise UserError(
+            f"rotary_pct turns {width} of {config.head_width} numbers of a head: RoPE takes pairs"
+        )
     return width
 
 
 class NeoXAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        D, self.d, self.rotated = config.hidden_size, config.d, rotary_width(config)
+        D, self.d, self.rotated = config.hidden_size, config.head_width, rotary_width(config)
         self.query_key_value, self.dense = nn.Linear(D, 3 * D), nn.Linear(D, D)
 
     def forward(self, x, angles, log_w, backend, cache):
@@ -46,7 +48,8 @@ class NeoXAttention(nn.Module):
         qkv = self.query_key_value(x).view(B, N, -1, 3 * self.d).transpose(1, 2)
         q, k, v = qkv.split(self.d, dim=-1)  # (B, H, N, d) each
         q, k = (
-            torch.cat([rotate(y[..., : self.rotated], *angles), y[..., self.rotated :]], -1) for y in (q, k)
+            torch.cat([apply_rope(y[..., : self.rotated], *angles), y[..., self.rotated :]], -1)
+            for y in (q, k)
         )
         out = cache.attend(q, k, v, log_w) if cache else soft_mask_attention(q, k, v, log_w, backend)
         return self.dense(out.transpose(1, 2).reshape(B, N, D))
@@ -81,8 +84,8 @@ class NeoXBlock(nn.Module):
 class Backbone(Llama):
     name, unused = "gpt_neox", ("num_key_value_heads", "head_dim")
     Block, Norm, Options = NeoXBlock, nn.LayerNorm, Options
-    writers = "attention.dense.weight", "mlp.dense_4h_to_h.weight"
+    residual_projections = "attention.dense.weight", "mlp.dense_4h_to_h.weight"
 
-    def frequency(self, device):
+    def inverse_frequencies(self, device):
         d = rotary_width(self.config)
         return self.config.rope_theta ** -(torch.arange(0, d, 2, device=device) / d)  # (d/2,)

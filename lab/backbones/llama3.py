@@ -2,10 +2,10 @@
 
 import math
 
-from model import Llama, Positive, settings
+from model import Llama, Positive, validated_dataclass
 
 
-@settings
+@validated_dataclass
 class Options:
     """The names are those of `rope_parameters` in Hugging Face's config.json."""
 
@@ -26,10 +26,10 @@ class Backbone(Llama):
         super().__init__(config)
         self.options = Options(**config.backbone_options)
 
-    def frequency(self, device):
+    def inverse_frequencies(self, device):
         """A rotation counts by how many turns it makes in the first window of the training: below
         `low` it is slow, above `high` fast, between them a mean of both by how far it is."""
-        o, frequency = self.options, super().frequency(device)
+        o, frequency = self.options, super().inverse_frequencies(device)
         turns = o.original_max_position_embeddings * frequency / (2 * math.pi)
         span = o.high_freq_factor - o.low_freq_factor
         fast = ((turns - o.low_freq_factor) / span).clamp(0, 1)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import tyro
 
-from data import command_line
+from common import command_line
 from lab.corpora.lookup import prepare_lookup
 from lab.corpora.preparation import OURS, Options, prepare
 

@@ -29,18 +29,11 @@ import pydantic
 import torch
 from pydantic import Field
 
-from data import (
-    Tokenizer,
-    UserError,
-    divide,
-    id_type,
-    new_folder,
-    pydocs,
-    read_json,
-    write_corpus,
-    write_json,
-)
+from common import UserError, read_json, write_json
+from data import id_type, new_folder, split_documents, write_corpus
 from model import Seed
+from sources import pydocs
+from tokenizer import Tokenizer
 
 CACHE = Path("data")
 Lines = Annotated[int, Field(ge=100)]  # of fewer documents data.divide would cut each
@@ -150,7 +143,7 @@ def write_with_prose(folder, source, lines, seed, lookups, longest):
     tokens, rng, sizes = tokenizer(longest), random.Random(seed), (lines * 19 // 20, lines // 20)
     kind = id_type(tokens.vocab_size)
     with new_folder(folder) as half:
-        for split, texts, n in zip(("train", "val"), divide(pydocs()), sizes, strict=True):
+        for split, texts, n in zip(("train", "val"), split_documents(pydocs()), sizes, strict=True):
             rng.shuffle(texts)
             prose = windows_of_prose(texts, tokens, n)
             puzzles = [[*tokens.encode(line(rng, lookups, longest)), tokens.end_of_text] for _ in range(n)]

@@ -22,18 +22,21 @@ import numpy as np
 import tyro
 
 import data as root
-from data import BPE_BYTES, LINES, Tokenizer, UserError, id_type, one_line, read_json, reading, write_json
+from common import UserError, one_line, read_json, user_error_if_unreadable, write_json
+from data import id_type
 from lab.common import Given, progress
 from lab.corpora.sources import describe, files_of, show, texts
 from lab.corpora.tokenizers import begin_of, load_tokenizer, open_tokenizer
-from model import Positive, settings
+from model import Positive, validated_dataclass
+from sources import LINES
+from tokenizer import BPE_TRAINING_BYTES, Tokenizer
 
 OURS = None, "bytes", "bpe", "gpt2"  # the tokenizers that the root opens
 FEW = 100  # texts: of fewer each gives its last tenth to validation
 BATCH = 4 * 10**6  # bytes between two entries in state.json
 
 
-@settings
+@validated_dataclass
 class Options:
     """Prepare a corpus for train.py --data, or go on where an earlier call stopped."""
 
@@ -99,7 +102,7 @@ def begun(o, part, source):
         if tokenizer.end_of_text is None:
             raise UserError(f"{o.tokenizer} has no eos_token in its tokenizer_config.json: set it")
         return State(options, few), tokenizer
-    with reading(file, f"; delete {part} and begin again"):
+    with user_error_if_unreadable(file, f"; delete {part} and begin again"):
         state = State(**read_json(file))
     if other := [name for name in options if state.options.get(name) != options[name]]:
         raise UserError(f"{part} has another {', '.join(other)}: delete it, or name another --to")
@@ -110,12 +113,12 @@ def begun(o, part, source):
 
 
 def is_held_out(name):
-    """One text in 20, as data.divide takes them."""
+    """One text in 20, as data.split_documents takes them."""
     return int(sha1(name.encode("utf-8", "surrogateescape")).hexdigest(), 16) % 20 == 0
 
 
 def are_few(o):
-    """Does each text give its last tenth to validation? By data.divide's rule."""
+    """Does each text give its last tenth to validation? By data.split_documents's rule."""
     sides = Counter()
     for name, *_ in texts(o):
         sides[is_held_out(name)] += 1
@@ -136,12 +139,12 @@ def divided(name, text, few):
 
 
 def sample(o, few):
-    """What a BPE is trained on: the first 100 MB, from which it takes BPE_BYTES itself."""
+    """What a BPE is trained on: the first 100 MB, from which it takes BPE_TRAINING_BYTES itself."""
     found, size = [], 0
     for name, text, _ in texts(o):
         found += [part for split, part in divided(name, text, few) if split == "train"]
         size += len(text)
-        if size > 10 * BPE_BYTES:
+        if size > 10 * BPE_TRAINING_BYTES:
             break
     return found
 

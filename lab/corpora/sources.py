@@ -16,7 +16,9 @@ from importlib.util import find_spec
 from itertools import chain, islice
 from pathlib import Path
 
-from data import INVALID, LINES, NO_TEXT, PACKAGES, SOURCES, UserError, files_below, one_line, reading
+from common import UserError, one_line, user_error_if_unreadable
+from sources import LINES, NOT_TEXT, PACKAGES, SOURCES, files_below
+from tokenizer import NOT_UTF8
 
 PIECE = 10**6  # bytes
 
@@ -29,7 +31,7 @@ def files_of(data):
     files = [path] if path.is_file() else files_below(path)
     many = [file for file in files if file.suffix.lower() in LINES]
     for file in files if many else ():
-        if file.suffix.lower() not in (*LINES, *NO_TEXT) and look_through(file)[0]:
+        if file.suffix.lower() not in (*LINES, *NOT_TEXT) and look_through(file)[0]:
             raise UserError(f"{file} is a text beside {many[0].name}, which holds many: divide them")
     return files
 
@@ -73,11 +75,11 @@ def of_files(data, field="text", notes=None):
     for file in files_of(data):
         name, kind = str(file.relative_to(Path(data).parent)), file.suffix.lower()
         if kind in LINES:
-            with reading(file):
+            with user_error_if_unreadable(file):
                 rows = (json_rows if kind == ".jsonl" else parquet_rows)(file, field)
                 yield from ((f"{name} {i}", text) for i, text in enumerate(rows, start=1) if text.strip())
             continue
-        is_text, is_utf8 = (False, True) if kind in NO_TEXT else look_through(file)
+        is_text, is_utf8 = (False, True) if kind in NOT_TEXT else look_through(file)
         if not is_text:
             notes["hold no text, left out"].append(name)
             continue
@@ -99,7 +101,7 @@ def look_through(file):
     blank, zero, foreign = True, False, False
     for piece in chain(pieces(file), [b""]):
         blank, zero = blank and not piece.strip(), zero or b"\0" in piece
-        foreign = foreign or INVALID.search(decoder.decode(piece, final=not piece))
+        foreign = foreign or NOT_UTF8.search(decoder.decode(piece, final=not piece))
     return not (blank or zero), not foreign
 
 
@@ -107,7 +109,7 @@ def json_rows(file, field):
     with open(file, encoding="utf-8-sig") as lines:
         for i, line in enumerate(lines, start=1):
             if line.strip():
-                with reading(f"{file}, line {i},"):
+                with user_error_if_unreadable(f"{file}, line {i},"):
                     text = text_in(json.loads(line), field)
                 yield text
 

@@ -9,9 +9,10 @@ import re
 from itertools import takewhile
 from pathlib import Path
 
-import data
-from data import PATTERNS, Tokenizer, read_json, reading, write_json
+import tokenizer
+from common import read_json, user_error_if_unreadable, write_json
 from lab.common import locate
+from tokenizer import PATTERNS, Tokenizer
 
 # What a tokenizer of the Hugging Face Hub may consist of.
 FILES = "tokenizer.json", "tokenizer_config.json"
@@ -44,8 +45,8 @@ def load_tokenizer(file):
     """
     file = Path(file)
     if not (file.is_file() and {"model", "tokenizer"} & (fields := read_json(file)).keys()):
-        return data.load_tokenizer(file)
-    with reading(file):
+        return tokenizer.load_tokenizer(file)
+    with user_error_if_unreadable(file):
         if "tokenizer" in fields:
             return HuggingFaceTokenizer(fields["tokenizer"], fields["end"])
         beside = file.with_name("tokenizer_config.json")

@@ -14,13 +14,13 @@ from typing import Annotated
 import torch
 import tyro
 
-from data import UserError, command_line
+from common import UserError, command_line
+from hardware import pick_precision
 from lab.common import progress
 from lab.engine import simple
 from lab.engine.batching import Engine, serves
 from lab.engine.choosing import Sample
 from lab.engine.request import Options, Request, new_file
-from train import pick_precision
 
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):

@@ -39,7 +39,7 @@ from typing import Literal
 
 import torch
 
-from data import UserError
+from common import UserError
 from lab.common import autocast
 from lab.engine.cache import GridPrompt, PromptLayer
 from lab.engine.choosing import check_request, choose_finite, gather, not_finite, uniform

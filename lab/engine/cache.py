@@ -16,7 +16,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from attention import MASKED
+from attention import LOG_W_HIDDEN
 from lab.kernels import UNIT, attend, augment, key_channels, padded_width
 
 BLOCK = 256  # the cache grows by multiples of this many places
@@ -24,7 +24,7 @@ BLOCK = 256  # the cache grows by multiples of this many places
 
 def cache_width(model):
     """d': the width of a key or value in the cache of a model."""
-    d = model.config.d
+    d = model.config.head_width
     if model.grid:
         return padded_width(d + model.config.ponder_steps + 1)
     return padded_width(d)
@@ -42,7 +42,7 @@ def slot_channels(K, d, dtype, device):
     slot = torch.arange(K + 1, device=device)[:, None]
     channel = torch.arange(1, K + 1, device=device)
     queries = (slot < channel) * UNIT
-    keys = (slot == channel) * (MASKED * math.sqrt(d) / UNIT)
+    keys = (slot == channel) * (LOG_W_HIDDEN * math.sqrt(d) / UNIT)
     return queries.to(dtype), keys.to(dtype)
 
 
@@ -58,14 +58,14 @@ class SlotCache:
 
     def __init__(self, model, rows, dtype, device):
         config = model.config
-        self.G = config.G
-        self.d = config.d
+        self.G = config.kv_heads
+        self.d = config.head_width
         self.width = cache_width(model)
         self.shape = config.num_hidden_layers, rows, 2 * self.G, self.width
         self.dtype = dtype
         self.device = device
         self.block = BLOCK
-        masked = key_channels(torch.tensor(MASKED, device=device), self.d, dtype)
+        masked = key_channels(torch.tensor(LOG_W_HIDDEN, device=device), self.d, dtype)
         self.masked = F.pad(masked, (0, self.width - self.d - len(masked)))  # (d'-d,) of a hidden key
         self.layers = self.empty(0)
         self.seen = None  # the numbers of rows and places that `views` were made for

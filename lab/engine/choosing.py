@@ -12,11 +12,11 @@ import torch
 from pydantic import Field
 
 import sample
-from data import UserError
-from model import settings
+from common import UserError
+from model import validated_dataclass
 
 
-@settings
+@validated_dataclass
 class Sampling(sample.Sampling):
     """The keywords of every `generate`: the root's, and top_p."""
 

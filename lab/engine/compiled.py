@@ -17,7 +17,7 @@ from copy import copy
 import torch
 from torch import nn
 
-from data import UserError
+from common import UserError
 from lab.engine.rows import STATE
 
 # The compiler packs weights of more bytes than FROZEN for FEW rows or more; in other cases that is slower.

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Literal
 
 import sample
-from data import UserError, pick_device
+from common import UserError
+from hardware import pick_device
 from lab.corpora.tokenizers import begin_of, load_tokenizer
 from lab.engine.choosing import Sampling, check_request
 from lab.interop.weights import INCLUDED, find_model, load
-from model import Count, settings
+from model import Count, validated_dataclass
 
 
-@settings
+@validated_dataclass
 class Options(sample.Options, Sampling):
     # directory of a model, or its name on the Hugging Face Hub; None: the newest run, or else
     # models/docstrings

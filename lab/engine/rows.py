@@ -72,9 +72,11 @@ class Rows:
         self.channels = torch.zeros(B, S, 2, dtype=dtype, **on_device)
         self.queries = None  # (S, c) channels of the queries of each slot, on the grid
         if model.grid:
-            queries, self.slot_keys = slot_channels(S - 1, config.d, dtype, weight.device)  # (S, K) each
+            queries, self.slot_keys = slot_channels(
+                S - 1, config.head_width, dtype, weight.device
+            )  # (S, K) each
             self.channels = torch.cat([self.channels, self.slot_keys.expand(B, -1, -1)], dim=-1)
-            of_log_w = query_channels(config.d, dtype, weight.device)[:2].expand(S, 2)
+            of_log_w = query_channels(config.head_width, dtype, weight.device)[:2].expand(S, 2)
             self.queries = torch.cat([of_log_w, queries], dim=-1)
         self.counters = torch.zeros(B, 6, dtype=torch.long, **on_device)
         self.context = torch.zeros(B, T, dtype=torch.long, **on_device)
@@ -173,7 +175,7 @@ class Rows:
         key_log_w = self.model.mask_keys(log_w)
         if key_log_w is not None:
             channels = self.channels[:A, :, :2]
-            new_channels = log_w_channels(key_log_w, self.model.config.d, self.dtype)
+            new_channels = log_w_channels(key_log_w, self.model.config.head_width, self.dtype)
             channels.copy_(torch.where(begins[:, None, None], new_channels, channels))
 
     def next_token(self, A, done, steps, position, given, choice):

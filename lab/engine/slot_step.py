@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from attention import attend_to_cache
-from data import UserError
+from common import UserError
 from lab.common import autocast
 from lab.engine.cache import cache_width
 from lab.kernels import HALF, query_channels
@@ -149,8 +149,8 @@ class SlotStep:
         config = model.config
         device = model.lm_head.weight.device
         self.H = config.num_attention_heads
-        self.G = config.G
-        self.d = config.d
+        self.G = config.kv_heads
+        self.d = config.head_width
         self.width = cache_width(model)  # d'
         self.scale = 1 / math.sqrt(self.d)
         self.compiled = compiled
@@ -162,7 +162,7 @@ class SlotStep:
         # RoPE, for one position more than the window has: a row that has read its last token points behind
         # it.
         positions = torch.arange(config.block_size + 1, device=device)
-        cos, sin = model.model.angles(positions, dtype)  # (T+1, d) each
+        cos, sin = model.model.rope_cos_sin(positions, dtype)  # (T+1, d) each
         # Rotating takes one operation: the halves change places, and the minus sign becomes part of sin.
         sin = torch.cat([-sin[:, : self.d // 2], sin[:, self.d // 2 :]], dim=-1)
         rotated = torch.stack([cos, sin])  # (2, T+1, d)
@@ -343,7 +343,7 @@ def make_step(model, batch_size, dtype, compiled=False):
     Raises:
         UserError: a compiled step of a backbone other than LLaMA.
     """
-    if overridden(type(model.model), Llama) <= {"__init__", "frequency", "angles"}:
+    if overridden(type(model.model), Llama) <= {"__init__", "inverse_frequencies", "rope_cos_sin"}:
         return SlotStep(model, batch_size, dtype, compiled)
     if compiled:
         raise UserError(f"compile is for llama, not {model.config.backbone}: omit it")

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 
 import torch
 
-from attention import MASKED
+from attention import LOG_W_HIDDEN
 from lab.kernels import decoding_kernels
-from model import is_half
+from model import runs_in_half_precision
 from router import stop_step
 
 
@@ -107,7 +107,7 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=None, cac
     e = model.embed(idx)  # (B, T, D)
     inside = within(idx, lengths)  # (B, T)
     if tolerance is None:
-        tolerance = 1e-2 if is_half(e) else 1e-5
+        tolerance = 1e-2 if runs_in_half_precision(e) else 1e-5
     B, T = idx.shape
     S = model.config.ponder_steps + 1
     block = shape_block(idx)
@@ -219,7 +219,7 @@ def read_on_grid(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, cache):
             key_log_w = torch.zeros_like(log_w[..., 0])
         else:
             key_log_w = key_log_w[..., k]
-        key_log_w = key_log_w.gather(1, order).masked_fill(~here, MASKED)
+        key_log_w = key_log_w.gather(1, order).masked_fill(~here, LOG_W_HIDDEN)
         for layer in cache:
             layer.mask = (torch.cat(tokens, dim=1)[:, None] <= order[..., None])[:, None]
         in_order = order[..., None].expand(-1, -1, x.size(-1))  # (B, N, D)

@@ -13,7 +13,8 @@ from typing import Annotated
 
 import tyro
 
-from data import UserError, command_line, pick_device, write_json
+from common import UserError, command_line, write_json
+from hardware import pick_device
 from lab.common import Given
 from lab.corpora.tokenizers import load_tokenizer
 from lab.evaluation.scoring import cut, score
@@ -21,18 +22,18 @@ from lab.evaluation.texts import own_texts, validation_text
 from lab.interop.weights import INCLUDED, find_model, load
 from lab.intervals import LEAST, of_text
 from lab.train import read_run
-from model import Count, Share, settings
+from model import Count, Fraction, validated_dataclass
 
 KINDS = "soft", "hard"
 
 
-@settings
+@validated_dataclass
 class Options:
     # directory of a model, or its name on the Hub; by default the newest, else models/docstrings
     run: Given | None = None
     data: Given | None = None  # text file, or folder of them; by default the validation text of the run
     corpus: Given | None = None  # what the run was trained on, where that is no corpus with a name
-    tau: Share = 1e-4  # where decoding stops, 0 never
+    tau: Fraction = 1e-4  # where decoding stops, 0 never
     # another model with the same tokenizer: the difference to it, in the smaller window of the two
     against: Given | None = None
     windows: Count | None = None  # score only so many, spread over the text; by default all

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from data import SOURCES, UserError, Windows, id_type
+from common import UserError
+from data import Windows, id_type, pick_tokenizer
 from lab.corpora.preparation import OURS, open_corpus
 from lab.corpora.sources import of_files
 from lab.corpora.tokenizers import begin_of
 from lab.train import read_run
-from train import pick_tokenizer
+from sources import SOURCES
 
 
 def validation_corpus(run, data=None, other=False, flag="--data"):
@@ -31,9 +32,9 @@ def validation_corpus(run, data=None, other=False, flag="--data"):
     named = config.tokenizer not in ("auto", *OURS)
     tokenizer = str(run) if began or named else pick_tokenizer(config.preset, config.data, config.tokenizer)
     corpus = open_corpus(config.data, tokenizer, shape.vocab_size)
-    if corpus.fingerprint["tokenizer"] != known.get("tokenizer"):
+    if corpus.fingerprint()["tokenizer"] != known.get("tokenizer"):
         raise UserError(f"{config.data} has ids of another tokenizer than {run}")
-    if not other and corpus.fingerprint["val_sha256"] != known.get("val_sha256"):
+    if not other and corpus.fingerprint()["val_sha256"] != known.get("val_sha256"):
         raise UserError(f"{config.data} is not the text that {run} was scored on")
     return config, shape, corpus
 

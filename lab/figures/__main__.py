@@ -22,7 +22,7 @@ from typing import Annotated
 
 import tyro
 
-from data import command_line
+from common import command_line
 from lab.figures.comparing import Compare
 from lab.figures.depth import Depth
 from lab.figures.difficulty import Difficulty

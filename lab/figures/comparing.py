@@ -39,7 +39,8 @@ import pandas as pd
 import torch
 from pydantic import Field
 
-from data import UserError, pick_device, read_json, reading
+from common import UserError, read_json, user_error_if_unreadable
+from hardware import pick_device
 from lab.common import Given, progress
 from lab.evaluation.texts import validation_windows
 from lab.figures.subject import open_subject, rerouted
@@ -48,8 +49,8 @@ from lab.interop.weights import load, read_config
 from lab.intervals import interval, unpaired
 from lab.methods import PonderConfig, all_methods, configure, find
 from lab.train import read_run
-from model import settings
-from train import Share, TrainConfig, evaluate
+from model import Fraction, validated_dataclass
+from train import TrainConfig, evaluate
 
 # No part of a recipe: names, method, K and seed, and what changes speed alone.
 LEFT_OUT = {"preset", "name", "out", "resume", "data", "tokenizer", "method", "seed", "ponder_steps"}
@@ -87,7 +88,7 @@ class Run:
     @property
     def speed(self):
         """Tokens a second, at the end of its training. UserError: its log is missing or damaged."""
-        with reading(file := self.path / "log.jsonl"):
+        with user_error_if_unreadable(file := self.path / "log.jsonl"):
             return pd.read_json(file, lines=True)["tokens_per_second"].dropna().iloc[-1]
 
     @property
@@ -100,7 +101,7 @@ class Run:
         """
         machines, precisions = [], []
         file = self.path / "log.jsonl"
-        with reading(file):
+        with user_error_if_unreadable(file):
             for line in file.read_text("utf-8").splitlines():
                 row = json.loads(line)
                 if "machine" in row:
@@ -143,7 +144,7 @@ def read_runs(directories):
             continue
         config, begun, corpus = read_run(path)
         results = read_json(path / "results.json")
-        with reading(path / "results.json"):
+        with user_error_if_unreadable(path / "results.json"):
             if not all(float(results[way]["loss"]) >= 0 for way in ("trained", "fixed", "hard")):
                 raise ValueError("a loss below 0")
         runs.append(Run(path, config, begun, read_config(path), corpus, results))
@@ -232,7 +233,7 @@ def over_seeds(frame, by=()):
 ABOUT = {"method": "method", "K": "K", "seeds": "seeds"}  # columns of most tables
 
 
-@settings
+@validated_dataclass
 class Comparison:
     """The flags that all figures of several runs have, and how such a figure comes about.
 
@@ -270,7 +271,7 @@ class Comparison:
         name, kept = type(self).__name__.lower(), ".csv" in {Path(run).suffix for run in self.runs}
         if kept and len(self.runs) > 1:
             raise UserError(f"--runs {' '.join(self.runs)}: give directories of runs, or one CSV")
-        with reading(self.runs[0]) if kept else nullcontext():
+        with user_error_if_unreadable(self.runs[0]) if kept else nullcontext():
             frame = pd.read_csv(*self.runs) if kept else self.frame(read_runs(self.runs))
             cells = self.table(frame)
         save(self.out, name, frame, cells)
@@ -394,11 +395,11 @@ def comparison_table(frame, against=None):
     return tabulate(means, columns)
 
 
-@settings
+@validated_dataclass
 class Compare(Comparison):
     """Losses of methods over executed steps, or over what training took, by pairs of seeds."""
 
-    taus: tuple[Share, ...] = ()  # stop those with a router here, too
+    taus: tuple[Fraction, ...] = ()  # stop those with a router here, too
     swap: bool = False  # also the loss where tokens have the steps of others
     choose: Annotated[int, Field(ge=0)] = 0  # windows behind those that are reported, by which to choose
     against: Given | None = None  # the method, as the table names it, that others are compared with

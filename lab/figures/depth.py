@@ -15,12 +15,12 @@ from functools import partial
 
 import torch
 
-from data import UserError
+from common import UserError
 from lab.figures.comparing import Comparison, over_seeds
 from lab.figures.subject import rerouted
 from lab.figures.tables import COLORS, LINES
 from lab.methods.drawn import Drawn, imposed
-from model import Count, settings
+from model import Count, validated_dataclass
 
 SHARES = 0, 0.25, 0.5, 0.75, 1
 RULES = "predicted", "random", "largest"
@@ -67,7 +67,7 @@ def depth_rows(model, windows):
             yield row
 
 
-@settings
+@validated_dataclass
 class Depth(Comparison):
     """What would steps gain that go to the right tokens? Of runs of --method drawn."""
 

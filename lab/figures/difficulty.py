@@ -7,13 +7,14 @@ from pathlib import Path
 import pandas as pd
 
 import analyze
-from data import UserError, pick_device, write_whole
+from common import UserError, atomic_write
+from hardware import pick_device
 from lab.common import Given
 from lab.corpora.tokenizers import load_tokenizer
 from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import save
 from lab.interop.weights import find_model, load
-from model import Count, Share, settings
+from model import Count, Fraction, validated_dataclass
 
 
 def reference_losses(subject, place):
@@ -43,14 +44,14 @@ def shifts(subject, difficulty):
     ]
 
 
-@settings
+@validated_dataclass
 class Difficulty:
     """The paper's figures of easy and hard tokens, by the losses of another model."""
 
     reference: Given  # another trained model on the same text
     run: Given | None = None  # directory of a trained model; None: the newest in out/
     windows: Count = 256  # of the validation text
-    tau: Share | None = None  # where pondering stops; None: where the run was scored
+    tau: Fraction | None = None  # where pondering stops; None: where the run was scored
     data: Given | None = None  # the text that it was scored on, if that is no named corpus
     out: Path | None = None  # where the results go; None: <run>/report
     device: str = "auto"  # auto, cpu, cuda or mps
@@ -70,5 +71,5 @@ class Difficulty:
             draw(rows, axes)
             axes.get_legend().set_title("thirds by the loss of another model")
             file = out / f"{name}-by-reference.png"
-            write_whole(file, lambda part, figure=figure: figure.savefig(part, format="png"))
+            atomic_write(file, lambda part, figure=figure: figure.savefig(part, format="png"))
             print(f"written: {file}")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import jinja2
 
-from data import UserError, write_whole
+from common import UserError, atomic_write
 from lab.common import Given, settings_of
 from lab.corpora.tokenizers import load_tokenizer
 from lab.interop.weights import INCLUDED, PUZZLES, find_model, load
-from model import Share, settings
+from model import Fraction, validated_dataclass
 
 ROOT = Path(__file__).parents[2]
 BYTES = 256  # tokens before the words of the puzzle, which has no use for them
@@ -43,7 +43,7 @@ def write_page(file, template, **values):
     """Fill in a template of templates/."""
     text = PAGES.get_template(template).render(values)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, lambda part: part.write_text(text, encoding="utf-8"))
+    atomic_write(file, lambda part: part.write_text(text, encoding="utf-8"))
     print(f"written: {file}")
 
 
@@ -57,7 +57,7 @@ def packed(model, first=0):
         tensors[name] = tensors[name][first:]
     data = b"".join(tensor.numpy().astype("<f2").tobytes() for tensor in tensors.values())
     c, config = model.config, asdict(model.config)
-    config |= dict(key_value_heads=c.G, head_width=c.d, scale=c.scale, offset=c.offset)
+    config |= dict(key_value_heads=c.kv_heads, head_width=c.head_width, scale=c.scale, offset=c.offset)
     config["vocab_size"] -= first
     shapes = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
     return {"config": config, "tensors": shapes}, base64.b64encode(data).decode()
@@ -75,13 +75,13 @@ def open_model(path, method, tokens):
     return model, tokenizer
 
 
-@settings
+@validated_dataclass
 class Explainer:
     """A page that runs models: one solves puzzles, one of bytes reads a text, live as one types."""
 
     # directory of a trained PonderLM-3; by default the newest in out/, else models/docstrings
     run: Given | None = None
-    tau: Share | None = None  # where its slider starts; by default where the run scored it
+    tau: Fraction | None = None  # where its slider starts; by default where the run scored it
     # the page; by default <run>/report/explainer.html, of models/docstrings out/explainer.html
     out: Path | None = None
 

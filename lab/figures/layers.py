@@ -22,7 +22,7 @@ from lab.figures.comparing import Comparison, check_comparable
 from lab.figures.lookup import NAMES, timed
 from lab.figures.tables import COLORS, show
 from lab.intervals import interval
-from model import settings
+from model import validated_dataclass
 
 
 def layer_rows(runs, data=None):
@@ -72,7 +72,7 @@ def summary(frame):
     return pd.DataFrame(rows)
 
 
-@settings
+@validated_dataclass
 class Layers(Comparison):
     """What a step is worth, in layers: table and figure."""
 

@@ -21,14 +21,14 @@ import torch
 import tyro
 from pydantic import PositiveInt
 
-from attention import MASKED
-from data import UserError, command_line
+from attention import LOG_W_HIDDEN
+from common import UserError, command_line
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, Comparison, draw_curves, needs_router, read_runs
 from lab.figures.subject import decoded, open_subject, rerouted
 from lab.figures.tables import COLORS, LINES, MARKERS, show
 from lab.interop.warm_start import longer, start_from
-from model import Share, settings
+from model import Fraction, validated_dataclass
 
 
 def answers(subject):
@@ -39,11 +39,11 @@ def answers(subject):
     return *(values[asked >= 0] for values in (asked, right, steps)), steps
 
 
-@settings
+@validated_dataclass
 class Lookup(Comparison):
     """Does depth follow difficulty? Models that were trained on the lookup task."""
 
-    tau: Share | None = None  # where pondering stops; by default where each run scored it
+    tau: Fraction | None = None  # where pondering stops; by default where each run scored it
     # steps that each may take, instead of its K: what the router says of its last one holds for the new ones
     most: tuple[PositiveInt, ...] = ()
     other, by, keeps_means = True, ["most", "lookups"], True
@@ -91,7 +91,7 @@ def stilled(places):
     def change(s, log_w):
         still = places[:, None] & (torch.arange(s.size(-1), device=s.device) > 0)  # (T, S)
         s = s.masked_fill(still, 0)
-        return s / s.sum(-1, keepdim=True), log_w.masked_fill(still, MASKED)
+        return s / s.sum(-1, keepdim=True), log_w.masked_fill(still, LOG_W_HIDDEN)
 
     return change
 
@@ -117,11 +117,11 @@ def kind_rows(subject):
     return pd.DataFrame(rows)
 
 
-@settings
+@validated_dataclass
 class Kinds(Comparison):
     """Which tokens of the lookup task take steps, and which of these steps are used? A table."""
 
-    tau: Share | None = None  # where pondering stops; by default where each run scored it
+    tau: Fraction | None = None  # where pondering stops; by default where each run scored it
 
     other, by, keeps_means = True, ["kind"], True
     columns = ABOUT | {"kind": "kind", "share of tokens": "tokens:.3f", "steps": "steps:.2f"}
@@ -206,11 +206,11 @@ def summary(frame):
     return pd.DataFrame(rows).sort_values("order").drop(columns="order"), kept
 
 
-@settings
+@validated_dataclass
 class Worth(Comparison):
     """What thinking is worth where the answer is known: table and figure."""
 
-    tau: Share | None = None  # where pondering stops; by default where each run scored it
+    tau: Fraction | None = None  # where pondering stops; by default where each run scored it
     device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
     sheet = "lookups that a question takes; passes: layers that a token passes", "share of right answers"
 

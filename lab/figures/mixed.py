@@ -16,7 +16,7 @@ import torch
 from lab.corpora.lookup import longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, Comparison
 from lab.figures.subject import decoded
-from model import Share, settings
+from model import Fraction, validated_dataclass
 
 
 def is_line(rows, tokenizer):
@@ -43,11 +43,11 @@ def kind_rows(subject):
     )
 
 
-@settings
+@validated_dataclass
 class Mixed(Comparison):
     """Models that were trained on prose and puzzles: loss, steps and right answers of each. A table."""
 
-    tau: Share | None = None  # where pondering stops; by default where each run scored it
+    tau: Fraction | None = None  # where pondering stops; by default where each run scored it
 
     other, by = True, ["kind"]
     columns = ABOUT | {"kind": "kind", "loss": "loss:.4f", "with all steps": "all_steps:.4f"}

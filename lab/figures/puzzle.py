@@ -17,13 +17,13 @@ import torch
 import tyro
 
 from attention import augment
-from data import UserError, command_line
+from common import UserError, command_line
 from lab.common import Given
 from lab.corpora.lookup import line, longest_of
 from lab.figures.explainer import open_model, write_page
 from lab.interop.weights import PUZZLES, locate
 from lab.methods.grid import SlotCache
-from model import Share, settings
+from model import Fraction, validated_dataclass
 from router import TAU
 
 SECONDS, PAUSE = 0.9, 4  # of a step, and behind the last
@@ -111,12 +111,12 @@ def show(model, tokenizer, tau=TAU, seed=6):
     print()
 
 
-@settings
+@validated_dataclass
 class Puzzle:
     run: Given | None = None  # a model of the lookup task on the grid; by default models/lookup
     seed: int = 6  # of the puzzle
     number: int | None = None  # lookups of the question that is drawn; by default the most
-    tau: Share = TAU  # where pondering stops
+    tau: Fraction = TAU  # where pondering stops
     out: Path = Path("out/puzzle.svg")
 
 

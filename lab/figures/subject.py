@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from analyze import by_token
-from data import Tokenizer
 from lab.engine.states import stopped_states
 from lab.evaluation.texts import validation_windows
 from lab.interop.weights import load
 from model import PonderLM
+from tokenizer import Tokenizer
 
 
 @dataclass

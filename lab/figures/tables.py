@@ -7,7 +7,7 @@ cells       a frame of text, what the table has
 
 import pandas as pd
 
-from data import write_whole
+from common import atomic_write
 
 # Okabe and Ito's colours, which the colour-blind can tell apart.
 COLORS = ["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777"]
@@ -39,8 +39,8 @@ def save(out, name, frame, cells):
     """Keep the numbers of a figure as out/<name>.csv, the cells of their table as .md, and print it."""
     text = markdown(cells)
     out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / f"{name}.csv", lambda part: frame.to_csv(part, index=False))
-    write_whole(out / f"{name}.md", lambda part: part.write_text(text, encoding="utf-8"))
+    atomic_write(out / f"{name}.csv", lambda part: frame.to_csv(part, index=False))
+    atomic_write(out / f"{name}.md", lambda part: part.write_text(text, encoding="utf-8"))
     print(f"{text}\nwritten: {out / name}.csv, .md")
 
 
@@ -62,5 +62,5 @@ def save_figure(figure, file):
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, ncols=2 * len(figure.axes), **look)
-    write_whole(file, lambda part: figure.savefig(part, dpi=300, format="png"))
+    atomic_write(file, lambda part: figure.savefig(part, dpi=300, format="png"))
     print(f"written: {file}")

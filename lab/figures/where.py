@@ -20,7 +20,7 @@ import torch
 from lab.figures.comparing import ABOUT, Comparison, needs_router
 from lab.figures.subject import decoded, rerouted
 from lab.figures.tables import COLORS
-from model import Count, Share, settings
+from model import Count, Fraction, validated_dataclass
 
 GROUPS = "character", "place in its word", "frequency", "steps taken", "step distribution"
 
@@ -89,12 +89,12 @@ def where_rows(subject):
     return pd.concat([*rows, pd.DataFrame(control)])
 
 
-@settings
+@validated_dataclass
 class Where(Comparison):
     """Which kinds of tokens are thought about: table and figure."""
 
     windows: Count = 512  # of the validation text
-    tau: Share | None = None  # where pondering stops; by default where each run scored it
+    tau: Fraction | None = None  # where pondering stops; by default where each run scored it
     by, keeps_means = ["group", "kind"], True
     sheet = "executed steps after the token, mean", "", 3
     columns = ABOUT | {"group": "group", "kind": "kind", "share of tokens": "tokens:.3f"}

@@ -15,7 +15,7 @@ import torch
 
 from analyze import by_token
 from lab.figures.comparing import ABOUT, Comparison
-from model import Count, settings
+from model import Count, validated_dataclass
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def layer_rows(subject):
     return pd.DataFrame(rows)
 
 
-@settings
+@validated_dataclass
 class Within(Comparison):
     """How well the state after each layer would predict, before any extra step. A table."""
 

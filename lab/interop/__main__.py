@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 import tyro
 
-from data import UserError, command_line, read_json
+from common import UserError, command_line, read_json
 from lab.common import locate, settings_of
 from lab.corpora.tokenizers import HuggingFaceTokenizer, begin_of, load_tokenizer, save_pretrained
 from lab.interop.export import export
 from lab.interop.weights import load, save
-from model import Share
+from model import Fraction
 
 
 def scored_tau(directory):
@@ -31,7 +31,7 @@ def main(
     to: Path | None = None,
     half: bool = False,
     transformers: bool = False,
-    tau: Share | None = None,
+    tau: Fraction | None = None,
 ):
     """Show what a directory of weights holds, and write it anew.
 

@@ -16,10 +16,10 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from data import write_json, write_whole
+from checkpoint import FORMAT
+from common import atomic_write, write_json
 from lab.interop.weights import FOR_TRANSFORMERS, save
 from lab.methods import find, find_backbone
-from model import FORMAT
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = Path(__file__).parent / "templates" / "modeling_ponderlm.py.txt"
@@ -49,7 +49,7 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
     write_json(Path(directory, "config.json"), config | ids)
     write_json(Path(directory, "generation_config.json"), ids | {"tau": tau})
     text = modelling_file(model.config)
-    write_whole(Path(directory, "modeling_ponderlm.py"), lambda file: file.write_text(text, "utf-8"))
+    atomic_write(Path(directory, "modeling_ponderlm.py"), lambda file: file.write_text(text, "utf-8"))
 
 
 # -- The modelling file ----------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from data import UserError, is_prepared
+from common import UserError
+from data import is_prepared
 from lab.corpora.tokenizers import load_tokenizer
 from lab.interop.weights import load, locate, read_config
 from lab.methods import build, configure, find, unused_settings

@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-import model as root
-from data import UserError, newest_run, one_line, read_json, reading
+import checkpoint
+from checkpoint import FORMAT, from_json, newest_run
+from common import UserError, one_line, read_json, user_error_if_unreadable
 from lab.common import locate
 from lab.methods import PonderConfig, build, check_settings, find
-from model import FORMAT, Config, PonderLM, from_json
+from model import Config, PonderLM
 from sample import INCLUDED
 
 FOR_TRANSFORMERS = "ponderlm"  # model_type where export.py has put our form into config.json
@@ -48,7 +49,7 @@ def find_model(run=None, otherwise=None):
         if not is_model(place := locate(run)):
             raise UserError(f"{run} holds no {SINGLE}: give the directory of a model")
         return place
-    found = newest_run(otherwise=otherwise)
+    found = newest_run(default=otherwise)
     if found == otherwise:
         print(f"there is no run in out/ yet: this is the model that comes with the code, {otherwise.name}")
     return found
@@ -69,7 +70,7 @@ def read_config(directory):
     """
     content, file = our_form(directory), Path(directory, "config.json")
     if content is None:
-        with reading(file):
+        with user_error_if_unreadable(file):
             theirs = kind_of(file).config_class.from_pretrained(directory)
             content = asdict(PonderConfig()) | from_others(theirs.to_dict())
     return parse_config(content, file)
@@ -108,7 +109,7 @@ def load(directory):
         UserError: as read_config; or tensors that are damaged or do not fit the config.
     """
     config, directory = read_config(directory), Path(directory)
-    with reading(directory):
+    with user_error_if_unreadable(directory):
         if our_form(directory) is None:
             tensors = read_others(directory)
         else:
@@ -118,15 +119,15 @@ def load(directory):
         with torch.device("meta"):  # the tensors that were read become its parameters
             model = build(config)
         model.load_state_dict(tensors, assign=True)
-    model.tie()
+    model.tie_head()
     return model.eval()
 
 
 def save(model, directory, begin=None, end=None):
-    """As model.save; a model with K = 0 as a Llama or a GPT-NeoX of transformers, which has the embedding
-    scale in its table, and the tokenizer's ids of the `begin` and `end` of a text."""
+    """As checkpoint.save; a model with K = 0 as a Llama or a GPT-NeoX of transformers, which has the
+    embedding scale in its table, and the tokenizer's ids of the `begin` and `end` of a text."""
     if model.config.method != "vanilla":
-        root.save(as_root(model), directory)
+        checkpoint.save(as_root(model), directory)
     else:
         to_others(model, {"bos_token_id": begin, "eos_token_id": end}).save_pretrained(directory)
 
@@ -144,7 +145,7 @@ def as_root(model):
     with torch.device("meta"):
         plain = PonderLM(Config(**{f.name: getattr(model.config, f.name) for f in fields(Config)}))
     plain.load_state_dict(tensors_of(model), assign=True)
-    plain.tie()
+    plain.tie_head()
     return plain.train(model.training)
 
 
@@ -243,7 +244,9 @@ def to_others(model, ids):
         shape |= dict(layer_norm_eps=config.rms_norm_eps, use_parallel_residual=parallel)
         kind, tensors = library().GPTNeoXForCausalLM, renamed(tensors, NEOX)
     else:
-        shape |= dict(rms_norm_eps=config.rms_norm_eps, num_key_value_heads=config.G, head_dim=config.d)
+        shape |= dict(
+            rms_norm_eps=config.rms_norm_eps, num_key_value_heads=config.kv_heads, head_dim=config.head_width
+        )
     if config.backbone == "llama3":
         rope |= options | {"rope_type": "llama3", LLAMA3[-1]: int(options[LLAMA3[-1]])}
     other = kind(kind.config_class(**shape, rope_parameters=rope)).to(tensors["lm_head.weight"].dtype)

@@ -26,14 +26,14 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from data import UserError, one_line
+from common import UserError, one_line
 from lab import backbones
-from model import Config, Llama, PonderLM, settings
+from model import Config, Llama, PonderLM, validated_dataclass
 from router import upcast
 from train import objective as of_paper
 
 
-@settings
+@validated_dataclass
 class PonderConfig(Config):
     """The settings of any method: which one, on which transformer."""
 
@@ -69,6 +69,7 @@ class Feedback(nn.Module):
 class PonderLM3(PonderLM):
     """model.PonderLM with what commands, tables and figures ask of a method."""
 
+    title = "PonderLM-3"
     Config = PonderConfig
     defaults = {}  # settings that the name of the method implies
     unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks
@@ -91,7 +92,7 @@ class PonderLM3(PonderLM):
             return groups
         g = self.feedback.weight
         groups[1]["params"] = [p for p in groups[1]["params"] if p is not g]
-        return [*groups, {"params": [g], "rate": self.feedback_rate, "weight_decay": 0.0}]
+        return [*groups, {"params": [g], "lr_scale": self.feedback_rate, "weight_decay": 0.0}]
 
     def objective(self, x, y, R, price=0.0):
         """The loss of a micro-batch, as train.objective: here it is the paper's."""
@@ -136,7 +137,9 @@ class FixedDepth(PonderLM3):
 
 
 def last_alone(h, steps):
-    """The state at `steps` (...) of h (..., n, D). -> (..., D)"""
+    """The state at `steps` (...), or an integer, of h (..., n, D). -> (..., D)"""
+    if not torch.is_tensor(steps):
+        return h[..., steps, :]
     at = steps.long()[..., None, None].expand(*h.shape[:-2], 1, h.size(-1))
     return h.gather(-2, at)[..., 0, :]
 

@@ -12,16 +12,16 @@ ablation-price-grid     the same on the grid
 import torch
 import torch.nn.functional as F
 
-from attention import MASKED
+from attention import LOG_W_HIDDEN
 from lab.methods import PonderConfig, PonderLM3, last_alone
 from lab.methods.grid import Grid
-from model import Share, settings
+from model import Fraction, validated_dataclass
 from router import mask_keys, relaxed_steps
 
 
 def hide(bias, log_w, tau):
     """A bias on the keys of slots, with those beyond K-hat hidden, as router.mask_keys does."""
-    return bias if tau is None else bias.masked_fill(mask_keys(log_w, tau) <= MASKED, MASKED)
+    return bias if tau is None else bias.masked_fill(mask_keys(log_w, tau) <= LOG_W_HIDDEN, LOG_W_HIDDEN)
 
 
 class NoMask(PonderLM3):
@@ -57,9 +57,9 @@ class PrintedIndex(PonderLM3):
         return hide(F.pad(log_w[..., :-1], (1, 0)), log_w, tau)
 
 
-@settings
+@validated_dataclass
 class PriceConfig(PonderConfig):
-    by_probability: Share = 1.0  # share of the price that is on w_1 + .. + w_K
+    by_probability: Fraction = 1.0  # share of the price that is on w_1 + .. + w_K
 
 
 class ByProbability:

@@ -10,26 +10,26 @@ import zlib
 import torch
 import torch.nn.functional as F
 
-from attention import MASKED
+from attention import LOG_W_HIDDEN
 from lab.methods.ablation import ByProbability, PriceConfig
 from lab.methods.grid import Grid
 from lab.methods.schedule import Scheduled
 from lab.methods.shared import SharedDepth
-from model import Count, NotNegative, Share, settings
+from model import Count, Fraction, NonNegative, validated_dataclass
 
 
-@settings
+@validated_dataclass
 class DrawnConfig(PriceConfig):
-    by_probability: Share = 0.0  # share of a price on steps that is on w_1 + .. + w_K
-    drawn: Share = 0.5  # share of the tokens whose depth is drawn
+    by_probability: Fraction = 0.0  # share of a price on steps that is on w_1 + .. + w_K
+    drawn: Fraction = 0.5  # share of the tokens whose depth is drawn
     drawn_until: Count | None = None  # training steps until which that share falls to 0; None: it stays
-    entropy: NotNegative = 0.0  # what a nat of the entropy of s takes off the loss
+    entropy: NonNegative = 0.0  # what a nat of the entropy of s takes off the loss
 
 
 def imposed(steps, s, log_w):
     """s and log_w (B, T, S) of tokens that take `steps` (B, T), whatever their router says."""
     k = torch.arange(s.size(-1), device=s.device)
-    visible = torch.zeros_like(log_w).masked_fill(k > steps[..., None], MASKED)
+    visible = torch.zeros_like(log_w).masked_fill(k > steps[..., None], LOG_W_HIDDEN)
     return F.one_hot(steps, s.size(-1)).to(s.dtype), visible
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from lab.methods import PonderConfig
 from lab.methods.grid import FixedGrid
 from lab.methods.schedule import Scheduled
-from model import Count, settings
+from model import Count, validated_dataclass
 
 
-@settings
+@validated_dataclass
 class LoweredConfig(PonderConfig):
     stage: Count = 1000  # training steps with each number of extra steps
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attention import MASKED
+from attention import LOG_W_HIDDEN
 from lab.methods.looped import LoopedLM
 from model import Output
 from router import upcast
@@ -55,11 +55,11 @@ class MoR(LoopedLM):
         slots = torch.arange(self.config.ponder_steps + 1, device=depth.device)
         steps = depth[..., None] - 1
         s = upcast((slots == steps).to(self.lm_head.weight.dtype))
-        return s, torch.zeros_like(s).masked_fill(slots > steps, MASKED)
+        return s, torch.zeros_like(s).masked_fill(slots > steps, LOG_W_HIDDEN)
 
     def forward(self, idx, targets=None, **how):
         out = super().forward(idx, targets, **how)
-        out.steps = (out.log_w > MASKED).sum(-1) - 1  # beyond the first recursion, whatever tau is
+        out.steps = (out.log_w > LOG_W_HIDDEN).sum(-1) - 1  # beyond the first recursion, whatever tau is
         return out
 
     def states(self, idx, R=None, tau=None, alpha=0.0):
@@ -68,7 +68,7 @@ class MoR(LoopedLM):
     def objective(self, x, y, R, price=0.0):
         """Cross-entropy plus the routers' loss."""
         h, s, log_w, router_loss = self.recursions(x)
-        steps = (log_w > MASKED).sum(-1) - 1
+        steps = (log_w > LOG_W_HIDDEN).sum(-1) - 1
         out = Output(self.lm_head, self.integrate(h, s, steps), steps, h, s, log_w)
         out.ce = self.cross_entropy(out.h_hat, y)
         out.loss = out.ce.sum() / (y != -100).sum().clamp(min=1)

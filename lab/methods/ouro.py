@@ -27,13 +27,13 @@ from torch import nn
 from attention import soft_mask_attention
 from lab.methods import PonderConfig, last_alone
 from lab.methods.looped import LoopedLM
-from model import NotNegative, settings
+from model import NonNegative, validated_dataclass
 from router import stop_step, upcast
 
 
-@settings
+@validated_dataclass
 class OuroConfig(PonderConfig):
-    exit_entropy: NotNegative = 0.05  # beta
+    exit_entropy: NonNegative = 0.05  # beta
 
 
 class Gate(nn.Module):

@@ -8,7 +8,7 @@ only. The LLaMA form in PonderLM-2's code does not accumulate, e_i = e_0 + ..: `
 
 from lab.methods import PonderConfig
 from lab.methods.looped import LoopedLM
-from model import settings
+from model import validated_dataclass
 from router import upcast
 
 
@@ -18,7 +18,7 @@ def mixture(model, h):
     return p.to(h.dtype) @ model.model.embed_tokens.weight.to(h.dtype) * model.config.scale
 
 
-@settings
+@validated_dataclass
 class PonderLM1Config(PonderConfig):
     accumulate: bool = True  # add each mixture to the last input, not to the first
 

@@ -13,10 +13,10 @@ from typing import Literal
 from lab.methods.grid import FixedGrid
 from lab.methods.lowered import LoweredConfig, Lowering
 from lab.methods.ponderlm2 import PonderLM2
-from model import settings
+from model import validated_dataclass
 
 
-@settings
+@validated_dataclass
 class WarmupConfig(LoweredConfig):
     # what an extra step reads. embedding: its token's once more, so that as much is computed and nothing is
     # passed on

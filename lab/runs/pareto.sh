@@ -7,7 +7,7 @@
 
 SCALE=${SCALE:-tiny}
 RUNS=out/pareto/$SCALE
-SQRT_D=$("$PYTHON" -c "from train import PRESETS; print(PRESETS['$SCALE'][1].hidden_size ** 0.5)")
+SQRT_D=$("$PYTHON" -c "from train import preset_settings; print(preset_settings('$SCALE')[1].hidden_size ** 0.5)")
 
 train() { # name, flags
   once "$RUNS" "$1" "$seed" --preset "$SCALE" --step-price 0 "${@:2}" # as in the paper

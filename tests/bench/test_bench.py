@@ -9,11 +9,11 @@ import torch
 from lab_helpers import NEOX, save_for_bytes, small_model
 
 import train as train_script
-from data import UserError
+from common import UserError
 from lab import bench
 from lab.engine.batching import Engine
 from model import Llama
-from train import PRESETS
+from train import preset_settings
 
 CPU = torch.device("cpu")
 
@@ -64,7 +64,7 @@ def test_ratios(tmp_path, monkeypatch):
     compiled = []
     monkeypatch.setattr("torch.compile", lambda form, **how: compiled.append(how) or form)
     bench.step(bench.Step(preset="tiny", windows=1, R=0, compile=True, **how))
-    assert compiled == [{"dynamic": False}] * 2 * PRESETS["tiny"][1].num_hidden_layers
+    assert compiled == [{"dynamic": False}] * 2 * preset_settings("tiny")[1].num_hidden_layers
     rows = json.loads((tmp_path / "train-tiny-cpu.json").read_text())["rows"]
     assert [row["case"] for row in rows[:2]] == ["plain", "PonderLM-3"] and len(rows) == 5
     for row in rows:
@@ -74,7 +74,7 @@ def test_ratios(tmp_path, monkeypatch):
 @pytest.mark.parametrize("K, R", [(1, 2), (3, 0)])
 def test_what_a_step_runs(K, R, monkeypatch):
     """Catches a step that is not train.py's, or a plain one of other slots or without a backward pass."""
-    shape, seen, gradients = replace(PRESETS["tiny"][1], block_size=8, ponder_steps=K), [], []
+    shape, seen, gradients = replace(preset_settings("tiny")[1], block_size=8, ponder_steps=K), [], []
     forward, backward = Llama.forward, torch.Tensor.backward
     monkeypatch.setattr(Llama, "forward", lambda *x: seen.append(x[1].size(1)) or forward(*x))
     monkeypatch.setattr("torch.Tensor.backward", lambda *x: gradients.append(x) or backward(*x))

@@ -12,7 +12,7 @@ from attention import sdpa
 from lab import bench
 from lab.memory import bytes_of_step
 from model import Config, PonderLM
-from train import PRESETS, objective
+from train import objective, preset_settings
 
 SHAPE = Config(3000, 64, 160, 2, 4, num_key_value_heads=2, head_dim=24, block_size=64, ponder_steps=2)
 
@@ -59,14 +59,14 @@ def test_of_a_gpu():
         ("--compile", {"compiled": True}, 0.03),
         ("--recompute", {"recompute": True}, 0.05),
     ):
-        parts = bytes_of_step(PRESETS["small"][1], found["windows"], found["R"], **how)
+        parts = bytes_of_step(preset_settings("small")[1], found["windows"], found["R"], **how)
         expected = (sum(parts.values()) - parts["weights"] * 3 / 4) / 2**20
         assert expected == pytest.approx(rows[case], rel=tolerance)
 
 
 def test_weights():
     """Catches a parameter that is not counted."""
-    for shape in (SHAPE, replace(SHAPE, tie_word_embeddings=True), PRESETS["small"][1]):
+    for shape in (SHAPE, replace(SHAPE, tie_word_embeddings=True), preset_settings("small")[1]):
         n = sum(p.numel() for p in PonderLM(shape).parameters())
         assert bytes_of_step(shape, 1, 0)["weights"] == 16 * n
 
@@ -77,8 +77,8 @@ def test_command(tmp_path, capsys):
     found = json.loads((tmp_path / "memory-tiny-cpu.json").read_text())
     assert len(found["rows"]) == len(found["hours"]) == 4
     assert "fits_24_GB" in capsys.readouterr().out
-    shape = PRESETS["410m"][1]
+    shape = preset_settings("410m")[1]
     n = bench.fits(shape, 256, 3, 80)
     small, large = (sum(bytes_of_step(shape, x, 3).values()) for x in (n, n + 1))
     assert n and small < 0.9 * 80 * 2**30 < large and bench.fits(shape, 256, 3, 8) == 0
-    assert 5 < bench.flops_of_token(PRESETS["70m"][1]) / 1e9 < 5.5  # by hand: 20 slots, 70 pairs
+    assert 5 < bench.flops_of_token(preset_settings("70m")[1]) / 1e9 < 5.5  # by hand: 20 slots, 70 pairs

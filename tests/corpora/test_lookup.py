@@ -4,7 +4,8 @@ from hashlib import sha256
 import pytest
 import torch
 
-from data import UserError, Windows
+from common import UserError
+from data import Windows
 from lab.corpora import lookup
 from lab.corpora.preparation import open_corpus
 from lab.figures.puzzle import chain_from

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import UserError
+from common import UserError
 from lab.corpora import lookup
 from lab.corpora.lookup import LINE, lookups_asked, prepare_lookup, tokenizer
 from lab.corpora.preparation import open_corpus

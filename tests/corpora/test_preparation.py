@@ -16,10 +16,11 @@ from lab_helpers import full_disk
 from pyarrow import parquet
 
 import data
-from data import Tokenizer, UserError
+from common import UserError
 from lab.corpora import preparation, sources
 from lab.corpora.preparation import Options, is_held_out, open_corpus, prepare
 from lab.corpora.sources import of_files
+from tokenizer import Tokenizer
 
 # CRLF, bytes that are not UTF-8, a blank line, no newline at the end.
 TEXTS = [b"one\r\n\r\ntwo", "naïve café 😀\n".encode(), b"caf\xe9\r\n", b"no newline \x80\x81"]
@@ -123,12 +124,13 @@ def test_texts_beside_rows():
 
 @pytest.mark.parametrize("rows", [TEXTS[:1], TEXTS[:99], [b"x"], [b"ab", b"c" * 30]])
 def test_few_documents(rows, capsys):
-    """Catches an empty validation, an end that is learned and asked, another choice than data.divide's."""
+    """Catches an empty validation, an end that is learned and asked, another choice than
+    data.split_documents's."""
     prepare(Options(str(write_texts(Path("texts"), rows)), Path("out")))
     assert f"{len(rows)} documents" in capsys.readouterr().out
     assert same_ids(data.open_corpus("texts"), data.open_corpus("out"))
     documents = [(f"{i}\udcff", str(i).encode()) for i in range(1000)]
-    assert [text for name, text in documents if is_held_out(name)] == data.divide(documents)[1]
+    assert [text for name, text in documents if is_held_out(name)] == data.split_documents(documents)[1]
 
 
 @pytest.mark.parametrize("end", [b"\n", b" "])
@@ -313,4 +315,4 @@ def test_two_at_once():
     path = str(write_rows(Path("a.jsonl")))
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(open_corpus, [path, path])
-    assert one.fingerprint == two.fingerprint
+    assert one.fingerprint() == two.fingerprint()

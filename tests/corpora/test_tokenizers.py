@@ -14,10 +14,11 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from data import Tokenizer, UserError
+from common import UserError
 from lab.corpora import lookup, preparation
 from lab.corpora.preparation import Options, open_corpus, prepare
 from lab.corpora.tokenizers import HuggingFaceTokenizer, definition_of, load_tokenizer, save_pretrained
+from tokenizer import Tokenizer
 
 HARD = "the  fox\n\tnaps: é ☃ 日本 \U0001f98a <s> </s> <|endoftext|> \x00!"
 ONE_WAY = [bytes([i]) for i in range(256)] + [b"he", b"ef", b"hef"]  # h + ef is never met
@@ -130,7 +131,7 @@ def test_corpus(kind, monkeypatch):
         assert getattr(corpus, split).tolist() == 2 * one
     assert open_corpus(f"data/{corpus.name}").tokenizer.digest == tokenizer.digest  # its own
     monkeypatch.setattr(preparation, "prepare", lambda o: pytest.fail("it was made again"))
-    assert open_corpus("texts", "model").fingerprint == corpus.fingerprint
+    assert open_corpus("texts", "model").fingerprint() == corpus.fingerprint()
     assert open_corpus("texts", "bytes").name != corpus.name
 
 

@@ -12,7 +12,7 @@ from lab_helpers import LLAMA3, NEOX, decode, small_model
 from placement import TEST_DEVICE
 from torch.utils._pytree import tree_map
 
-from data import UserError, command_line
+from common import UserError, command_line
 from lab.engine.batching import BESIDE, FOLLOWED, Engine, serves
 from lab.engine.choosing import choose_finite
 from lab.engine.compiled import Compiled, Pass
@@ -286,7 +286,7 @@ def test_cache_holds_executed_slots(model, prefill):
         i, token, _ = next(stream)
         tokens[i].append(token)
     for row, (text, steps) in enumerate(zip(tokens, read, strict=True)):
-        n, d = len(steps) + sum(steps), model.config.d
+        n, d = len(steps) + sum(steps), model.config.head_width
         cache = decode(model, torch.tensor(text[: len(steps)]), tau=0.3)[2]
         for simple, kv in zip(cache, engine.cache.layers, strict=True):
             assert simple.keys.size(2) == n

@@ -8,14 +8,14 @@ import pytest
 import torch
 from lab_helpers import full_disk, save_for_bytes, small_model
 
-from data import UserError, command_line
+from common import UserError, command_line
+from hardware import pick_precision
 from lab.engine import __main__ as command
 from lab.engine.__main__ import main, show_many
 from lab.engine.batching import Engine
 from lab.engine.request import Options
 from lab.engine.simple import generate
 from lab.interop.weights import load
-from train import pick_precision
 
 both = pytest.mark.parametrize("decoder", ["simple", "engine"], indirect=True)
 

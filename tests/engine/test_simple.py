@@ -1,4 +1,4 @@
-"""How both decoders choose a token; the loop itself is the root's, see root/test_sample.py."""
+"""How both decoders choose a token, and the loop that decodes one text."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from lab_helpers import small_model
 
 from lab.engine.choosing import choose_finite, uniform
 from lab.engine.simple import generate
+from sample import stream
 
 
 def test_seeds_and_independence():
@@ -15,6 +16,25 @@ def test_seeds_and_independence():
     assert a == b
     assert generate(model, prompts[1:], 12, seed=6) == a[1:]
     assert generate(model, prompts, 12, seed=7) != a
+
+
+def test_longer_than_the_window():
+    """Catches another context than the last half of the window, and beginnings that do not stay."""
+    model, greedy = small_model(block_size=8), dict(temperature=0)
+    for begin in ([], [30, 29]):
+        read = []
+        (long,) = generate(model, [[*range(20)]], 3, begin=begin, read=[read], **greedy)
+        (short,) = generate(model, [[*begin, 16, 17, 18, 19]], 3, **greedy)
+        assert (long.tokens, long.steps) == (short.tokens, short.steps)
+        assert len(read) == len(begin) + 4 + 2
+
+
+def test_the_loop_of_the_root():
+    """Catches a loop that reads or chooses otherwise than the root's, also when the window slides."""
+    model = small_model(seed=3, block_size=8)
+    expected = [*stream(model, [1, 2, 3], 20, temperature=0, tau=0.3)]
+    (found,) = generate(model, [[1, 2, 3]], 20, temperature=0, tau=0.3)
+    assert [*zip(found.tokens, found.steps, strict=True)] == expected
 
 
 def test_choices():

@@ -10,13 +10,14 @@ import torch
 from foreign import KINDS, make_tokenizer
 from lab_helpers import method_model, save_for_bytes, small_model
 
-from data import Tokenizer, UserError, read_json
+from common import UserError, read_json
 from lab.evaluation.__main__ import Options, main, score_texts
 from lab.evaluation.scoring import cut, score
 from lab.evaluation.texts import own_texts, validation_text
 from lab.interop.weights import load, save
 from lab.methods import configure
 from lab.train import LabConfig, train
+from tokenizer import Tokenizer
 
 RAW = "naïve café\r\n".encode() * 60 + b"\xff"
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from filelock import FileLock
 
-from data import Tokenizer
 from lab.corpora.lookup import prepare_lookup
 from lab.figures.subject import Subject
 from lab.methods import PonderConfig, configure
 from lab.train import LabConfig, train
-from train import PRESETS
+from tokenizer import Tokenizer
+from train import preset_settings
 
 
 def train_all(folder):
@@ -97,7 +97,7 @@ def make_run(tmp_path):
     def make(
         name, loss, steps, seed=0, method="ponderlm3", batch_size=8, init_from=None, machine="", **shape
     ):
-        config, model = PRESETS["tiny"]
+        config, model = preset_settings("tiny")
         model = configure(model, method, **shape)
         config = LabConfig(**asdict(config) | dict(seed=seed, steps=100, batch_size=batch_size))
         config.init_from = init_from

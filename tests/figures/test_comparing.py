@@ -13,7 +13,8 @@ import torch
 from lab_helpers import flags, small_model, tokens
 
 from analyze import pareto
-from data import UserError, Windows, open_corpus
+from common import UserError
+from data import Windows, open_corpus
 from lab.figures import comparing
 from lab.figures.comparing import by_run, losses, read_runs
 from lab.figures.subject import rerouted

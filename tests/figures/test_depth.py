@@ -5,7 +5,7 @@ import pytest
 import torch
 from lab_helpers import small_model
 
-from data import UserError
+from common import UserError
 from lab.figures.depth import Depth, depth_rows, given, predict, take_most
 from lab.figures.tables import new_figure
 from lab.methods import configure

@@ -9,20 +9,22 @@ import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 import pytest
 import torch
 from lab_helpers import small_model
 from py_mini_racer import MiniRacer
 
-from data import Tokenizer, UserError
+from common import UserError
 from lab.corpora import lookup
 from lab.figures import explainer
 from lab.figures.__main__ import main
 from lab.figures.puzzle import chain_from, solve
 from lab.interop.weights import INCLUDED, PUZZLES, load, save
 from sample import stream
-from train import PRESETS
+from tokenizer import Tokenizer
+from train import preset_settings
 
 ROOT = Path(explainer.__file__).parents[2]
 TAU = 0.3
@@ -59,7 +61,7 @@ def write_run(folder, model, tokenizer=None):
     """A finished run of a model: what the page reads of one."""
     save(model.float(), folder)
     (tokenizer or Tokenizer.named("bytes")).save(folder / "tokenizer.json")
-    config = replace(PRESETS["tiny"][0], tau=TAU, data="/home/<b>/text")
+    config = replace(preset_settings("tiny")[0], tau=TAU, data="/home/<b>/text")
     (folder / "train.json").write_text(json.dumps({"config": asdict(config)}))
     return folder
 
@@ -215,7 +217,8 @@ def decoded(model, ids, tau, alpha=0.0):
     """A text of any length, token by token as sample.py reads it -> the steps of each, logits (T, V)."""
     following, logits = iter([*ids[1:], 0]), []
     choose = lambda found: logits.append(found) or next(following)  # noqa: E731
-    pairs = stream(model, ids[:1], len(ids), choose=choose, tau=tau, alpha=alpha)
+    with patch("sample.make_sampler", lambda options: choose):
+        pairs = list(stream(model, ids[:1], len(ids), tau=tau, alpha=alpha))
     return [steps for _, steps in pairs], torch.stack(logits)
 
 

@@ -5,7 +5,7 @@ import pytest
 from lab_helpers import ROOT, small_model
 
 import analyze
-from data import UserError
+from common import UserError
 from lab.figures.comparing import Compare
 from lab.figures.depth import Depth
 from lab.figures.difficulty import Difficulty, gains, shifts

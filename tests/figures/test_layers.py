@@ -5,7 +5,7 @@ import pytest
 from lab_helpers import records
 from safetensors.torch import load_file
 
-from data import UserError, read_json
+from common import UserError, read_json
 from lab.figures.comparing import read_runs
 from lab.figures.layers import Layers, layer_rows, summary, with_worth
 

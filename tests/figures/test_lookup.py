@@ -8,7 +8,7 @@ import pytest
 import torch
 from lab_helpers import flags, records, small_model
 
-from data import UserError
+from common import UserError
 from lab.corpora import lookup
 from lab.figures.comparing import read_runs
 from lab.figures.lookup import Kinds, Lookup, answers, kind_rows, stilled

@@ -6,13 +6,13 @@ import pytest
 import torch
 from lab_helpers import small_model
 
-from data import UserError
+from common import UserError
 from lab.corpora import lookup
 from lab.corpora.tokenizers import load_tokenizer
 from lab.figures import puzzle
 from lab.figures.puzzle import Puzzle, main
 from lab.interop.weights import INCLUDED, PUZZLES, load
-from model import rotate
+from model import apply_rope
 from router import stop_step
 
 
@@ -29,7 +29,7 @@ def attention_by_hand(model, ids, k, tau):
         e = model.embed(torch.tensor([[ids[t]]]))[:, 0]
         x = e if j == 0 else model.feed_back(h[:, t, j - 1], e)
         x = project(layer.input_layernorm(x)).view(1, -1, 1, layer.self_attn.d)
-        return rotate(x, *model.model.angles(torch.tensor([t]), x.dtype))[0, :, 0]
+        return apply_rope(x, *model.model.rope_cos_sin(torch.tensor([t]), x.dtype))[0, :, 0]
 
     q = heads(len(ids) - 1, k, layer.self_attn.q_proj)  # (H, d)
     keys = torch.stack([heads(*slot, layer.self_attn.k_proj) for slot in slots], 1)  # (G, M, d)

@@ -5,9 +5,10 @@ import pytest
 import torch
 from lab_helpers import flags, records, small_model
 
-from data import Tokenizer, UserError
+from common import UserError
 from lab.figures.subject import decoded
 from lab.figures.where import Where, character, kinds_of, permuted, where_rows
+from tokenizer import Tokenizer
 
 
 def test_kinds():

@@ -18,7 +18,7 @@ def test_rows(method, subject):
     with torch.no_grad():
         positions = torch.arange(x.size(1))
         state = e = model.embed(x)
-        cos_and_sin = model.model.angles(positions, e.dtype)
+        cos_and_sin = model.model.rope_cos_sin(positions, e.dtype)
         for row, layer in zip(rows.itertuples(), [None, *model.model.layers], strict=True):
             if layer is not None:
                 state = layer(state, cos_and_sin, None, model.backend, None)

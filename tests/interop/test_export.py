@@ -16,13 +16,14 @@ from lm_eval.tasks import TaskManager
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from data import Tokenizer, UserError
+from common import UserError
 from lab.engine.simple import generate
 from lab.engine.states import stopped_states
 from lab.interop.__main__ import main as convert
 from lab.interop.export import export
 from lab.interop.weights import INCLUDED, load
 from lab.methods import all_methods
+from tokenizer import Tokenizer
 
 METHODS = [kind.method for kind in all_methods() if kind.method != "vanilla"]
 GREEDY = dict(do_sample=False, eos_token_id=None, return_dict_in_generate=True)

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-import model as root
-from data import read_json
+import checkpoint as root
+from common import read_json
 from lab.figures import explainer
 from lab.interop.weights import INCLUDED, load, read_config
 from lab.train import read_run
@@ -33,11 +33,16 @@ def test_what_it_decodes(tau):
     """Catches other steps or logits (to 1e-4; 1e-3 where it stops by itself) than token by token."""
     model, prompt, seen, read = root.load(INCLUDED), [*b"Return "], [], []
 
-    def greedy(logits):
-        seen.append(logits)
-        return int(logits.argmax())
+    decode = model.ponder_token
 
-    tokens = [token for token, _ in stream(model, prompt, 24, choose=greedy, read=read, tau=tau)]
+    def seen_by_the_sampler(*args):
+        logits, steps = decode(*args)
+        seen.append(logits)
+        return logits, steps
+
+    model.ponder_token = seen_by_the_sampler
+    tokens = [token for token, _ in stream(model, prompt, 24, temperature=0, read=read, tau=tau)]
+    seen = seen[len(prompt) - 1 :]
     for same, R, atol in ((model, 1000, 1e-4), (model, None, 1e-3), (load(INCLUDED), None, 1e-3)):
         out = same(torch.tensor([prompt + tokens[:-1]]), R=R, tau=tau)
         assert out.steps[0].tolist() == read

@@ -10,9 +10,9 @@ from helpers import in_bytes, in_config, in_tensors
 from lab_helpers import NEOX, same_weights, small_model
 from safetensors.torch import load_file
 
+import checkpoint as root
 import lab.interop.weights as interop
-import model as root
-from data import UserError
+from common import UserError
 from lab.engine.batching import Engine
 from lab.engine.simple import generate
 from lab.interop.__main__ import main as convert

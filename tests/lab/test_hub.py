@@ -13,7 +13,8 @@ import pandas as pd
 import pytest
 from lab_helpers import python, save_for_bytes, small_model
 
-from data import UserError, open_corpus
+from common import UserError
+from data import open_corpus
 from lab.common import locate
 
 COMMIT = 40 * "a"

@@ -9,7 +9,7 @@ from helpers import assert_is_attention, assert_masked_key_is_gone, attention_in
 from pretended_cuda import pretended_cuda
 from torch.backends import cuda as flags
 
-from attention import SHORT, eager
+from attention import EAGER_MAX_SLOTS, eager
 from lab import kernels
 
 
@@ -41,8 +41,8 @@ def to_slots_by_hand(q, k, v, log_w):
 @pytest.mark.parametrize("short", [True, False])
 def test_attend_to_slots(short, n, G, monkeypatch):
     """Catches a slot seen too early or without its log w, and mixed-up heads, in short and long texts."""
-    assert n * 11 <= SHORT
-    monkeypatch.setattr("lab.kernels.SHORT", SHORT if short else 0)
+    assert n * 11 <= EAGER_MAX_SLOTS
+    monkeypatch.setattr("lab.kernels.EAGER_MAX_SLOTS", EAGER_MAX_SLOTS if short else 0)
     q, k, v, log_w = attention_inputs(4, G, n * 11, 16, log_w=(-8, 0))
     leaves = [q.detach()[:, :, :11].requires_grad_(), k, v, log_w]
     forms = kernels.attend_to_slots, to_slots_by_hand

@@ -13,16 +13,17 @@ from lab_helpers import same_weights
 
 import train as root
 from attention import BACKENDS
-from data import UserError, Windows
+from checkpoint import load as root_load
+from checkpoint import save as root_save
+from common import UserError
+from data import Windows, pick_tokenizer
 from lab.engine.batching import Engine
 from lab.engine.simple import generate
 from lab.interop.warm_start import follows, start_from
 from lab.interop.weights import as_root, is_model, load, read_config, save
 from lab.methods import all_methods, build, configure
 from lab.train import LabConfig, open_text, parse, read_run, train
-from model import load as root_load
-from model import save as root_save
-from train import evaluate, pick_tokenizer
+from train import evaluate
 
 
 def of_lab(config, **changes):
@@ -237,7 +238,7 @@ def test_pondering_model_goes_on(config, llama, tmp_path):
 def test_price_of_a_preset(kind):
     """Catches one that a method without a price would have, or that one with it would lose."""
     flags = ["--preset", "small", "--method", kind.method]
-    assert parse(flags)[0].step_price == (root.PRESETS["small"][0].step_price if kind.priced else 0)
+    assert parse(flags)[0].step_price == (root.preset_settings("small")[0].step_price if kind.priced else 0)
     with nullcontext() if kind.priced else pytest.raises(UserError, match="step_price"):
         parse([*flags, "--step-price", "0.2"])
 

@@ -7,7 +7,7 @@ import torch
 from lab_helpers import small_model, tokens
 
 from lab.methods import all_methods, build, configure
-from train import PRESETS
+from train import preset_settings
 
 
 def parameters(config):
@@ -15,7 +15,9 @@ def parameters(config):
         return sum(p.numel() for p in build(config).parameters())
 
 
-@pytest.mark.parametrize("config, total", [(PRESETS["70m"][1], 70.5), (PRESETS["410m"][1], 406.6)])
+@pytest.mark.parametrize(
+    "config, total", [(preset_settings("70m")[1], 70.5), (preset_settings("410m")[1], 406.6)]
+)
 def test_shapes(config, total):
     """Catches a shape other than that of the compared models, in millions; a tied table that counts twice."""
     plain = configure(config, "vanilla")

@@ -47,7 +47,7 @@ def test_states_and_gradients(method, K, tau, form, monkeypatch):
     """Catches a deeper key that is seen, log w of another slot, a wrong order of the keys, and a pass that
     is computed again with the keys of a later one. To 1e-10 in float64."""
     model = small_model(seed=2, method=method, ponder_steps=K, router_scale=12.0)
-    monkeypatch.setattr("lab.kernels.SHORT", 256 if form == "definition" else 0)
+    monkeypatch.setattr("lab.kernels.EAGER_MAX_SLOTS", 256 if form == "definition" else 0)
     idx, found = tokens(T=9, B=2), []
     for states in (model.states, lambda idx, tau: obvious(model, idx, tau)):
         model.recompute = form == "recompute"

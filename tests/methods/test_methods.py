@@ -9,7 +9,7 @@ from lab_helpers import LLAMA3, NEOX, decode, method_model, small_model, tokens
 
 import lab.methods as methods
 from attention import eager
-from data import UserError
+from common import UserError
 from lab.interop.weights import load
 from lab.methods import FixedDepth, PonderConfig, PonderLM3, all_methods, build, configure, find
 from lab.train import parse
@@ -341,10 +341,10 @@ def test_initialisation_of_gpt_neox():
 
 MINE = """
 from lab.methods import FixedDepth, PonderConfig
-from model import settings
+from model import validated_dataclass
 
 
-@settings
+@validated_dataclass
 class MineConfig(PonderConfig):
     gain: float = 1.0  # of the states that are fed back
 

@@ -1,4 +1,4 @@
-"""The seven scripts stand alone, and what a training step runs is what stands in them."""
+"""The scripts of the root stand alone, and what a training step runs is what stands in them."""
 
 import ast
 import re
@@ -35,7 +35,7 @@ def test_imports(script):
 
 
 def test_commands():
-    """Catches a command that cannot run where only the seven are, and an output that ASCII stops."""
+    """Catches a command that cannot run where only these scripts are, and an output that ASCII stops."""
     for script in SCRIPTS:
         shutil.copy(ROOT / f"{script}.py", ".")
     Path("text.txt").write_text((ROOT / "LICENSE").read_text("utf-8") * 20, encoding="utf-8")
@@ -76,7 +76,7 @@ def test_what_a_training_step_runs():
     finally:
         sys.setprofile(None)
     method = "train.objective model.PonderLM.forward model.PonderLM.jacobi model.PonderLM.transform"
-    method += " model.Attention.forward model.rotate model.SwiGLU.forward model.Block.forward"
+    method += " model.Attention.forward model.apply_rope model.SwiGLU.forward model.Block.forward"
     method += " attention.soft_mask_attention attention.eager router.Router.forward router.log_mask_score"
     method += " router.mask_keys model.PonderLM.integrate router.bottom_mass_penalty"
     assert set(method.split()) <= entered

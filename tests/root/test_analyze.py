@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import analyze
-from data import Tokenizer, UserError, Windows, open_corpus
-from model import save
+from checkpoint import save
+from common import UserError
+from data import Windows, open_corpus
+from tokenizer import Tokenizer
 from train import TrainConfig
 
 FIGURES = "converge", "buckets", "shift", "tokens", "tau"
@@ -42,7 +44,7 @@ def average(values):
 @torch.no_grad()
 def test_losses_by_depth(model, monkeypatch):
     """Catches another order, target, truncation or steps, and weights that are not made to sum to 1."""
-    monkeypatch.setattr(analyze, "windows_at_a_time", lambda T, device: 2)
+    monkeypatch.setattr(analyze, "eval_batch_size", lambda T, device: 2)
     windows = rows_of(5)
     ce, steps = analyze.losses_by_depth(model, windows, 0.3)
     at = 0
@@ -211,7 +213,7 @@ def test_pareto(tmp_path, capsys):
     (axes,) = draw("pareto", rows).axes
     (rings,) = axes.collections[-1:]
     assert [x for x, _ in rings.get_offsets().tolist()] == [1, 2, 0]
-    with pytest.raises(UserError, match="--runs is for pareto"):
+    with pytest.raises(UserError, match="tau does not use --runs: omit it"):
         command("tau", runs=tuple(map(str, runs)))
     command("pareto", runs=tuple(map(str, runs)))
     assert "ponderlm3" in capsys.readouterr().out and Path("out/analyze/pareto.png").stat().st_size > 5000
@@ -221,7 +223,7 @@ def test_pareto(tmp_path, capsys):
 def test_pareto_refuses(other, tmp_path):
     """Catches a comparison of what cannot be compared, and a stack trace for a damaged run."""
     runs = [finish(tmp_path / "a"), finish(tmp_path / "b", **other)]
-    with pytest.raises(UserError, match="scored on different"):
+    with pytest.raises(UserError, match="evaluated on different data"):
         analyze.pareto(runs)
     with pytest.raises(UserError, match="--runs"):
         analyze.pareto([tmp_path])
@@ -249,7 +251,7 @@ def make_run(name, **settings):
     corpus.tokenizer.save(Path(name, "tokenizer.json"))
     shape = {"method": model.method, **asdict(model.config)}
     config = asdict(TrainConfig(data="text.txt", name=name))
-    content = {"config": config, "model": shape, "corpus": corpus.fingerprint}
+    content = {"config": config, "model": shape, "corpus": corpus.fingerprint()}
     Path(name, "train.json").write_text(json.dumps(content))
 
 
@@ -258,7 +260,7 @@ def test_a_padded_vocabulary():
     Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     corpus = open_corpus("text.txt", "bpe", 265)
     config = asdict(TrainConfig(data="text.txt", tokenizer="bpe"))
-    content = {"config": config, "model": {"vocab_size": 265}, "corpus": corpus.fingerprint}
+    content = {"config": config, "model": {"vocab_size": 265}, "corpus": corpus.fingerprint()}
     Path("run").mkdir()
     Path("run/train.json").write_text(json.dumps(content))
     shape = small_model(vocab_size=320).config
@@ -279,7 +281,8 @@ def draw(figure, rows):
 
 
 def command(figure, **options):
-    analyze.main(analyze.Options(figure, device="cpu", **options))
+    device = {} if figure == "pareto" else {"device": "cpu"}
+    analyze.main(analyze.Options(figure, **device, **options))
 
 
 def test_draw(run, capsys):

@@ -7,7 +7,7 @@ import torch
 from helpers import assert_is_attention, assert_masked_key_is_gone, attention_inputs, outputs_and_gradients
 
 import attention
-from attention import MASKED, attend_to_cache, augment, auto, eager, fa2, sdpa, soft_mask_attention
+from attention import LOG_W_HIDDEN, attend_to_cache, augment, auto, eager, fa2, sdpa, soft_mask_attention
 
 
 def literal(q, k, v, log_w):
@@ -40,7 +40,7 @@ def test_forms_equal_eager(form, dtype, tolerance, G, N, d):
 
 
 @pytest.mark.parametrize("backend", [eager, sdpa])
-@pytest.mark.parametrize("value", [0.0, -80.0, MASKED])
+@pytest.mark.parametrize("value", [0.0, -80.0, LOG_W_HIDDEN])
 def test_extreme_masks(backend, value):
     """Catches NaN and overflow: w = 1 is plain attention, a masked key is one that is not there."""
     q, k, v, _ = attention_inputs(N=12, dtype=torch.float32)
@@ -96,17 +96,17 @@ def test_fa2_layout(monkeypatch, G, d):
 
 
 def test_the_fastest_form(monkeypatch):
-    """Catches a form that is taken where another is faster, or where flash-attn cannot be."""
+    """Catches a form that is taken where another is faster, and flash-attn where nobody asked for it."""
     entered = []
     for name in ("eager", "sdpa", "fa2"):
         monkeypatch.setattr(attention, name, lambda *_, name=name: entered.append(name))
     for there in (True, False):
         monkeypatch.setattr(attention, "flash_attn_func", there or None)
         for device, dtype, N, form in (
-            ("cpu", torch.bfloat16, attention.SHORT, "eager"),
-            ("cpu", torch.float32, attention.SHORT + 1, "sdpa"),
+            ("cpu", torch.bfloat16, attention.EAGER_MAX_SLOTS, "eager"),
+            ("cpu", torch.float32, attention.EAGER_MAX_SLOTS + 1, "sdpa"),
             ("cuda", torch.float32, 8, "sdpa"),
-            ("cuda", torch.bfloat16, 8, "fa2" if there else "sdpa"),
+            ("cuda", torch.bfloat16, 8, "sdpa"),
         ):
             q = types.SimpleNamespace(
                 is_cuda=device == "cuda", device=torch.device(device), dtype=dtype, size=lambda _, N=N: N
@@ -117,9 +117,24 @@ def test_the_fastest_form(monkeypatch):
         fa2(*attention_inputs())
 
 
+@pytest.mark.parametrize("dtype, repeated", [(torch.float32, True), (torch.bfloat16, False)])
+def test_shared_heads(dtype, repeated, monkeypatch):
+    """Catches shared key heads in float32 that are left to torch, which then holds the N x N scores on a GPU;
+    and key heads that are repeated where the kernels share them."""
+    real, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def kernel(q, k, v, **how):
+        seen.append((k.size(1), how["enable_gqa"]))
+        return real(q, k, v, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
+    sdpa(*attention_inputs(H=4, G=2, dtype=dtype))
+    assert seen == [(4, False) if repeated else (2, True)]
+
+
 def test_shapes_that_do_not_fit():
     """Catches a broadcast where a shape is wrong."""
     q, k, v, log_w = attention_inputs()
     for wrong in ((k[:, :3], v[:, :3], log_w), (k, v, log_w[:, 1:]), (k[:, :, 1:], v, log_w)):
-        with pytest.raises(ValueError, match=r"shape|needed"):
+        with pytest.raises(ValueError, match="shape"):
             soft_mask_attention(q, *wrong)

@@ -19,9 +19,16 @@ import tiktoken
 import torch
 from helpers import full_disk, python
 
+import checkpoint
+import common
 import data
-from data import Corpus, Tokenizer, UserError, Windows, command_line, load_tokenizer, open_corpus
+import hardware
+import sources
+import tokenizer
+from common import UserError, command_line
+from data import Corpus, Windows, open_corpus
 from model import Config
+from tokenizer import Tokenizer, load_tokenizer
 
 CODE = "def f(x):\n    return x + 1  # naïve café 😀👩‍👩‍👧\n" * 40
 TEXT = "the quick brown fox jumps over the lazy dog. " * 30
@@ -54,9 +61,9 @@ def fail(error):
     [
         (UserError("two\nlines"), "error: two lines"),
         (FileNotFoundError(2, "No such file", "a.txt"), "error: a.txt: No such file"),
-        (MemoryError(), "error: there is not enough memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: .."), "error: there is not enough memory"),
-        (torch.OutOfMemoryError("CUDA out of memory"), "error: there is not enough memory"),
+        (MemoryError(), "error: out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: .."), "error: out of memory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "error: out of memory"),
         (KeyboardInterrupt(), 130),
         (RuntimeError("a bug"), None),
         (OSError("not about a file"), None),
@@ -90,11 +97,11 @@ def test_settings_in_one_line():
 def test_command_line_of_a_process():
     """Catches a kill, closed terminal or gone reader that ends in a stack trace or leaves half a file."""
     script = (
-        "import os, signal, sys; from data import *\n"
+        "import os, signal, sys; from common import *\n"
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup lets be ignored
         "def main():\n"
         "    for number in (signal.SIGTERM, signal.SIGHUP):\n"
-        "        try: write_whole('x', lambda part: (part.touch(), os.kill(os.getpid(), number)))\n"
+        "        try: atomic_write('x', lambda part: (part.touch(), os.kill(os.getpid(), number)))\n"
         "        except SystemExit as error: print(error.code, os.listdir(), file=sys.stderr)\n"
         "    os.close(1); os.dup2(os.pipe()[1], 1); print('x')\n"
         "command_line(main)"
@@ -105,38 +112,38 @@ def test_command_line_of_a_process():
 
 def test_json_files():
     """Catches a file that is no JSON object and passes, and half a file where a whole one was."""
-    data.write_json("x.json", {"a": [1, 2.5, "é"]})
+    common.write_json("x.json", {"a": [1, 2.5, "é"]})
     with full_disk(5), pytest.raises(UserError, match=r"cannot write x\.json"):
-        data.write_json("x.json", {"b": 1})
-    assert data.read_json("x.json") == {"a": [1, 2.5, "é"]} and os.listdir() == ["x.json"]
+        common.write_json("x.json", {"b": 1})
+    assert common.read_json("x.json") == {"a": [1, 2.5, "é"]} and os.listdir() == ["x.json"]
     for content in (b"", b"{", b"[1, 2]", b"null", b"\xff", b"[" * 10**5):
         Path("x.json").write_bytes(content)
         with pytest.raises(UserError, match=r"x\.json cannot be read"):
-            data.read_json("x.json")
+            common.read_json("x.json")
     with pytest.raises(UserError, match=r"none\.json cannot be read"):
-        data.read_json("none.json")
+        common.read_json("none.json")
     with pytest.raises(UserError, match=r"cannot write none/x\.json"):
-        data.write_json("none/x.json", {})
+        common.write_json("none/x.json", {})
 
 
 def test_newest_run_and_devices():
     """Catches another run than the newest, a crash where there is none, and a device that is not here."""
     with pytest.raises(UserError, match=r"python train\.py"):
-        data.newest_run()
+        checkpoint.newest_run()
     Path("out").touch()  # no folder: it cannot be read
     with pytest.raises(UserError, match="out cannot be read"):
-        data.newest_run(otherwise="another")
+        checkpoint.newest_run(default="another")
     Path("out").unlink()
     for name, when in (("a", 5), ("b", 9), ("c", 7)):
         Path("out", name).mkdir(parents=True)
         Path("out", name, "model.safetensors").touch()
         os.utime(f"out/{name}/model.safetensors", (when, when))
     Path("out/unfinished").mkdir()
-    assert data.newest_run() == Path("out/b")
-    assert data.pick_device("cpu").type == "cpu" and data.pick_device().type in ("cpu", "cuda", "mps")
+    assert checkpoint.newest_run() == Path("out/b")
+    assert hardware.pick_device("cpu").type == "cpu" and hardware.pick_device().type in ("cpu", "cuda", "mps")
     for name in ("tpu", "cuda:99", "", "meta"):
         with pytest.raises(UserError, match=f"device '{name}'"):
-            data.pick_device(name)
+            hardware.pick_device(name)
 
 
 # -- Tokenizers ------------------------------------------------------------------------------------
@@ -145,12 +152,12 @@ def test_newest_run_and_devices():
 @pytest.mark.parametrize("text", [CODE, "", "日本語\u200d\u0301", "<|endoftext|>", "\x00\r\n\t"])
 def test_round_trip(bpe, text):
     """Catches text that does not come back, through a saved and loaded tokenizer too."""
-    for tokenizer in (Tokenizer.named("bytes"), bpe):
-        tokenizer.save("t.json")
-        again, ids = load_tokenizer("t.json"), tokenizer.encode(text)
-        assert again.encode(text) == ids and again.digest == tokenizer.digest
-        assert all(i < tokenizer.end_of_text for i in ids)
-        assert tokenizer.decode([*ids, tokenizer.vocab_size + 5]).decode() == text  # padding says nothing
+    for one in (Tokenizer.named("bytes"), bpe):
+        one.save("t.json")
+        again, ids = load_tokenizer("t.json"), one.encode(text)
+        assert again.encode(text) == ids and again.digest == one.digest
+        assert all(i < one.end_of_text for i in ids)
+        assert one.decode([*ids, one.vocab_size + 5]).decode() == text  # padding says nothing
     assert len(bpe.encode(CODE)) < len(CODE.encode()) * 2 / 3
 
 
@@ -199,7 +206,7 @@ def test_merges():
             "".join(draw.choices(letters, k=draw.randint(1, 12))): draw.randint(1, 5)
             for _ in range(draw.randint(0, 8))
         }
-        tokens = data.merge_pairs(words, 290)
+        tokens = tokenizer.merge_pairs(words, 290)
         assert tokens == slow_merges(words, 290) and len(set(tokens)) == len(tokens), words
 
 
@@ -237,9 +244,9 @@ def test_pydocs(tmp_path, monkeypatch):
     for name, text in (("a", SOURCE), ("b", '"""M."""'), ("c", "print 'python 2'"), ("d", '"""Two."""')):
         (tmp_path / name).write_text(text)
     files = [(file.name, file) for file in sorted(tmp_path.iterdir())]
-    monkeypatch.setattr(data, "package_files", lambda: iter(files))
-    monkeypatch.setattr(data, "topics", {"lambda": "Two.", "if": "Three."})
-    assert data.pydocs() == [
+    monkeypatch.setattr(sources, "package_files", lambda: iter(files))
+    monkeypatch.setattr(sources, "topics", {"lambda": "Two.", "if": "Three."})
+    assert sources.pydocs() == [
         ("a", b"M.\n\nC.\n\nF.\n\nG.\n\nH.\n\nI."),
         ("d", b"Two."),
         ("topics/if", b"Three."),
@@ -248,12 +255,12 @@ def test_pydocs(tmp_path, monkeypatch):
 
 def test_package_files(monkeypatch):
     """Catches test files in the default corpus, and an unstable order."""
-    monkeypatch.setattr(data, "PACKAGES", ("numpy", "networkx"))
-    names = [name for name, _ in data.package_files()]
+    monkeypatch.setattr(sources, "PACKAGES", ("numpy", "networkx"))
+    names = [name for name, _ in sources.package_files()]
     assert len({*names}) == len(names) > 900
     assert not any("/tests/" in name or "site-packages" in name for name in names)
     groups = [(package, [*map(Path, group)]) for package, group in groupby(names, lambda x: x.split("/")[0])]
-    assert [package for package, _ in groups] == ["python", *data.PACKAGES]
+    assert [package for package, _ in groups] == ["python", *sources.PACKAGES]
     assert all(paths == sorted(paths) for _, paths in groups)
 
 
@@ -267,9 +274,9 @@ def test_texts_that_are_left_out(tmp_path, capsys):
     ):
         (folder / name).write_bytes(text)
     os.truncate(folder / "c.JSON", 10**12)  # more than fits into memory: what is left out is not read
-    assert data.read_texts(folder) == [("texts/a.txt", b"text"), ("texts/d.txt", b"n\xe9")]
+    assert sources.read_documents(folder) == [("texts/a.txt", b"text"), ("texts/d.txt", b"n\xe9")]
     out = capsys.readouterr().out
-    assert re.search(r"2 of 5 files .*left out: texts/b\.txt, texts/c\.JSON\n", out)
+    assert re.search(r"2 of 5 files .*are skipped: texts/b\.txt, texts/c\.JSON\n", out)
     assert re.search(r"1 of 5 files .*not UTF-8.*: texts/d\.txt\n", out)
     for name in ("a.jsonl", "a.JSONL", "a.parquet"):
         (folder / name).write_text('{"text": "a"}')
@@ -297,9 +304,9 @@ def test_links(turned, tmp_path, monkeypatch):
     (other / "deep/again").symlink_to(other)
     os.mkfifo(folder / "pipe")  # which nobody writes to: it would be read for ever
     texts = [("texts/a.txt", b"a"), ("texts/c.txt", b"a"), ("texts/more/deep/b.txt", b"b")]
-    assert data.read_texts(folder) == texts
+    assert sources.read_documents(folder) == texts
     (tmp_path / "link").symlink_to(folder)
-    assert data.read_texts(tmp_path / "link")[2] == ("link/more/deep/b.txt", b"b")
+    assert sources.read_documents(tmp_path / "link")[2] == ("link/more/deep/b.txt", b"b")
     for target in ("nowhere", "d.txt"):  # the second leads to itself
         (folder / "d.txt").symlink_to(target)
         with pytest.raises(OSError) as error:
@@ -318,7 +325,7 @@ def test_links(turned, tmp_path, monkeypatch):
 )
 def test_pieces(text, bpe):
     """Catches a text cut inside a line where it need not be, or that loses something, also at a character."""
-    pieces = list(data.pieces_of(text))
+    pieces = list(tokenizer.pieces_of(text))
     assert b"".join(pieces) == text and max(map(len, pieces), default=0) <= 10**6
     assert all(b"\n" not in a or a.endswith(b"\n") for a, _ in pairwise(pieces))
     few = [piece[-99:] for piece in pieces[:1]] + [piece[:99] for piece in pieces[1:2]]
@@ -328,14 +335,14 @@ def test_pieces(text, bpe):
 def test_divide():
     """Catches documents cut in two without need, and a corpus without any validation or training."""
     documents = [(f"f{i}", f"text {i}".encode()) for i in range(400)]
-    train, val = data.divide(documents)
+    train, val = data.split_documents(documents)
     assert sorted(train + val) == sorted(text for _, text in documents) and 8 < len(val) < 40
     held_out = [f"f{i}" for i in range(4000) if int(sha1(b"f%d" % i).hexdigest(), 16) % 20 == 0]
     others = [f"f{i}" for i in range(150) if f"f{i}" not in held_out]
     for names in (held_out, others):  # all would be on one side
-        train, val = data.divide([(name, b"0123456789") for name in names[:100]])
+        train, val = data.split_documents([(name, b"0123456789") for name in names[:100]])
         assert train == [b"012345678"] * 100 and val == [b"9"] * 100
-    assert data.divide([("a", b"ab"), ("b", b"cd")]) == ([b"a", b"c"], [b"b", b"d"])
+    assert data.split_documents([("a", b"ab"), ("b", b"cd")]) == ([b"a", b"c"], [b"b", b"d"])
 
 
 def test_corpus_of_files(tmp_path):
@@ -360,14 +367,14 @@ def test_fingerprint():
     """Catches a run that resumes on another text, and one that does not on the same."""
     ids = np.arange(100, dtype=np.uint16)
     corpus = Corpus("a", Tokenizer.named("bytes"), 257, ids, ids[:50], "from somewhere")
-    known = corpus.fingerprint
+    known = corpus.fingerprint()
     assert known["name"] == "a" and known["sha256"] == sha256(np.tile(ids, 2).tobytes()).hexdigest()
     assert (known["train_tokens"], known["val_tokens"], known["tokenizer"]) == (100, 50, "5801ed9e")
     corpus.val = ids[1:51]
-    assert corpus.fingerprint["val_sha256"] != known["val_sha256"]
+    assert corpus.fingerprint()["val_sha256"] != known["val_sha256"]
     corpus.train = np.arange(2_500_000, dtype=np.uint32)
     ends = np.concatenate([corpus.train[:1_000_000], corpus.train[1_500_000:]])
-    assert corpus.fingerprint["sha256"] == sha256(ends.tobytes()).hexdigest()
+    assert corpus.fingerprint()["sha256"] == sha256(ends.tobytes()).hexdigest()
 
 
 def test_names_in_the_cache(tmp_path):
@@ -397,7 +404,7 @@ def test_names_in_the_cache(tmp_path):
 )
 def test_refused(name, flags, message, monkeypatch):
     """Catches a stack trace where one line should name the problem and the way out."""
-    monkeypatch.setitem(data.SOURCES, "pydocs", lambda: pytest.fail("the text was read before"))
+    monkeypatch.setitem(sources.SOURCES, "pydocs", lambda: pytest.fail("the text was read before"))
     for file, text in (("blank.txt", " \n"), ("text.txt", TEXT), ("a.json", "[1]"), ("a.CSV", "1, 2")):
         Path(file).write_text(text)
     with pytest.raises(UserError, match=message):
@@ -424,7 +431,7 @@ def test_two_at_once(monkeypatch):
         return rename(half, folder)
 
     monkeypatch.setattr(Path, "rename", renamed)
-    assert open_corpus("text.txt").fingerprint == others[1].fingerprint
+    assert open_corpus("text.txt").fingerprint() == others[1].fingerprint()
     assert [path.name for path in Path("data").iterdir()] == [others[1].name]
 
 
@@ -460,7 +467,7 @@ def test_nanogpt_folders(tmp_path, monkeypatch):
     corpus = open_corpus(str(tmp_path))
     assert corpus.name == tmp_path.name and corpus.vocab_size == 50_304 and len(corpus.train) == 200
     assert corpus.tokenizer.name == "gpt2" and corpus.val_bytes is None
-    with pytest.raises(UserError, match="BPE"):
+    with pytest.raises(UserError, match="bpe"):
         open_corpus(str(tmp_path), "bpe")
     (tmp_path / "meta.pkl").write_bytes(b"a pickle")
     with pytest.raises(UserError, match=r"meta\.pkl"):
@@ -489,7 +496,7 @@ def test_wide_ids(tmp_path):
 
 
 OURS = Tokenizer.named("bytes").fields()
-BPE = OURS | {"name": "bpe", "pattern": data.WORDS}
+BPE = OURS | {"name": "bpe", "pattern": tokenizer.GPT2_SPLIT_PATTERN}
 PAIRS = b"\1\0" * 100
 
 
@@ -507,11 +514,11 @@ PAIRS = b"\1\0" * 100
         ("tokenizer.json", {"model": {"type": "BPE"}, "version": "1.0"}, "python -m lab"),
         ("tokenizer.json", OURS | {"tokens": {"a": 1}}, ""),  # with which tiktoken ends the process
         ("tokenizer.json", OURS | {"tokens": ["YQ==", "YQ=="]}, "twice"),
-        ("tokenizer.json", OURS | {"tokens": ["YQ=="]}, "a byte"),
+        ("tokenizer.json", OURS | {"tokens": ["YQ=="]}, "every single byte"),
         ("tokenizer.json", BPE | {"tokens": [*OURS["tokens"], ""]}, "empty"),
         ("tokenizer.json", OURS | {"tokens": [5]}, ""),
-        ("tokenizer.json", OURS | {"tokens": OURS["tokens"][::-1]}, "another one"),
-        ("tokenizer.json", OURS | {"name": "../../x"}, "none of"),  # names are parts of paths
+        ("tokenizer.json", OURS | {"tokens": OURS["tokens"][::-1]}, "token i must be byte i"),
+        ("tokenizer.json", OURS | {"name": "../../x"}, "not a tokenizer of ours"),  # names are parts of paths
         ("tokenizer.json", OURS | {"name": "bpe"}, "pattern"),
         ("tokenizer.json", OURS | {"name": ["bytes"]}, ""),
         ("tokenizer.json", OURS | {"pattern": "(a+)+$"}, "pattern"),  # which runs for ever

@@ -12,11 +12,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.func import functional_call
 
-from attention import MASKED, auto, eager, sdpa
-from data import Tokenizer, UserError
-from model import Config, PonderLM, has_settled, load, save
+from attention import LOG_W_HIDDEN, auto, eager, sdpa
+from checkpoint import load, open_model, save
+from common import UserError
+from model import Config, PonderLM, has_settled
 from router import mask_keys
-from sample import open_model
+from tokenizer import Tokenizer
 from train import objective
 
 
@@ -26,7 +27,11 @@ class PrintedIndex(PonderLM):
     @staticmethod
     def mask_keys(log_w, tau=None):
         printed = F.pad(log_w[..., :-1], (1, 0))
-        return printed if tau is None else printed.masked_fill(mask_keys(log_w, tau) <= MASKED, MASKED)
+        return (
+            printed
+            if tau is None
+            else printed.masked_fill(mask_keys(log_w, tau) <= LOG_W_HIDDEN, LOG_W_HIDDEN)
+        )
 
 
 @pytest.mark.parametrize("kind", [PonderLM, PonderLM2, PrintedIndex])
@@ -195,7 +200,7 @@ def test_config_refuses(wrong):
 @pytest.mark.parametrize("T", [0, 33])
 def test_input_refused(T):
     """Catches a text that does not fit the window, and becomes an error of somebody else."""
-    with pytest.raises(ValueError, match="window"):
+    with pytest.raises(ValueError, match="tokens; this model reads 1 to"):
         small_model()(tokens(T=T))
 
 
@@ -224,7 +229,7 @@ def test_files(tied, tmp_path):
     model, blocks = (small_model(**how).float() for _ in range(2))
     blocks.model.layers = torch.nn.ModuleList(map(torch.compile, blocks.model.layers))
     for name, saved in (("plain", model), ("whole", torch.compile(model)), ("blocks", blocks)):
-        saved.tie()
+        saved.tie_head()
         save(saved, tmp_path / name)
         again = load(tmp_path / name)
         assert again.config == model.config and not again.training

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from attention import MASKED
+from attention import LOG_W_HIDDEN
 from router import Router, bottom_mass_penalty, log_mask_score, mask_keys, relaxed_steps, stop_step
 
 
@@ -33,7 +33,7 @@ def test_mask_score_is_the_tail_sum():
         for k in range(1, len(exact)):
             tail_top = max(exact[k:])
             tail = math.log(math.fsum(math.exp(x - tail_top) for x in exact[k:])) + tail_top - log_z
-            expected = max(min(tail, 0), MASKED)
+            expected = max(min(tail, 0), LOG_W_HIDDEN)
             assert log_w[k].item() == pytest.approx(expected, rel=2e-6, abs=1e-5), logits
 
 
@@ -53,7 +53,7 @@ def test_stop_step_is_the_last_step_above_tau():
         stop = int(stop_step(log_w, tau))
         assert stop == max(k for k, v in enumerate(visible) if v), (logits, tau)
         assert stop == [*visible, False].index(False) - 1
-        expected = [w if k <= stop else MASKED for k, w in enumerate(log_w.tolist())]
+        expected = [w if k <= stop else LOG_W_HIDDEN for k, w in enumerate(log_w.tolist())]
         assert mask_keys(log_w, tau).tolist() == expected and mask_keys(log_w) is log_w
 
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +25,12 @@ import pytest
 import torch
 from helpers import ROOT, full_disk, in_bytes, python, small_model, start, tokens
 
+import hardware
 import train
-from data import UserError, Windows, open_corpus
-from model import Config, PonderLM, from_json, load
+from checkpoint import from_json, load
+from common import UserError
+from data import Windows, open_corpus
+from model import Config, PonderLM
 from router import bottom_mass_penalty, relaxed_steps
 from train import TrainConfig, learning_rate, objective, parse, read_run
 
@@ -129,7 +133,7 @@ def test_the_loop_written_out(monkeypatch):
         [
             {"params": matrices, "weight_decay": 0.1},
             {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
-            {"params": [W], "weight_decay": 0.0, "rate": 5},
+            {"params": [W], "weight_decay": 0.0, "lr_scale": 5},
         ],
         betas=(0.9, 0.95),
         fused=True,
@@ -146,7 +150,7 @@ def test_the_loop_written_out(monkeypatch):
         means = {"ce": out.loss.item(), "relaxed": relaxed.item(), "grad_norm": norm.item()}
         assert {key: logged[step][key] for key in means} == pytest.approx(means, rel=1e-4)
         for group in optimizer.param_groups:
-            group["lr"] = group.get("rate", 1) * learning_rate(step, config)
+            group["lr"] = group.get("lr_scale", 1) * learning_rate(step, config)
         optimizer.step()
         optimizer.zero_grad()
     for name, x in load(run).state_dict().items():
@@ -155,18 +159,19 @@ def test_the_loop_written_out(monkeypatch):
 
 def test_micro_batch_of_processes(monkeypatch, capsys):
     """Catches a micro-batch that depends on the number of processes without a word; cpu:0 for a GPU."""
-    assert train.join_processes("cpu:0") == (0, 1, torch.device("cpu:0"))
+    cpu = torch.device("cpu:0")
+    assert train.init_distributed("cpu:0") == (0, 1, cpu)
 
     def pick(share, micro=None, resume=False):
         config = TrainConfig(batch_size=8, micro_batch_size=micro, resume=resume)
-        return train.pick_micro_batch(config, small_model(), share, None)
+        return train.fit_to_hardware(config, small_model(), None, None, cpu, world_size=8 // share)[1]
 
     assert pick(8) == 8 and pick(8, 4) == pick(4) == pick(4, 4) == pick(4, 8) == 4
     assert pick(8, 3, resume=True) == 3 and not capsys.readouterr().out
     assert pick(4, 8, resume=True) == 4
-    assert "4 windows at a time, not 8" in capsys.readouterr().out
-    monkeypatch.setattr(train, "join_processes", lambda _: (0, 3, torch.device("cpu")))
-    with pytest.raises(UserError, match="batch_size = 8"):
+    assert "micro-batches have 4 windows instead of 8" in capsys.readouterr().out
+    monkeypatch.setattr(train, "init_distributed", lambda _: (0, 3, torch.device("cpu")))
+    with pytest.raises(UserError, match="--batch-size 8"):
         go("--micro-batch-size None")
 
 
@@ -199,7 +204,7 @@ def test_objective(penalty):
 
 def test_evaluation_against_the_definitions(monkeypatch):
     """Catches a wrong mean, tau or mode that is left, batches that overlap, windows left out."""
-    monkeypatch.setattr(train, "windows_at_a_time", lambda T, device: 2)
+    monkeypatch.setattr(train, "eval_batch_size", lambda T, device: 2)
     torch.manual_seed(0)
     model = PonderLM(Config(31, 32, 48, 2, 4, block_size=8, router_offset=(0.0,) * 4)).double().train()
     torch.nn.init.normal_(model.router.proj.weight, std=2)
@@ -243,9 +248,10 @@ def test_attention(choice, monkeypatch):
     monkeypatch.setitem(train.BACKENDS, choice, lambda *x: calls.append(x[0].dtype) or form(*x))
     if choice == "fa2":
         for here, precision in ((None, "bfloat16"), (form, "float32")):
-            monkeypatch.setattr(train, "flash_attn_func", here)
+            monkeypatch.setattr(hardware, "flash_attn_func", here)
             with pytest.raises(UserError, match="--attention fa2"):
                 go(f"--attention fa2 --precision {precision}")
+        monkeypatch.setattr(train, "check_attention", lambda *_: None)  # there is no GPU
     run, _ = go(f"--steps 1 --attention {choice} --precision bfloat16")
     assert {*calls} == {torch.bfloat16} and read_run(run)[0].attention == choice
 
@@ -300,7 +306,7 @@ def test_compile(dynamo, monkeypatch, capsys):
     go("--steps 1 --name plain")
     assert not dynamo() and "compiled" not in capsys.readouterr().out
     config, shape = parse(shlex.split(f"{TINY} --steps 2"))
-    run, _ = train.train(replace(config, compile=True), shape)
+    run, _ = train.train(replace(config, compile="on"), shape)
     assert dynamo() and "blocks compiled" in capsys.readouterr().out
     load(run)
     go("--resume --name x --steps 4")
@@ -315,7 +321,7 @@ def test_command_line(capsys):
     config, shape = parse(shlex.split("--preset 70m --steps 7 --ponder-steps 5"))
     assert (config.steps, config.preset) == (7, "70m")
     assert (shape.ponder_steps, shape.hidden_size, len(shape.offset)) == (5, 512, 6)
-    assert parse(["--device", "cpu"]) == (TrainConfig(device="cpu"), train.PRESETS["tiny"][1])
+    assert parse(["--device", "cpu"]) == (TrainConfig(device="cpu"), train.preset_settings("tiny")[1])
     for argv in (["--ponder-step", "5"], ["--preset", "huge"], ["--preset", "70m", "--help"]):
         with pytest.raises(SystemExit):
             parse(argv)
@@ -392,7 +398,7 @@ def test_interrupted_evaluation(monkeypatch, capsys):
         interrupt_at(patch, 0, signal.SIGINT, "final_report")
         capsys.readouterr()
         assert go("--resume --eval-every 30")[1] is None
-    assert "stopped; go on with" in capsys.readouterr().out
+    assert "stopped; resume with" in capsys.readouterr().out
     assert checkpoint(run)["step"] == 30 and not (run / "results.json").exists()
     (run / "trainer.pt.tmp").touch()
     assert go("--resume --eval-every 10")[1] == results and not list(run.glob("*.tmp"))
@@ -460,7 +466,7 @@ def test_nothing_to_resume():
     """Catches a stack trace for no run, a damaged one or the lab's; an older run that cannot be read."""
     with pytest.raises(UserError, match=r"python train\.py"):
         parse(["--resume"])
-    with pytest.raises(UserError, match="x is no run"):
+    with pytest.raises(UserError, match="x is not a training run"):
         parse(shlex.split("--resume --name x"))
     run, _ = go("--steps 1")
     content = json.loads((run / "train.json").read_text())
@@ -480,7 +486,7 @@ def test_nothing_to_resume():
             parse(["--resume"])
     (run / "train.json").write_text(without(*train.OLD_DEFAULTS))
     config, _, _ = read_run(run)
-    assert (config.router_rate, config.step_price, config.attention, config.compile) == (1, 0, "auto", False)
+    assert (config.router_rate, config.step_price, config.attention, config.compile) == (1, 0, "auto", "off")
 
 
 # -- Files that are whole --------------------------------------------------------------------------
@@ -542,7 +548,7 @@ def test_one_process_a_run():
     go("--steps 10")
     with pytest.raises(UserError, match=r"out/x exists.*--resume"):
         go("--data not-read")
-    with train.locked(Path("out/x"), 0), pytest.raises(UserError, match="another process"):
+    with train.locked(Path("out/x")), pytest.raises(UserError, match="another process"):
         go("--resume --steps 30")
     Path("out/own").mkdir()
     for name in ("model.safetensors.index.json", "model.safetensors", "tokenizer.json", "step-00000250"):
@@ -550,7 +556,7 @@ def test_one_process_a_run():
         with pytest.raises(UserError, match="own exists"):
             train.check_free(Path("out/own"))
         Path("out/own", name).unlink()
-    for name in (".lock", "train.json.tmp", "train.json", "tokenizer.json"):
+    for name in (".lock", "train.json.tmp", "train.json", "tokenizer.json", "log.jsonl"):
         train.check_free(Path("out/own"))  # a training that was killed before its first checkpoint
         Path("out/own", name).touch()
     go("--name own --steps 1")
@@ -558,7 +564,7 @@ def test_one_process_a_run():
 
 def test_divergence_stops():
     """Catches a training that goes on with nan, and a name that it then blocks."""
-    with pytest.raises(UserError, match=r"step \d+ is not finite .*--learning-rate"):
+    with pytest.raises(UserError, match=r"not finite at step \d+ .*--learning-rate"):
         go("--steps 5 --learning-rate 1e12")
     run, _ = go("--steps 5")
     with pytest.raises(UserError, match="--resume --name x"):
@@ -578,7 +584,7 @@ def test_gradients_that_are_not_finite(monkeypatch, log_every, noticed):
         return real(parameters, *args)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-    with pytest.raises(UserError, match=rf"step {noticed} is not finite"):
+    with pytest.raises(UserError, match=rf"not finite at step {noticed} "):
         go(f"--steps 20 --log-every {log_every}")
     assert len(done) == noticed and not Path("out/x/trainer.pt").exists()
 
@@ -593,7 +599,7 @@ def test_weights_that_are_not_finite(monkeypatch):
 
     monkeypatch.setattr(torch.optim.AdamW, "step", poisoned)
     monkeypatch.setattr(train, "evaluate", lambda *_, **__: {"loss": 1.0})
-    with pytest.raises(UserError, match=r"step 1 is not finite \(weights nan\)"):
+    with pytest.raises(UserError, match=r"not finite at step 1 \(weights nan\)"):
         go("--eval-every 1")
     assert not Path("out/x/trainer.pt").exists() and not Path("out/x/model.safetensors").exists()
 
@@ -615,7 +621,7 @@ def test_torn_log(damage):
 def start_patched(patches, flags="--steps 2"):
     """main of train.py, after some patches."""
     script = (
-        "import os, signal, sys, time, model, train\n"
+        "import os, signal, sys, time, checkpoint, train\n"
         f"sys.argv = ['train.py', *{shlex.split(f'{TINY} {flags}')}]; {patches}\n"
         "train.command_line(train.main)"
     )
@@ -649,8 +655,9 @@ def test_the_second_signal():
     process = start_patched("train.learning_rate = lambda *_: (print('sleeping'), time.sleep(600))")
     wait_for("sleeping", process.stdout)
     process.send_signal(signal.SIGINT)
-    wait_for("once more", process.stderr)
+    wait_for("send the signal again", process.stderr)
     assert process.poll() is None
+    time.sleep(1.1)  # sooner, it is taken for the same signal, which a launcher has forwarded
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGINT
@@ -661,7 +668,7 @@ def test_the_second_signal():
     [("torch.save", 2)]
     + [
         pytest.param(function, call, marks=pytest.mark.slow)
-        for function in ("torch.save", "train.save", "train.write_json", "model.save_file")
+        for function in ("torch.save", "checkpoint.save", "train.write_json", "checkpoint.save_file")
         for call in (1, 2)
     ],
 )
@@ -774,9 +781,9 @@ def test_two_processes(float64):
     done = python(*torchrun, *argv, cwd=".", GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr
     output = done.stdout
-    assert "step 5/8" in output and "stopped; go on with: python train.py --resume --name stopped" in output
+    assert "step 5/8" in output and "stopped; resume with: python train.py --resume --name stopped" in output
     assert output.count("resumed at step 5") == output.count("step 8/8  loss") == 1
-    assert output.count("note: 4 windows at a time, not 8") == 1
+    assert output.count("note: micro-batches have 4 windows instead of 8") == 1
     assert read_run("out/begun")[0].micro_batch_size == 8  # one process would take them at once again
     # are the same.
     for name, (run, expected) in one.items():

@@ -1,0 +1,277 @@
+"""What the hardware decides: device, precision, whether to compile, and how much fits into memory."""
+
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from attention import flash_attn_func
+from common import UserError, is_out_of_memory, one_line
+
+# -- The device ------------------------------------------------------------------------------------
+
+
+def pick_device(name="auto"):
+    """The device of a name. 'auto' takes CUDA, else MPS, else the CPU.
+
+    Raises:
+        UserError: the device cannot be used.
+    """
+    if name != "auto":
+        way_out = "omit --device or use --device cpu"
+    elif torch.cuda.is_available():
+        name = "cuda"
+        way_out = "use --device cpu"
+    elif torch.backends.mps.is_available():
+        name = "mps"
+        way_out = "use --device cpu"
+    else:
+        note_unusable_gpu()
+        return torch.device("cpu")
+
+    try:
+        torch.zeros(1, device=name).cpu()
+        return torch.device(name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if is_out_of_memory(error):
+            raise UserError(
+                f"device {name!r} has no free memory: wait until it is free, or {way_out}"
+            ) from None
+        reason = one_line(error)[:120]
+        raise UserError(f"device {name!r} is not available: {way_out} (torch: {reason})") from None
+
+
+def note_unusable_gpu():
+    """Where torch was built for GPUs and finds none that it can use, pass on its reason."""
+    if torch.version.cuda is None:
+        return
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        print(f"note: computing on the CPU, because torch cannot use a GPU: {one_line(error)[:200]}")
+
+
+def has_fast_bfloat16(device):
+    """True if the hardware multiplies bfloat16, rather than emulating it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type == "cpu":
+        supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+        return supported is not None and supported()
+    return False
+
+
+def pick_precision(name, device):
+    """The precision of matrix products. 'auto' takes bfloat16 where the hardware has it, else float32."""
+    if name != "auto":
+        return name
+    return "bfloat16" if has_fast_bfloat16(device) else "float32"
+
+
+def check_attention(name, device, precision, head_width):
+    """Refuse `--attention fa2` where the package flash-attn cannot be used.
+
+    Raises:
+        UserError: it says why.
+    """
+    if name != "fa2":
+        return
+    if flash_attn_func is None:
+        reason = "the package flash-attn is not installed"
+    elif device.type != "cuda":
+        reason = f"flash-attn needs a GPU, and the device is {device.type}"
+    elif precision != "bfloat16":
+        reason = f"flash-attn needs half precision, and --precision is {precision}"
+    elif head_width > 248:
+        reason = f"flash-attn takes heads of at most 248 numbers beside log w, and these have {head_width}"
+    else:
+        return
+    raise UserError(
+        f"--attention fa2 cannot be used: {reason}. Use --attention sdpa, which gives the same result"
+    )
+
+
+# -- Compilation -----------------------------------------------------------------------------------
+
+
+def why_not_compile(device):
+    """The reason why torch.compile would fail or not pay on a device; None if there is no such reason.
+
+    Triton, which compiles for a GPU, builds a small C program on first use. So it needs a C compiler and
+    Python's header, which slim images and some Pythons lack.
+    """
+    if device.type != "cuda":
+        return "it pays on a GPU only"
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if torch.cuda.get_device_capability(device) < (7, 0):
+        return "triton needs a GPU of compute capability 7.0 or newer"
+    compiler = os.environ.get("CC") or "cc"
+    if not any(shutil.which(name) for name in (compiler, "gcc", "clang")):
+        return "triton needs a C compiler, and there is none: install gcc"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.exists():
+        return f"triton needs {header.name}, which is missing: install python3-dev"
+    return None
+
+
+def should_compile(choice, device):
+    """Whether to compile the blocks: 'on', 'off', or 'auto', which compiles on a GPU where that can work."""
+    if choice != "auto":
+        return choice == "on"
+    reason = why_not_compile(device)
+    if reason and device.type == "cuda":
+        print(f"note: the blocks are not compiled: {reason}")
+    return reason is None
+
+
+def compile_blocks(model):
+    """Compile the blocks of a model for training. Evaluation, whose shapes differ, stays uncompiled.
+
+    One graph is compiled for each number of slots that a Jacobi pass can have, K+1 in all.
+    """
+    torch._dynamo.config.recompile_limit = 64
+    # DistributedDataParallel would split each block at its buckets. That gains nothing here, because every
+    # pass uses all weights, so their gradients are complete only at the end.
+    torch._dynamo.config.optimize_ddp = False
+
+    def switch(block, plain, compiled):
+        def forward(*inputs):
+            return compiled(*inputs) if block.training else plain(*inputs)
+
+        return forward
+
+    for block in model.model.layers:
+        compiled = torch.compile(block.forward, dynamic=False)
+        block.forward = switch(block, block.forward, compiled)
+
+
+# -- Memory ----------------------------------------------------------------------------------------
+
+
+def eval_batch_size(T, device):
+    """How many windows of T tokens to evaluate at once. Few are twice as fast on a CPU; they would leave
+    a GPU idle."""
+    tokens = 16_384 if device.type == "cuda" else 1024
+    return max(1, tokens // T)
+
+
+def parts_that_fit(share, most):
+    """The size of micro-batches: at most `most` of a process's `share` of the windows of a step.
+
+    A divisor of the share makes all micro-batches equal, so that one set of shapes is compiled. Where
+    none is at least half of what fits, the last micro-batch is smaller than the others.
+    """
+    if most >= share:
+        return share
+    divisors = [n for n in range(1, most + 1) if share % n == 0]
+    if 2 * divisors[-1] >= most:
+        return divisors[-1]
+    parts = math.ceil(share / most)
+    return math.ceil(share / parts)
+
+
+def free_memory(model):
+    """Bytes of a GPU that activations may take, with a tenth of it left alone."""
+    free, _ = torch.cuda.mem_get_info()
+    # AdamW makes its two numbers per weight in the first step.
+    adamw = 8 * sum(p.numel() for p in model.parameters())
+    return 0.9 * (free + torch.cuda.memory_reserved()) - adamw
+
+
+def peak_memory(model, loss_of, n):
+    """Bytes that the forward and backward pass of n windows take at most; inf if they do not fit.
+
+    Args:
+        loss_of: a function from a number of windows to their loss.
+    """
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        loss_of(n).backward()
+        return torch.cuda.max_memory_allocated()
+    except torch.OutOfMemoryError:
+        return math.inf
+    finally:
+        model.zero_grad()
+
+
+def windows_that_fit(model, loss_of):
+    """How many windows a GPU can train on at once, extrapolated from the memory that one and two take.
+
+    Raises:
+        UserError: not even one fits.
+    """
+    room = free_memory(model)
+    one = peak_memory(model, loss_of, 1)
+    if one > room:
+        gigabytes = f"{max(room, 0) / 1e9:.1f} GB"
+        raise UserError(
+            f"not even one window fits into the {gigabytes} that are free on this GPU: use --recompute, or a "
+            "smaller --block-size"
+        )
+    two = peak_memory(model, loss_of, 2)
+    if two == math.inf:
+        return 1
+    per_window = max(two - one, 1)
+    return 1 + int((room - one) / per_window)
+
+
+# -- The machine -----------------------------------------------------------------------------------
+
+
+def describe_machine(device, precision):
+    """Where a training runs, as its log records it: the same seed gives other losses elsewhere.
+
+    Args:
+        device: a torch.device.
+        precision: of the training, "float32" or "bfloat16".
+
+    Returns:
+        A dict for JSON: the type and name of the device, how many CPU cores this process may use, threads,
+        precision, versions of Python and torch, and the commit of this code (None outside of git).
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    return {
+        "device": device.type,
+        "machine": name,
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "commit": current_commit(),
+    }
+
+
+def usable_cores():
+    """How many CPU cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on Windows and macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def cpu_name():
+    """The CPU as Linux names it, with its family and model numbers: "AMD EPYC" alone is many CPUs."""
+    found = {}
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            found.setdefault(key.strip(), value.strip())
+    if "model name" not in found:  # not every architecture has one
+        return platform.machine()
+    return f"{found['model name']} (family {found.get('cpu family')}, model {found.get('model')})"
+
+
+def current_commit():
+    """The commit that this file is of, followed by -dirty where a tracked file differs from it, or None."""
+    ask = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(ask, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        return said.stdout.strip()
