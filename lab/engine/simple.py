@@ -1,7 +1,7 @@
 """One sequence at a time, one slot at a time: the decoder that the engine is compared with, token by token.
 
-It is the loop of sample.stream, with the random numbers that a batch needs (choosing.py), and with tokens that
-stay when the window slides.
+It is the loop of sample.stream, with the random numbers that a batch needs (choosing.py), and with tokens
+that stay when the window slides.
 """
 
 from lab.engine.choosing import check_request, choose_finite, gather, uniform
