@@ -27,7 +27,7 @@ def opening():
     """The code before the steps: what stands above the first of them in docs/tour.py; the model."""
     source = inspect.getsource(tour).split('"""', 2)[2]
     source = source[: source.index(f"def {tour.STEPS[0].__name__}(")].strip()
-    command = "import tyro", "from typing import Literal", "from data import command_line"
+    command = "import tyro", "from typing import Literal", "from common import command_line"
     for line in command:
         source = source.replace(f"{line}\n", "")
     return f"{source}\n\n\nmodel, idx = small_model()"
