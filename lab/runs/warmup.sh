@@ -23,13 +23,14 @@ for part in ${PARTS:-grid noise jacobi embedding longer wide}; do
     case $part in
       grid)
         run grid none --method vanilla
+        run grid none-8e-3 --method vanilla --learning-rate 8e-3 # the best of three, by the table choice below
         run grid none-longer --method vanilla --steps 5800 # as many passes as the next row
         run grid warmup-300 --method warmup --stage 300
         run grid lowered-300 --method lowered --stage 300
         control_rows grid
         run grid always-3 --method grid-fixed --ponder-steps 3
         [ "$seed" = 0 ] || continue
-        for rate in 2e-3 8e-3; do run grid none-$rate --method vanilla --learning-rate $rate; done
+        run grid none-2e-3 --method vanilla --learning-rate 2e-3
         for stage in 100 600; do run grid warmup-$stage --method warmup --stage $stage; done
         ;;
       noise) # the same again, rounded otherwise; one thread in float32 is the part grid
