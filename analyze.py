@@ -39,7 +39,14 @@ from matplotlib import rc
 from matplotlib.figure import Figure
 
 from checkpoint import newest_run, open_model
-from common import UserError, atomic_write, command_line, read_json, user_error_if_unreadable
+from common import (
+    UserError,
+    atomic_write,
+    check_writable,
+    command_line,
+    read_json,
+    user_error_if_unreadable,
+)
 from data import Windows, open_corpus, pick_tokenizer
 from hardware import eval_batch_size
 from model import Count, Fraction, validated_dataclass
@@ -245,8 +252,7 @@ def tokens(model, windows, tokenizer, tau=TAU, words=WORDS, least=50):
 
     Returns:
         Rows for tokens, for words, and for the places in words of several tokens: inside, and at the end.
-            In each,
-        share_k is the fraction that takes k steps.
+        In each, share_k is the fraction that takes k steps.
     """
     _, steps = decoded(model, windows, tau)
     K = model.config.ponder_steps
@@ -571,19 +577,24 @@ FOLLOWED = {
 }
 
 
+OF_SEVERAL_RUNS = {"curve": curve, "pareto": pareto}
+
+
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     check_flags(options)
-    if options.figure == "pareto":
-        rows = pareto(options.runs)
-        out = options.out or Path("out/analyze")
-    elif options.figure == "curve":
-        runs = options.runs or (options.run or newest_run(),)
-        rows = curve(runs)
-        out = options.out or (Path("out/analyze") if len(runs) > 1 else Path(runs[0], "report"))
+    if options.figure in OF_SEVERAL_RUNS:
+        runs = options.runs
+        if not runs and options.figure == "curve":
+            runs = (options.run or newest_run(),)
+        is_of_one = options.figure == "curve" and len(runs) == 1
+        out = options.out or (Path(runs[0], "report") if is_of_one else Path("out/analyze"))
+        check_writable(out, "use --out with a folder that can be written")
+        rows = OF_SEVERAL_RUNS[options.figure](runs)
     else:
         run = options.run or newest_run()
-        rows = measure_run(run, options)
         out = options.out or run / "report"
+        check_writable(out, "use --out with a folder that can be written")
+        rows = measure_run(run, options)
 
     title, panels, draw = DRAWINGS[options.figure]
     figure, axes = sheet(title, panels)

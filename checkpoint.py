@@ -4,6 +4,7 @@ A model is a directory with config.json, model.safetensors and tokenizer.json. A
 files of its training beside them (see train.py); its trainer.pt is the checkpoint from which it resumes.
 """
 
+import errno
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common import UserError, atomic_write, one_line, user_error_if_unreadable
+from common import UserError, atomic_write, one_line, refuse_lfs_pointer, user_error_if_unreadable
 from hardware import pick_device
 from model import Config, PonderLM
 from tokenizer import load_tokenizer
@@ -72,9 +73,11 @@ def load(directory):
         raise ValueError(
             "its config.json is not that of a PonderLM-3 (python -m lab reads and converts others)"
         )
+    weights_file = Path(directory, "model.safetensors")
+    refuse_lfs_pointer(weights_file)
     with torch.device("meta"):  # shapes without memory, which the weights then fill
         model = PonderLM(from_json(Config, content))
-    tensors = {name: x.float() for name, x in load_file(Path(directory, "model.safetensors")).items()}
+    tensors = {name: x.float() for name, x in load_file(weights_file).items()}
     if model.config.tie_word_embeddings:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model.load_state_dict(tensors, assign=True)
@@ -134,6 +137,10 @@ def newest_run(out="out", default=None):
     return max(runs, key=lambda run: (run / "model.safetensors").stat().st_mtime)
 
 
+# What flock says on file systems without locks, such as some NFS and Lustre: the last is Linux's ENOTSUPP.
+NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, 524}
+
+
 # -- The folder of a run ---------------------------------------------------------------------------
 
 
@@ -176,7 +183,9 @@ def locked(run):
         lock.acquire()
     except filelock.Timeout:
         raise UserError(f"another process is training {run}: stop that one first") from None
-    except (OSError, NotImplementedError) as error:  # some network file systems have no locks
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
         print(f"note: {run} cannot be locked ({one_line(error)}): do not train it in two processes at once")
     try:
         yield

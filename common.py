@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -72,6 +73,7 @@ def read_json(file):
         UserError: it is missing or damaged.
     """
     with user_error_if_unreadable(file):
+        refuse_lfs_pointer(file)
         content = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise TypeError(f"it holds a JSON {type(content).__name__}, not an object")
@@ -98,6 +100,39 @@ def atomic_write(file, write):
         raise UserError(f"cannot write {file}: {one_line(error)}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(folder, way_out):
+    """Refuse a folder that cannot be written, before minutes are spent on what goes into it.
+
+    Args:
+        folder: is made if it does not exist.
+        way_out: what to do, for the message.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write to the folder {folder} ({error.strerror}): {way_out}") from None
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def refuse_lfs_pointer(file):
+    """Refuse a file that stands for another one, which git has not fetched.
+
+    Raises:
+        UserError: it is a Git LFS pointer.
+        OSError: it cannot be read.
+    """
+    with open(file, "rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(f"{file} is a Git LFS pointer, not the file itself: fetch it with git lfs pull")
 
 
 def write_json(file, content):
@@ -133,6 +168,21 @@ def termination_signals():
 def in_main_thread():
     """Python allows signal handlers in the main thread only, so a web server's thread goes without them."""
     return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def default_signals():
+    """Inside this context, SIGINT, SIGTERM and SIGHUP end the process at once."""
+    if not in_main_thread():
+        yield
+        return
+    heard = [number for number in termination_signals() if signal.getsignal(number) != signal.SIG_IGN]
+    usual = {number: signal.signal(number, signal.SIG_DFL) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 SAME_SIGNAL_SECONDS = 1.0  # launchers forward a signal that the process has already received itself

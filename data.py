@@ -35,6 +35,7 @@ import tyro
 from common import (
     UserError,
     atomic_write,
+    check_writable,
     command_line,
     progress,
     read_json,
@@ -163,6 +164,7 @@ def prepare(data, tokenizer_name, vocab_size):
         return folder
 
     # Make it.
+    check_writable(folder.parent, "run the command in a folder of your own")
     if tokenizer_name == "bpe":
         documents = documents or SOURCES[data]()
         train_texts, _ = split_documents(documents)

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from common import default_signals
 from hardware import pick_device
 
 
@@ -48,7 +49,8 @@ def init_distributed(device_name):
         # Objects and barriers go through gloo: through NCCL they would wait for the GPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         patience = timedelta(days=1)  # the others wait while the first prepares a corpus
-        dist.init_process_group(backend, timeout=patience)
+        with default_signals():  # so that Ctrl-C ends the wait, in which Python runs no handlers
+            dist.init_process_group(backend, timeout=patience)
     rank, world_size = rank_and_world_size()
     if rank > 0:  # only the first process prints
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -17,12 +17,14 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from stat import S_ISREG
 
-from common import UserError, progress
+from common import UserError, progress, refuse_lfs_pointer
 from tokenizer import NOT_UTF8
 
 PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # read beside the standard library
-LINES = (".jsonl", ".parquet")  # one file holds many texts; python -m lab corpus reads these
+LINES = (".jsonl", ".ndjson", ".parquet")  # one file holds many texts; python -m lab corpus reads these
 NOT_TEXT = (".json", ".csv")  # structured data, not text
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z")  # archives and compressed files
+SAVED_DATA = (".arrow",)  # what datasets.save_to_disk writes
 
 
 # -- Python's own text -----------------------------------------------------------------------------
@@ -140,7 +142,7 @@ def read_documents(path):
     Files that hold no text are skipped with a note: those of NOT_TEXT, and those with NUL bytes.
 
     Raises:
-        UserError: a file of LINES.
+        UserError: a file of LINES, an archive, a saved data set, or a Git LFS pointer.
         OSError: a file cannot be read.
     """
     files = [path] if path.is_file() else files_below(path)
@@ -152,9 +154,11 @@ def read_documents(path):
         suffix = file.suffix.lower()
         if suffix in LINES:
             raise UserError(f"{file} holds many texts: prepare it with python -m lab corpus prepare {file}")
+        refuse_packed(file)
         if suffix in NOT_TEXT:
             skipped.append(name)
             continue
+        refuse_lfs_pointer(file)
         text = file.read_bytes()
         if b"\0" in text:
             skipped.append(name)
@@ -167,6 +171,22 @@ def read_documents(path):
     if not_utf8:
         note_files(not_utf8, files, "are not UTF-8 and are read byte by byte")
     return documents
+
+
+def refuse_packed(file):
+    """
+    Raises:
+        UserError: an archive, a compressed file or a saved data set, whose text would be missing without
+            a word.
+    """
+    suffix = file.suffix.lower()
+    if suffix in PACKED:
+        raise UserError(f"{file} is a compressed file or an archive: unpack it first, or move it elsewhere")
+    if suffix in SAVED_DATA:
+        raise UserError(
+            f"{file} belongs to a saved data set: write its texts as .jsonl (dataset.to_json), and prepare "
+            "that with python -m lab corpus prepare"
+        )
 
 
 def note_files(names, files, what):

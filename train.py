@@ -56,6 +56,7 @@ from checkpoint import (
 )
 from common import (
     UserError,
+    check_writable,
     command_line,
     defer_signals,
     join,
@@ -72,8 +73,10 @@ from hardware import (
     compile_blocks,
     describe_machine,
     eval_batch_size,
+    free_memory,
     has_fast_bfloat16,
     parts_that_fit,
+    peak_memory,
     pick_precision,
     should_compile,
     windows_that_fit,
@@ -266,7 +269,10 @@ class FirstFlags:
     out: str = "out"
     name: str | None = None
     resume: bool = False
+    data: str = "pydocs"
     tokenizer: str = "auto"
+    vocab_size: int | None = None
+    ponder_steps: int | None = None
 
 
 def new_settings(first):
@@ -277,6 +283,8 @@ def new_settings(first):
     config, model_config = preset_settings(name)
     if first.tokenizer == "bpe" and model_config.vocab_size <= 257:  # that is the size of a bytes tokenizer
         model_config = replace(model_config, vocab_size=BPE_VOCAB_SIZE)
+    if first.ponder_steps == 0:
+        config = replace(config, step_price=0.0)  # there are no steps that the preset's price could be for
     return config, model_config
 
 
@@ -306,7 +314,29 @@ def parse(argv=None):
     new_model_config = join(Config, [parsed[title] for title in MODEL_GROUPS])
     if first.resume:
         refuse_changes(run, (config, model_config), (new_config, new_model_config))
+    else:
+        refuse_ignored(first, new_config, new_model_config)
     return new_config, new_model_config
+
+
+def refuse_ignored(first, config, model_config):
+    """Refuse flags that would be taken and change nothing.
+
+    Args:
+        first: the FirstFlags.
+
+    Raises:
+        UserError: it names the flag.
+    """
+    tokenizer = pick_tokenizer(config.preset, config.data, config.tokenizer)
+    if first.vocab_size is not None and tokenizer in ("bytes", "gpt2"):
+        raise UserError(
+            f"--vocab-size {first.vocab_size} is for --tokenizer bpe, and not for {tokenizer}: drop it"
+        )
+    if config.step_price and model_config.ponder_steps == 0:
+        raise UserError(
+            f"--step-price {config.step_price} needs pondering steps: drop it, or --ponder-steps 0"
+        )
 
 
 def refuse_changes(run, before, now):
@@ -551,12 +581,10 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                 if stop_now:
                     break
 
-        report = None
-        if not stop_requested():  # a signal may also have come during the last save
-            try:
-                report = final_report(model, val_windows, config)
-            except KeyboardInterrupt:
-                print()  # ends the line that the report had begun
+            report = None
+            if not stop_requested():  # a signal may also have come during the last save
+                report = final_report(model, val_windows, config, received)
+
         if report is None:
             print(f"stopped; resume with: {config.command.format('train')} {resume_flags(run)}", flush=True)
             return run, None
@@ -586,8 +614,10 @@ def check_before_reading(config, model_config, device, world_size):
     precision = pick_precision(config.precision, device)
     check_attention(config.attention, device, precision, model_config.head_width)
     rank, _ = rank_and_world_size()
-    if rank == 0 and config.name and not config.resume:
-        check_free(Path(config.out, config.name))
+    if rank == 0:
+        check_writable(config.out, "use --out with a folder that can be written")
+        if config.name and not config.resume:
+            check_free(Path(config.out, config.name))
 
 
 def open_corpus_once(config, vocab_size, open_text, rank):
@@ -659,6 +689,13 @@ def fit_to_hardware(config, model, loss_module, windows, device, world_size):
     if compiles:
         print("compiling the blocks, which takes about a minute", flush=True)
         compile_blocks(model)
+    if compiles and is_chosen_here and device.type == "cuda" and micro_batch_size < share:
+        # Compiled blocks keep fewer activations, so perhaps twice as many windows fit.
+        larger = parts_that_fit(share, 2 * fitting)
+        fits = peak_memory(model, loss_of, larger) <= free_memory(model)
+        if all(gather(fits)):
+            micro_batch_size = larger
+        torch.cuda.empty_cache()
     if is_chosen_here:
         config = replace(config, micro_batch_size=micro_batch_size)
     return replace(config, compile="on" if compiles else "off"), micro_batch_size
@@ -889,7 +926,7 @@ def log_validation(run, done, model, windows, config):
 
 
 @torch.no_grad()
-def evaluate(model, windows, count, R=None, tau=None, first=0):
+def evaluate(model, windows, count, R=None, tau=None, first=0, received=()):
     """Score validation windows, in float32. Several processes share the work.
 
     Args:
@@ -897,12 +934,12 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
         count: number of windows to score.
         R, tau: as in PonderLM.forward.
         first: index of the first window.
+        received: signals, a list that defer_signals fills. Once it is not empty, the evaluation is given up.
 
     Returns:
         Means over all tokens, a dict: `loss` in nats; `steps`, the mean of K-hat at tau (at TAU if tau is
-            None);
-        and lists over the depths k = 0 .. K: `stopped`, the fraction of tokens whose K-hat is k, and
-        `weight`, the mean of s_k.
+        None); and lists over the depths k = 0 .. K: `stopped`, the fraction of tokens whose K-hat is k, and
+        `weight`, the mean of s_k. None if it was given up.
     """
     was_training = model.training
     backend = model.backend
@@ -918,6 +955,8 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
     weight_sums = torch.zeros(depths, dtype=torch.float64)  # sums of s_k
     end = first + count
     for i in range(first + rank * size, end, world_size * size):
+        if received:
+            break
         batch = windows.stack(i, min(i + size, end)).to(device)
         out = model(batch[:, :-1], batch[:, 1:], R=R, tau=tau)
         steps = stop_step(out.log_w, TAU) if tau is None else out.steps
@@ -927,6 +966,8 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
     model.train(was_training)
     model.backend = backend
 
+    if any(gather(bool(received))):
+        return None
     sums = torch.cat([loss_sum, stopped_sums, weight_sums])
     means = sum(gather(sums)) / (count * windows.block_size)
     loss, stopped, weight = means.split([1, depths, depths])
@@ -934,8 +975,8 @@ def evaluate(model, windows, count, R=None, tau=None, first=0):
     return {"loss": loss.item(), "steps": mean_steps, "stopped": stopped.tolist(), "weight": weight.tolist()}
 
 
-def final_report(model, windows, config):
-    """Print the final losses and return what results.json stores."""
+def final_report(model, windows, config, received=()):
+    """Print the final losses and return what results.json stores; None if a signal was received meanwhile."""
     R = max(model.config.refinements)
     count = min(config.eval_windows, windows.count)
     results = {"R": R, "windows": count}
@@ -946,7 +987,10 @@ def final_report(model, windows, config):
         ("hard", f"hard-stopped at tau = {config.tau:g}", {"tau": config.tau}),
     ):
         print(f"  {title:30}", end="", flush=True)  # before it is computed, which takes a while
-        results[name] = evaluate(model, windows, count, **how)
+        results[name] = evaluate(model, windows, count, **how, received=received)
+        if results[name] is None:
+            print()  # ends the line
+            return None
         print(f"{results[name]['loss']:8.4f}", flush=True)
 
     hard = results["hard"]

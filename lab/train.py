@@ -63,7 +63,6 @@ class FirstFlags(root.FirstFlags):
 
     method: str | None = None
     init_from: str | None = None
-    ponder_steps: int | None = None
 
 
 def parse(argv=None):
