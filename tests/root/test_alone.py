@@ -16,7 +16,7 @@ from train import objective
 README = (ROOT / "README.md").read_text("utf-8")
 SCRIPTS = re.findall(r"(?m)^\| \[`(\w+)\.py`\]", README)  # each above those that import it
 PACKAGES = {line.split("==")[0] for line in (ROOT / "requirements.txt").read_text("utf-8").split()}
-BROUGHT = {"regex", "filelock"}  # by tiktoken and torch
+
 OPTIONAL = {"flash_attn"}
 SMALL = "--hidden-size 32 --intermediate-size 48 --num-hidden-layers 1 --head-dim 16 --block-size 16 "
 SMALL += "--ponder-steps 2 --batch-size 4 --eval-windows 8 --device cpu --data text.txt"
@@ -30,7 +30,7 @@ def test_imports(script):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []
         for name in (name.split(".")[0] for name in names):
-            known = {*below, *PACKAGES, *BROUGHT, *OPTIONAL, *sys.stdlib_module_names}
+            known = {*below, *PACKAGES, *OPTIONAL, *sys.stdlib_module_names}
             assert name in known, f"{script}: {name}"
 
 
