@@ -1,7 +1,12 @@
-"""Transformers that may stand where model.Llama does, one file each, found by its name.
+"""Transformers that can take the place of model.Llama, one file each; the file's name is the backbone's name.
 
-A file has a class `Backbone` with Llama's interface: embed_tokens, layers, norm, rope_cos_sin,
-stack, forward and residual_projections. `name` is that of the file, `unused` are settings that it does
-not follow, `Options` checks what config.backbone_options says. No method knows which one it has.
-These files import model and below.
+A file has a class `Backbone`, a subclass of model.Llama:
+
+Block, Norm            the classes of its blocks and of its final norm
+residual_projections   names of the matrices whose output is added to the residual stream
+inverse_frequencies    how far RoPE rotates each pair of numbers from one position to the next
+Options                a dataclass that checks config.backbone_options
+unused                 settings of the config that it does not follow
+
+Methods do not know which backbone they have.
 """

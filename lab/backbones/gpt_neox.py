@@ -1,12 +1,12 @@
 """GPT-NeoX (arXiv 2204.06745): the transformer of Pythia, and of the released PonderLM-2 models.
 
-What is not as in LLaMA, module names as in Hugging Face's transformers:
+Names of modules are those of Hugging Face's transformers. What differs from LLaMA:
 
 norms         LayerNorm, with biases; rms_norm_eps is their eps
-projections   one matrix for q, k and v, head after head; all have biases
-RoPE          turns the first rotary_pct of each head's numbers and leaves the others
+projections   one matrix for q, k and v, head after head; all projections have biases
+RoPE          rotates the first rotary_pct of each head's numbers, and leaves the others as they are
 MLP           two layers with GELU between them
-residual      parallel_residual: x + attention(norm_1(x)) + mlp(norm_2(x)), both read the same x
+residual      with parallel_residual, x + attention(norm_1(x)) + mlp(norm_2(x)): both read the same x
 """
 
 from typing import Annotated
@@ -23,16 +23,21 @@ from model import Finite, Llama, apply_rope, validated_dataclass
 
 @validated_dataclass
 class Options:
-    rotary_pct: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of a head that RoPE turns
-    parallel_residual: Finite = 1.0  # attention and MLP read the same x; 0: one after the other
+    rotary_pct: Annotated[float, Field(gt=0, le=1)] = 1.0  # fraction of each head that RoPE rotates
+    parallel_residual: Finite = 1.0  # 1: attention and MLP read the same x; 0: one after the other
 
 
 def rotary_width(config):
-    """How many numbers of a head RoPE turns."""
+    """How many numbers of a head RoPE rotates.
+
+    Raises:
+        UserError: it is not an even number, or 0.
+    """
     width = int(config.head_width * Options(**config.backbone_options).rotary_pct)
     if width % 2 or not width:
         raise UserError(
-            f"rotary_pct turns {width} of {config.head_width} numbers of a head: RoPE takes pairs"
+            f"rotary_pct rotates {width} of the {config.head_width} numbers of a head, but RoPE rotates "
+            "pairs: give another rotary_pct to --backbone-options"
         )
     return width
 
@@ -40,19 +45,28 @@ def rotary_width(config):
 class NeoXAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
-        D, self.d, self.rotated = config.hidden_size, config.head_width, rotary_width(config)
-        self.query_key_value, self.dense = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        D = config.hidden_size
+        self.d = config.head_width
+        self.rotated = rotary_width(config)
+        self.query_key_value = nn.Linear(D, 3 * D)
+        self.dense = nn.Linear(D, D)
 
     def forward(self, x, angles, log_w, backend, cache):
         B, N, D = x.shape
         qkv = self.query_key_value(x).view(B, N, -1, 3 * self.d).transpose(1, 2)
         q, k, v = qkv.split(self.d, dim=-1)  # (B, H, N, d) each
-        q, k = (
-            torch.cat([apply_rope(y[..., : self.rotated], *angles), y[..., self.rotated :]], -1)
-            for y in (q, k)
-        )
-        out = cache.attend(q, k, v, log_w) if cache else soft_mask_attention(q, k, v, log_w, backend)
+        q = self.rotate_first(q, angles)
+        k = self.rotate_first(k, angles)
+        if cache:
+            out = cache.attend(q, k, v, log_w)
+        else:
+            out = soft_mask_attention(q, k, v, log_w, backend)
         return self.dense(out.transpose(1, 2).reshape(B, N, D))
+
+    def rotate_first(self, x, angles):
+        """RoPE on the first `rotated` numbers of each head. (B, H, N, d) -> (B, H, N, d)"""
+        rotated = apply_rope(x[..., : self.rotated], *angles)
+        return torch.cat([rotated, x[..., self.rotated :]], dim=-1)
 
 
 class NeoXMLP(nn.Module):
@@ -71,7 +85,8 @@ class NeoXBlock(nn.Module):
         self.parallel = bool(Options(**config.backbone_options).parallel_residual)
         self.input_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention, self.mlp = NeoXAttention(config), NeoXMLP(config)
+        self.attention = NeoXAttention(config)
+        self.mlp = NeoXMLP(config)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
@@ -82,8 +97,11 @@ class NeoXBlock(nn.Module):
 
 
 class Backbone(Llama):
-    name, unused = "gpt_neox", ("num_key_value_heads", "head_dim")
-    Block, Norm, Options = NeoXBlock, nn.LayerNorm, Options
+    name = "gpt_neox"
+    unused = ("num_key_value_heads", "head_dim")
+    Options = Options
+    Block = NeoXBlock
+    Norm = nn.LayerNorm
     residual_projections = "attention.dense.weight", "mlp.dense_4h_to_h.weight"
 
     def inverse_frequencies(self, device):

@@ -1,4 +1,5 @@
-"""Llama with Llama 3's RoPE for longer texts: slow rotations get slower, fast ones do not."""
+"""Llama with Llama 3's RoPE for longer texts: slow rotations become slower, and fast ones stay as they
+are."""
 
 import math
 
@@ -16,21 +17,27 @@ class Options:
 
     def __post_init__(self):
         if not self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(f"low_freq_factor = {self.low_freq_factor} is not below the high one")
+            low = self.low_freq_factor
+            raise ValueError(
+                f"low_freq_factor = {low}: it must be below high_freq_factor, {self.high_freq_factor}"
+            )
 
 
 class Backbone(Llama):
-    name, Options = "llama3", Options
+    name = "llama3"
+    Options = Options
 
     def __init__(self, config):
         super().__init__(config)
         self.options = Options(**config.backbone_options)
 
     def inverse_frequencies(self, device):
-        """A rotation counts by how many turns it makes in the first window of the training: below
-        `low` it is slow, above `high` fast, between them a mean of both by how far it is."""
-        o, frequency = self.options, super().inverse_frequencies(device)
+        """As Llama.inverse_frequencies. Rotations are told apart by the turns that they make in the window of
+        the original training: with fewer than low_freq_factor a rotation is slow, with more than
+        high_freq_factor it is fast, and between the two it is interpolated."""
+        o = self.options
+        frequency = super().inverse_frequencies(device)
         turns = o.original_max_position_embeddings * frequency / (2 * math.pi)
         span = o.high_freq_factor - o.low_freq_factor
-        fast = ((turns - o.low_freq_factor) / span).clamp(0, 1)
+        fast = ((turns - o.low_freq_factor) / span).clamp(0, 1)  # from 0, slow, to 1
         return frequency * (fast + (1 - fast) / o.factor)

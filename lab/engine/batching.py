@@ -59,7 +59,7 @@ MANY = 4  # from so many rows on, a CPU reads prompts faster slot by slot than b
 FOLLOWED = {"embed", "route", "mask_keys", "feed_back", "integrate"}
 BESIDE = {"method", "title", "Config", "defaults", "unused", "priced", "has_router", "iterates", "grid"}
 BESIDE |= {"feedback_rate", "objective", "training_forwards", "param_groups", "init_weights", "__init__"}
-BESIDE |= {"cross_entropy", "partial_losses", "tie"}
+BESIDE |= {"cross_entropy", "partial_losses", "tie_head"}
 
 
 def serves(model):

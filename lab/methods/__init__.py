@@ -1,21 +1,51 @@
 """Other methods on PonderLM-3's own backbone. To add a method, add a file here.
 
-A method is a subclass of PonderLM3 or FixedDepth, in a file of its name; `mor-token` is in mor.py:
-what follows a hyphen tells the methods of one file apart.
+A method is a subclass of PonderLM3 or FixedDepth, in a file of its name. What follows a hyphen tells the
+methods of one file apart: `mor-token` is in mor.py. Every method declares `method` and `title`. What else
+differs from model.PonderLM it declares or overrides:
 
-It declares the first row always, the others where it differs, as any method of model.PonderLM:
+what the commands ask
+    method, title         its name for --method, and in tables and figures
+    Config                its settings; a dataclass that extends PonderConfig
+    defaults              settings that follow from the name of the method
+    unused                settings of PonderConfig that it does not follow
+    has_router            whether s is learned, and tokens stop early
+    priced                whether its loss has a price on steps
+    iterates              whether its states are a fixed point of the Jacobi iteration
+    grid                  whether slot k sees slots up to k only (grid.py)
 
-method, title                             --method, and its name in tables and figures
-Config, defaults, unused                  settings of its own, implied ones, ignored ones
-has_router                                is s learned?
-iterates, grid                            are its states a Jacobi fixed point? or K+1 exact passes?
-feed_back, mask_keys, integrate           inputs of the next slots; log w of keys; what predicts
-states, route, ponder_token, new_cache    all tokens at once; their s; one token behind a cache
-param_groups                              learning rates; a learned number belongs in a module of its own
-objective                                 its loss in training
-training_forwards                         slots that run for a token in training
+the states of all tokens at once
+    states                h, s and log_w by the token ids; by default `jacobi`, which calls `jacobi_pass`
+    embed                 token ids -> inputs of slot 0
+    transform             inputs -> outputs, through the backbone and its final norm
+    feed_back             the output of a slot -> the input of the next one
+    route                 the state of slot 0 -> s and log w
+    mask_keys             log w -> what attention adds to the scores of keys; None: nothing
+    integrate             states and s -> the state that predicts
 
-Whoever overrides states, ponder_token or a part of them is decoded by engine/simple.py, one text at a time.
+one token after the other
+    ponder_token          reads one token behind a cache; must agree with `states`
+    new_cache             the cache that it needs
+
+training
+    objective             the loss of a micro-batch
+    cross_entropy         the loss of each token by the states that predict
+    partial_losses        that loss with integration stopped after each step, for the bottom-mass penalty
+    param_groups          learning rates; a parameter of its own belongs in a module of its own
+    feedback_rate         what multiplies the learning rate of g, see Feedback
+    init_weights          initial weights, module by module
+    tie_head              lets the head share the embedding table
+    training_forwards     slots that run for each token in training: its cost
+
+set from outside, and followed by everything that calls the backbone
+    backend               the form of attention, one of attention.BACKENDS
+    recompute             whether to recompute activations in the backward pass
+
+A backbone (lab/backbones) is a subclass of model.Llama. It overrides `Block`, `Norm`, `residual_projections`
+and `inverse_frequencies` of RoPE. `stack` is its blocks without the final norm, which looped.py calls.
+
+A method that iterates, or is on the grid, and overrides neither `states`, `transform`, `ponder_token` nor
+`new_cache` is decoded in batches by the engine; any other one by engine/simple.py, one text at a time.
 `python -m pytest tests/methods -k NAME` runs the tests of one method.
 """
 
@@ -38,25 +68,30 @@ class PonderConfig(Config):
     """The settings of any method: which one, on which transformer."""
 
     method: str = "ponderlm3"
-    backbone: str = "llama"  # or a file of lab/backbones: gpt_neox, llama3
-    backbone_options: dict = field(default_factory=dict)  # its own settings
-    reread: bool = False  # what is fed back is e(x_t) + g h, not h: a former Llama (warm_start.py)
+    backbone: str = "llama"  # the transformer: llama, gpt_neox or llama3
+    backbone_options: dict = field(default_factory=dict)  # settings of that transformer
+    reread: bool = False  # feed back e(x_t) + g h, not h: for models initialised from a Llama
 
     def __post_init__(self):
         super().__post_init__()
-        numbers = {k: float(x) if isinstance(x, str) else x for k, x in self.backbone_options.items()}
-        self.backbone_options = numbers  # a command line has strings
+        options = {}
+        for name, value in self.backbone_options.items():
+            options[name] = float(value) if isinstance(value, str) else value  # a command line has strings
+        self.backbone_options = options
         plain = self.ponder_steps == 0
         # train.py trains a PonderLM-3 without steps; a warm-up ends without.
         may_be_plain = self.method.partition("-")[0] in ("ponderlm3", "warmup")
         if plain != (self.method == "vanilla") and not (plain and may_be_plain):
+            needed = "takes no extra steps" if self.method == "vanilla" else "takes at least one extra step"
+            value = "--ponder-steps 0" if self.method == "vanilla" else "--ponder-steps 1 or more"
             raise ValueError(
-                f"ponder_steps = {self.ponder_steps}, method {self.method}: vanilla takes 0, others more"
+                f"ponder_steps = {self.ponder_steps}, but the method {self.method} {needed}: give {value}"
             )
 
 
 class Feedback(nn.Module):
-    """What a former Llama is fed: e + g h, with a learned g (D,) that starts at 0."""
+    """What a model that was initialised from a Llama feeds back: e + g h, with a learned g (D,) that starts
+    at 0."""
 
     def __init__(self, D):
         super().__init__()
@@ -67,17 +102,17 @@ class Feedback(nn.Module):
 
 
 class PonderLM3(PonderLM):
-    """model.PonderLM with what commands, tables and figures ask of a method."""
+    """model.PonderLM with what commands, tables and figures ask of a method; see the table above."""
 
     title = "PonderLM-3"
     Config = PonderConfig
-    defaults = {}  # settings that the name of the method implies
-    unused = ()  # settings of PonderConfig that it does not follow, beside those of parts it lacks
-    has_router = True  # a learned s and early exit
-    iterates = True  # its states are a fixed point of the Jacobi iteration
-    grid = False  # slot k sees slots up to k only, see grid.py
-    priced = True  # does its loss have a price on steps?
-    feedback_rate = 1.0  # learning rate of g, times the peak
+    defaults = {}
+    unused = ()  # beside the settings of parts that it does not have, see unused_settings
+    has_router = True
+    iterates = True
+    grid = False
+    priced = True
+    feedback_rate = 1.0  # what multiplies the learning rate of g
 
     def __init__(self, config):
         super().__init__(config, find_backbone(config.backbone))
@@ -95,7 +130,7 @@ class PonderLM3(PonderLM):
         return [*groups, {"params": [g], "lr_scale": self.feedback_rate, "weight_decay": 0.0}]
 
     def objective(self, x, y, R, price=0.0):
-        """The loss of a micro-batch, as train.objective: here it is the paper's."""
+        """The loss of a micro-batch; arguments and results as those of train.objective, the paper's loss."""
         return of_paper(self, x, y, R, price)
 
     @classmethod
@@ -126,7 +161,8 @@ class FixedDepth(PonderLM3):
         """s one-hot at K, and log_w = 0. No finite alpha moves them. (..., n+1, D) -> (..., S)."""
         s = upcast(h.new_zeros(*h.shape[:-2], self.config.ponder_steps + 1))
         s[..., -1] = 1
-        return s, torch.zeros_like(s)
+        log_w = torch.zeros_like(s)
+        return s, log_w
 
     def mask_keys(self, log_w, tau=None):
         return None
@@ -145,18 +181,27 @@ def last_alone(h, steps):
 
 
 def all_methods():
-    """The classes of all methods, PonderLM-3 first: those that declare one, in the files of this folder."""
+    """The classes of all methods: PonderLM-3, and those in the files of this folder that declare a `method`.
+
+    Raises:
+        UserError: two methods have the same name, or one has no title.
+    """
     found = [PonderLM3]
     for file in pkgutil.iter_modules(__path__):
         module = import_module(f"{__name__}.{file.name}")
-        kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
-        found += [kind for kind in kinds if kind.__module__ == module.__name__ and "method" in vars(kind)]
+        for kind in vars(module).values():
+            is_own = isinstance(kind, type) and kind.__module__ == module.__name__
+            if is_own and "method" in vars(kind):
+                found.append(kind)
     known = {}
     for kind in found:
-        if (other := known.setdefault(kind.method, kind)) is not kind:
-            raise UserError(f"{other.__module__} and {kind.__module__} both have a method {kind.method!r}")
+        other = known.setdefault(kind.method, kind)
+        if other is not kind:
+            raise UserError(
+                f"{other.__module__} and {kind.__module__} both declare {kind.method!r}: rename one"
+            )
         if "title" not in vars(kind) and kind is not PonderLM3:
-            raise UserError(f"{kind.__module__}: the method {kind.method!r} has no title")
+            raise UserError(f"{kind.__module__}: the method {kind.method!r} has no title: declare one")
     return found
 
 
@@ -168,7 +213,7 @@ def find(name):
     """
     known = {kind.method: kind for kind in all_methods()}
     if name not in known:
-        raise UserError(f"method {name!r} is not one of {', '.join(known)}")
+        raise UserError(f"there is no method {name!r}: give one of {', '.join(known)}")
     return known[name]
 
 
@@ -182,12 +227,21 @@ def find_backbone(name):
     if name in others:
         return import_module(f"lab.backbones.{name}").Backbone
     if name != "llama":
-        raise UserError(f"backbone {name!r} is not one of {', '.join(['llama', *others])}")
+        raise UserError(f"there is no backbone {name!r}: give one of {', '.join(['llama', *others])}")
     return Llama
 
 
 def configure(config, method, **changes):
-    """The settings of another method: what `config` says, then what the name `method` implies."""
+    """The settings of another method.
+
+    Args:
+        config: settings of some method, of which those that the other method has are kept.
+        method: the name of the other method; what its name implies comes second.
+        changes: what comes last.
+
+    Raises:
+        UserError: there is no such method, or a setting is out of its range.
+    """
     kind = find(method)
     shared = {f.name for f in fields(kind.Config)}
     kept = {name: value for name, value in asdict(config).items() if name in shared}
@@ -198,21 +252,27 @@ def configure(config, method, **changes):
 
 
 def unused_settings(kind):
-    """The settings of PonderConfig that a method does not follow, as it lacks what they set."""
+    """The names of the settings of PonderConfig that a method does not follow."""
     unused = set(kind.unused)
-    unused |= set() if kind.has_router else {"router_offset", "penalty", "penalty_weight"}
-    return unused if kind.iterates or kind.grid else unused | {"reread"}
+    if not kind.has_router:
+        unused |= {"router_offset", "penalty", "penalty_weight"}
+    if not (kind.iterates or kind.grid):
+        unused.add("reread")
+    return unused
 
 
 def check_settings(config):
-    """Refuse what the method of a config would not follow.
+    """Refuse settings that the method or the backbone of a config would not follow.
 
     Raises:
-        UserError: an unknown method or backbone, or a setting that it ignores.
+        UserError: the method or the backbone is unknown, or does not follow a setting that is not at its
+            default.
+        ValueError: the config is not of the method's type.
     """
-    kind, backbone = find(config.method), find_backbone(config.backbone)
+    kind = find(config.method)
+    backbone = find_backbone(config.backbone)
     if backbone is Llama and config.backbone_options:
-        raise UserError(f"backbone_options {config.backbone_options}: llama has none; leave them")
+        raise UserError(f"the backbone llama has no options, but got {config.backbone_options}: omit them")
     if backbone is not Llama:
         try:
             backbone.Options(**config.backbone_options)
@@ -220,12 +280,15 @@ def check_settings(config):
             raise UserError(f"backbone_options of {config.backbone}: {one_line(error)}") from None
     if not isinstance(config, kind.Config):
         raise ValueError(f"{config.method} has a {kind.Config.__name__}; make it by configure()")
-    who = dict.fromkeys(getattr(backbone, "unused", ()), config.backbone)
-    who |= dict.fromkeys(unused_settings(kind), config.method)
-    for one in fields(config):
-        if one.name in who and (value := getattr(config, one.name)) != one.default:
-            wrong = f"{one.name} = {value}: {who[one.name]} does not follow it"
-            raise UserError(f"{wrong}; leave it at {one.default}")
+    ignored_by = dict.fromkeys(getattr(backbone, "unused", ()), config.backbone)
+    ignored_by |= dict.fromkeys(unused_settings(kind), config.method)
+    for setting in fields(config):
+        value = getattr(config, setting.name)
+        if setting.name in ignored_by and value != setting.default:
+            flag = "--" + setting.name.replace("_", "-")
+            raise UserError(
+                f"{setting.name} = {value}: {ignored_by[setting.name]} does not follow it; omit {flag}"
+            )
 
 
 def build(config):

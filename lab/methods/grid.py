@@ -1,12 +1,11 @@
-"""The grid: PonderLM-3 and -2 where slot k sees slots 0 .. k of the tokens so far, none deeper.
+"""The grid: PonderLM-3 and PonderLM-2 with the mask of adaptive latent chain-of-thought (arXiv 2602.08220).
 
     slot (t, k) sees slot (t', k')  <=>  t' <= t and k' <= k
 
-This is the 2-D causal mask of adaptive latent chain-of-thought (arXiv 2602.08220). Step k of all tokens
-then needs nothing but steps up to k, so that K+1 passes of one slot a token compute all states exactly,
-where Jacobi iteration needs more and longer ones to come near. There is no R and no fixed point. Router,
-log w on keys, mixture and early exit are PonderLM-3's. What is lost: slot 0 of a token no longer sees what
-its predecessors thought.
+Step k of all tokens then needs nothing but steps up to k. So K+1 passes of one slot per token compute all
+states exactly, where the Jacobi iteration needs more and longer passes to come near. There is no R and no
+fixed point. Of that paper only the mask is taken: router, log w on keys, mixture and early exit are
+PonderLM-3's. What is lost: slot 0 of a token no longer sees what the tokens before it thought.
 """
 
 import torch
@@ -18,18 +17,22 @@ from model import LayerCache
 
 
 class OnGrid:
-    """What both forms share, before PonderLM3 or FixedDepth in the order of bases."""
+    """What both forms share. A base before PonderLM3 or FixedDepth."""
 
-    iterates, grid = False, True
+    iterates = False
+    grid = True
 
     def states(self, idx, R=None, tau=None, alpha=0.0):
-        e = x = self.embed(idx)
-        h, seen = [], [None] * self.config.num_hidden_layers
+        e = self.embed(idx)  # (B, T, D)
+        x = e
+        h = []  # (B, T, D) of each slot
+        seen = [None] * self.config.num_hidden_layers  # what the slots so far have left in each layer
         positions = torch.arange(idx.size(1), device=idx.device)
-        log_w = torch.zeros_like(x[..., :1], dtype=torch.float32)  # of slot 0
+        log_w = torch.zeros_like(x[..., :1], dtype=torch.float32)  # (B, T, 1) of slot 0
         for k in range(self.config.ponder_steps + 1):
             key_log_w = self.mask_keys(log_w, tau)  # (B, T, S), or None
-            key_log_w = None if key_log_w is None else key_log_w[..., k]
+            if key_log_w is not None:
+                key_log_w = key_log_w[..., k]
             layers = [SlotOfTokens(before) for before in seen]
             h.append(self.transform(x, positions, key_log_w, layers))
             seen = [layer.seen for layer in layers]
@@ -48,38 +51,55 @@ class OnGrid:
 
 
 class SlotOfTokens:
-    """One layer's attention of slot k of all tokens. A new one for each pass, which leaves the last one's
-    keys as they were: a pass can be computed again in the backward pass."""
+    """One layer's attention of slot k of all tokens.
+
+    Each pass has a new one, which leaves the keys of the passes before as they were; so a pass can be
+    recomputed in the backward pass.
+
+    Args:
+        before: keys, values and log w of the slots before k; None for slot 0.
+    """
 
     def __init__(self, before):
-        self.before = before  # keys, values and log w of the slots before k
+        self.before = before
 
     def attend(self, q, k, v, log_w):
-        self.seen = k, v, k.new_zeros(k.size(0), k.size(2)) if log_w is None else log_w
+        """q (B, H, T, d), k and v (B, G, T, d), log_w (B, T) or None -> (B, H, T, d)."""
+        if log_w is None:
+            log_w = k.new_zeros(k.size(0), k.size(2))
         if self.before:
-            pairs = zip(self.before, self.seen, (2, 2, 1), strict=True)
-            self.seen = tuple(torch.cat([a, b], dim) for a, b, dim in pairs)
-        return attend_to_slots(q, *self.seen)
+            keys, values, earlier_log_w = self.before
+            k = torch.cat([keys, k], dim=2)
+            v = torch.cat([values, v], dim=2)
+            log_w = torch.cat([earlier_log_w, log_w], dim=1)
+        self.seen = k, v, log_w
+        return attend_to_slots(q, k, v, log_w)
 
 
 class SlotCache:
     """One layer's keys and values, by slot number: slot k of a token sees those of slots 0 .. k so far."""
 
     def __init__(self, S):
-        self.slots, self.k = [LayerCache() for _ in range(S)], 0
+        self.slots = [LayerCache() for _ in range(S)]
+        self.k = 0  # which slot is next
 
     def attend(self, q, k, v, log_w):
+        """As LayerCache.attend."""
         d = q.size(-1)
         q, k, v = augment(q, k, v, log_w)
         self.slots[self.k].append(k, v)
         self.k += 1
-        k, v = (torch.cat([getattr(x, name) for x in self.slots[: self.k]], 2) for name in ("keys", "values"))
-        return attend_to_cache(q, k, v, d)
+        visible = self.slots[: self.k]
+        keys = torch.cat([slot.keys for slot in visible], dim=2)
+        values = torch.cat([slot.values for slot in visible], dim=2)
+        return attend_to_cache(q, keys, values, d)
 
 
 class Grid(OnGrid, PonderLM3):
-    method, title = "grid", "PonderLM-3, grid"
+    method = "grid"
+    title = "PonderLM-3, grid"
 
 
 class FixedGrid(OnGrid, FixedDepth):
-    method, title = "grid-fixed", "PonderLM-2, grid"
+    method = "grid-fixed"
+    title = "PonderLM-2, grid"

@@ -1,9 +1,9 @@
-"""LoopedLM: the stack of layers runs K more times on its own output.
+"""LoopedLM: the stack of layers runs K more times on its own output (Giannou et al., 2023, arXiv 2301.13196).
 
     H_0 = x, H_i = Stack(H_{i-1}), i = 1 .. K+1; logits = lm_head(norm(H_{K+1}))
 
-The raw residual stream is carried from loop to loop: no norm, no second look at the input, no loss
-in between. Giannou et al., 2023, arXiv 2301.13196, as PonderLM-2's code compares with it.
+The form is the one that PonderLM-2's code compares with: the raw residual stream is carried from loop to
+loop, with no norm between loops, no second look at the input, and no loss on earlier loops.
 
 code     symbol     shape
 x, y     H_i        (B, T, D)       the residual stream before and after a loop
@@ -17,24 +17,37 @@ from lab.methods import FixedDepth
 
 
 class LoopedLM(FixedDepth):
-    """Also what other methods of K+1 passes, each with keys of its own, override."""
+    """The base of all methods of K+1 passes in which each pass has keys of its own."""
 
-    method, title = "looped", "LoopedLM"
+    method = "looped"
+    title = "LoopedLM"
     iterates = False
 
     def next_input(self, x, e, y, h):
-        """The input of the next loop; e are the embeddings. (B, T, D) each."""
+        """The input of the next loop.
+
+        Args:
+            x: (B, T, D) the input of this loop.
+            e: (B, T, D) the embeddings.
+            y: (B, T, D) the output of this loop.
+            h: (B, T, D) the same, normed.
+        """
         return y
 
     def states(self, idx, R=None, tau=None, alpha=0.0):
-        (x, K), h = (self.embed(idx), self.config.ponder_steps), []
-        e, positions = x, torch.arange(idx.size(1), device=idx.device)
+        e = self.embed(idx)
+        x = e
+        K = self.config.ponder_steps
+        positions = torch.arange(idx.size(1), device=idx.device)
+        h = []
         for k in range(K + 1):
             y = self.stack(x, positions)
             h.append(self.model.norm(y))
-            x = self.next_input(x, e, y, h[-1]) if k < K else None
+            if k < K:
+                x = self.next_input(x, e, y, h[-1])
         h = torch.stack(h, dim=2)  # (B, T, S, D)
-        return h, *self.route(h)
+        s, log_w = self.route(h)
+        return h, s, log_w
 
     def stack(self, x, positions, cache=None):
         """The blocks without the final norm, (B, N, D) -> (B, N, D)."""
@@ -44,21 +57,23 @@ class LoopedLM(FixedDepth):
         return self.model.stack(*arguments)
 
     def read(self, token, position):
-        """A token's embedding (1, 1, D) and its position (1,)."""
+        """A token's embedding (1, 1, D) and its position (1,), for `ponder_token`."""
         device = self.lm_head.weight.device
         e = self.embed(torch.tensor([[token]], device=device))
         return e, torch.tensor([position], device=device)
 
     def new_cache(self):
-        """A loop's queries see the keys of that loop only, so each loop has a cache of its own."""
+        """A cache for each loop, since its queries see the keys of that loop only."""
         return [super(LoopedLM, self).new_cache() for _ in range(self.config.ponder_steps + 1)]
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
-        (e, positions), K = self.read(token, position), self.config.ponder_steps
+        e, positions = self.read(token, position)
         x = e
+        K = self.config.ponder_steps
         for k, layers in enumerate(cache):
             y = self.stack(x, positions, layers)
             h = self.model.norm(y)
-            x = self.next_input(x, e, y, h) if k < K else None
+            if k < K:
+                x = self.next_input(x, e, y, h)
         return self.lm_head(h)[0, 0], K

@@ -1,7 +1,8 @@
-"""Mixture-of-Recursions: the stack of layers runs up to K+1 times, on ever fewer tokens.
+"""Mixture-of-Recursions (Bae et al., 2025, arXiv 2507.10524): the stack of layers runs up to K+1 times, on
+ever fewer tokens, and a router says on which.
 
-Bae et al., 2025, arXiv 2507.10524, in its simplest form: the whole stack is shared, all first
-layers included, so that it has PonderLM-3's backbone.
+It is the simplest form of that paper: the whole stack is shared, so that it has PonderLM-3's backbone. Left
+out are the forms in which the first and last layers are not shared, and sharing keys between recursions.
 
 code       symbol    shape
 x          x         (B, T, D)    residual stream, carried from recursion to recursion
@@ -10,9 +11,9 @@ depth      i         (B, T)       recursions of a token, 1 .. N_r = K+1; its ext
 logit      l_t       (B, T)       the router's verdict: another recursion?
 gate       g_t       (B, T)       how much of a recursion's output is added
 
-Expert-choice: each recursion chooses its tokens, a fixed number of a sequence. Which token is
-chosen then depends on those after it: only training uses top-k, all else goes on while the router
-says so. Token-choice: each token chooses its depth at the start. Causal as it is.
+Expert choice: each recursion chooses its tokens, a fixed number per sequence. Whether a token is chosen then
+depends on later tokens. So top-k is used in training only; otherwise a token continues while the router says
+so. Token choice: each token chooses its depth at the start, which is causal.
 """
 
 import torch
@@ -26,32 +27,39 @@ from router import upcast
 
 
 class MoR(LoopedLM):
-    """What both forms share: recursion on some tokens, the loss, and how steps are counted. A
-    recursion's cache holds the tokens that took part, and no other."""
+    """What both forms share: recursion on some tokens, the loss, and how steps are counted. The cache of a
+    recursion holds the tokens that took part, and no others."""
 
     def recur(self, x, active, n):
-        """The stack on the active tokens alone: (B, T, D), (B, T) -> (B, T, D), 0 for the others.
+        """Run the stack on the active tokens alone.
 
-        They keep their positions, and see each other only: they go in front, in the order of the
-        text, and the others come last, where the causal mask hides them. n rows of a sequence run,
-        as many as it has active tokens or more. Scoring gives T: its sums are then the same
-        whatever the later tokens choose.
+        The active tokens keep their positions and see each other only: they stand in front, in the order of
+        the text, and the other tokens stand behind them, where the causal mask hides them.
+
+        Args:
+            x: (B, T, D).
+            active: (B, T).
+            n: how many tokens of a sequence run, at least as many as are active. Scoring gives T, so that
+                sums are the same whatever later tokens choose.
+
+        Returns:
+            (B, T, D), 0 for tokens that are not active.
         """
         if not n:
             return torch.zeros_like(x)
         order = (~active).sort(dim=1, stable=True).indices[:, :n]  # (B, n)
-        rows = order[..., None].expand(-1, -1, x.size(-1))  # (B, n, D)
-        y = self.stack(x.gather(1, rows), order)
+        in_order = order[..., None].expand(-1, -1, x.size(-1))  # (B, n, D)
+        y = self.stack(x.gather(1, in_order), order)
         y = y * active.gather(1, order)[..., None]
-        return torch.zeros_like(x, dtype=y.dtype).scatter(1, rows, y)
+        return torch.zeros_like(x, dtype=y.dtype).scatter(1, in_order, y)
 
     def route(self, router, x):
-        """Router logits in float32 at least: a rounded one could fall on the other side."""
+        """The logits of a router, at least float32: a rounded logit could fall on the other side of 0."""
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(upcast(x), upcast(router.weight))
 
     def distribution(self, depth):
-        """Recursions taken (B, T) -> s one-hot there, and its log w, (B, T, S) each."""
+        """Recursions taken (B, T) -> s, one-hot at the last one, and its log w, (B, T, S) each."""
         slots = torch.arange(self.config.ponder_steps + 1, device=depth.device)
         steps = depth[..., None] - 1
         s = upcast((slots == steps).to(self.lm_head.weight.dtype))
@@ -63,10 +71,11 @@ class MoR(LoopedLM):
         return out
 
     def states(self, idx, R=None, tau=None, alpha=0.0):
-        return self.recursions(idx)[:3]
+        h, s, log_w, _ = self.recursions(idx)
+        return h, s, log_w
 
     def objective(self, x, y, R, price=0.0):
-        """Cross-entropy plus the routers' loss."""
+        """Cross-entropy plus the loss of the routers."""
         h, s, log_w, router_loss = self.recursions(x)
         steps = (log_w > LOG_W_HIDDEN).sum(-1) - 1
         out = Output(self.lm_head, self.integrate(h, s, steps), steps, h, s, log_w)
@@ -76,19 +85,20 @@ class MoR(LoopedLM):
 
 
 class ExpertChoice(MoR):
-    """x_t <- x_t + g_t Stack(x[A_r])_t for t in A_r, g = 0.1 sigmoid(l), l = w_r . x.
+    """x_t <- x_t + g_t Stack(x[A_r])_t for t in A_r, with g = 0.1 sigmoid(l) and l = w_r . x.
 
-    In training A_r are the floor(c_r T) tokens (at least 1) of A_{r-1} with the largest g, c_r = 1,
-    K/(K+1), .., 1/(K+1), and a binary cross-entropy of weight 1e-3 teaches the router to tell who
-    is among them. Otherwise a token goes on while sigmoid(l) >= 1/2.
+    In training, A_r are the floor(c_r T) tokens of A_{r-1} (at least one) with the largest g, c_r = 1,
+    K/(K+1), .., 1/(K+1). A binary cross-entropy of weight 1e-3 trains the router to predict which tokens
+    these are. Otherwise a token continues while sigmoid(l) >= 1/2.
     """
 
-    method, title = "mor-expert", "MoR, expert choice"
+    method = "mor-expert"
+    title = "MoR, expert choice"
 
     def __init__(self, config):
         super().__init__(config)
-        D, S = config.hidden_size, config.ponder_steps + 1
-        self.routers = nn.ModuleList(nn.Linear(D, 1, bias=False) for _ in range(S))
+        S = config.ponder_steps + 1
+        self.routers = nn.ModuleList(nn.Linear(config.hidden_size, 1, bias=False) for _ in range(S))
         self.routers.apply(self.init_weights)
 
     def places(self, r, T):
@@ -97,7 +107,7 @@ class ExpertChoice(MoR):
         return max(1, (S - r) * T // S)
 
     def choose(self, logit, active, r):
-        """Who takes part in recursion r, (B, T) of bool. In the first all do."""
+        """Which tokens take part in recursion r, (B, T) booleans. In the first one all do."""
         if r == 0:
             return active
         if not self.training:
@@ -107,19 +117,25 @@ class ExpertChoice(MoR):
         return torch.zeros_like(active).scatter(1, top, True)
 
     def recursions(self, idx):
-        """h (B, T, S, D), s, log_w (B, T, S) and the routers' loss."""
-        x, h, depth, loss = self.embed(idx), [], 0, 0.0
+        """h (B, T, S, D), s and log_w (B, T, S) each, and the loss of the routers."""
+        T = idx.size(1)
+        x = self.embed(idx)
+        h = []
+        depth = 0
+        loss = 0.0
         active = torch.ones_like(idx, dtype=torch.bool)
         for r, router in enumerate(self.routers):
             logit = self.route(router, x)[..., 0]  # (B, T)
             chosen = self.choose(logit, active, r)
             loss = loss + self.verdict_loss(logit, chosen, active)
-            active, depth = chosen, depth + chosen.long()
-            n = self.places(r, idx.size(1)) if self.training else idx.size(1)
+            active = chosen
+            depth = depth + chosen.long()
+            n = self.places(r, T) if self.training else T
             gate = 0.1 * logit.sigmoid()[..., None].to(x.dtype)  # (B, T, 1)
             x = x + gate * self.recur(x, active, n)
             h.append(self.model.norm(x))
-        return torch.stack(h, dim=2), *self.distribution(depth), 1e-3 * loss
+        s, log_w = self.distribution(depth)
+        return torch.stack(h, dim=2), s, log_w, 1e-3 * loss
 
     def verdict_loss(self, logit, chosen, active):
         """The mean over the active tokens; all are (B, T). An index by `active` would wait."""
@@ -128,7 +144,8 @@ class ExpertChoice(MoR):
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
-        (x, positions), steps = self.read(token, position), -1
+        x, positions = self.read(token, position)
+        steps = -1  # beyond the first recursion, which always runs
         for router, layers in zip(self.routers, cache, strict=True):
             logit = self.route(router, x)
             if steps >= 0 and logit < 0:
@@ -146,20 +163,25 @@ class ExpertChoice(MoR):
 class TokenChoice(MoR):
     """p = softmax(W x_0), i = argmax p; y_r = Stack(y_{r-1}), y_0 = x_0; out = x_0 + p_i y_i.
 
-    The routers' loss spreads the tokens over the depths: 0.1 N_r sum_r f_r P_r (f_r: the share of
-    tokens with depth r, P_r: the mean of p_r), plus 1e-5 mean(logsumexp(W x_0)^2). f_r and P_r are of
-    one micro-batch, so that the loss of a batch depends on how the batch is split.
+    The loss of the routers spreads the tokens over the depths: 0.1 N_r sum_r f_r P_r, where f_r is the
+    fraction of tokens with depth r and P_r the mean of p_r, plus 1e-5 mean(logsumexp(W x_0)^2). f_r and P_r
+    are those of one micro-batch, so the loss of a batch depends on how the batch is split.
     """
 
-    method, title = "mor-token", "MoR, token choice"
+    method = "mor-token"
+    title = "MoR, token choice"
 
     def __init__(self, config):
         super().__init__(config)
-        self.depths = nn.Linear(config.hidden_size, config.ponder_steps + 1, bias=False)
+        self.depths = nn.Linear(config.hidden_size, config.ponder_steps + 1, bias=False)  # W
         self.depths.apply(self.init_weights)
 
     def choose(self, x):
-        """x_0 (B, T, D) -> depth (B, T) in 1 .. N_r, its p_i (B, T, 1), p, logits (B, T, N_r)."""
+        """The depth of each token, by x_0 (B, T, D).
+
+        Returns:
+            depth (B, T) in 1 .. N_r, its p_i (B, T, 1), and p and the logits (B, T, N_r).
+        """
         logits = self.route(self.depths, x)
         p = logits.softmax(-1)
         best = p.max(-1, keepdim=True)
@@ -167,19 +189,24 @@ class TokenChoice(MoR):
 
     def recursions(self, idx):
         """As ExpertChoice.recursions."""
-        x = y = self.embed(idx)
+        T = idx.size(1)
+        S = self.config.ponder_steps + 1
+        x = self.embed(idx)
+        y = x
         depth, gate, p, logits = self.choose(x)
-        h, T, S = [], idx.size(1), self.config.ponder_steps + 1
-        takes_part = depth[None] >= torch.arange(1, S + 1, device=idx.device)[:, None, None]
+        h = []
+        recursions = torch.arange(1, S + 1, device=idx.device)[:, None, None]
+        takes_part = depth[None] >= recursions  # (S, B, T)
         lengths = [T] * S
-        if self.training:  # the one time that the GPU is waited for
+        if self.training:  # the one time that the host waits for a GPU
             lengths = takes_part.sum(-1).amax(-1).tolist()
         for active, n in zip(takes_part, lengths, strict=True):  # (B, T), of each recursion
             y = torch.where(active[..., None], self.recur(y, active, n), y)
             h.append(self.model.norm(x + gate * y))
         f = F.one_hot(depth - 1, S).to(p.dtype).mean((0, 1))  # (N_r,)
         loss = 0.1 * S * (f * p.mean((0, 1))).sum() + 1e-5 * logits.logsumexp(-1).square().mean()
-        return torch.stack(h, dim=2), *self.distribution(depth), loss
+        s, log_w = self.distribution(depth)
+        return torch.stack(h, dim=2), s, log_w, loss
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
@@ -192,5 +219,5 @@ class TokenChoice(MoR):
 
     @staticmethod
     def training_forwards(config, steps, training_steps):
-        """Those of the tokens themselves: a batch is padded to the row with the most tokens at each depth."""
+        """Of the tokens themselves; a batch is padded to the row with the most tokens at each depth."""
         return 1 + steps

@@ -1,19 +1,22 @@
-"""Ouro: the stack runs K more times on its own normed output, and a gate says when a token leaves.
+"""Ouro: the stack runs K more times on its own normed output, and a gate says when a token leaves (Zhu et
+al., 2025, arXiv 2510.25741).
 
     h^(0) = norm(Stack(x)), h^(k) = norm(Stack(h^(k-1)))
     1 - lambda_k = sigmoid(a . h^(k) + b), w_k = (1 - lambda_0) .. (1 - lambda_{k-1})
     s_k = lambda_k w_k, and s_K = w_K: where the token leaves
-    L = mean over tokens of s_0 ce_0 + .. + s_K ce_K - beta H(s),  ce_k of h^(k) alone
+    L = mean over tokens of s_0 ce_0 + .. + s_K ce_K - beta H(s); ce_k: the cross-entropy of h^(k) alone
 
-Zhu et al., 2025, arXiv 2510.25741. From the paper: gate, loss, beta = 0.05 with four loops, and the exit
-where s_0 + .. + s_k reaches q, which is PonderLM-3's rule, go on while w >= tau, at tau = 1-q. From the
-released inference code: the norm between loops. Decoding as released runs all loops and reads the last
-one's keys alone, so that its exits save nothing there. Here the last state that has run predicts, and in
-the loops that a token does not run it keeps the keys and values of its last one: what Continuous Depth
-Batching (arXiv 2608.09444) calls `last_exited`.
+Taken from the paper: the gate, the loss, beta = 0.05 with four loops, and the exit where s_0 + .. + s_k
+reaches q. That is PonderLM-3's rule, continue while w >= tau, at tau = 1 - q. Taken from the released
+inference code: the norm between loops.
 
-Left out are the second stage, in which the gate alone learns, and the second norm around attention and
-MLP, since all methods here have one backbone.
+Decoding differs from the released code, which runs all loops and reads the keys of the last one only, so that
+leaving early saves nothing. Here the last state that has run predicts, and in the loops that a token does not
+run it keeps the keys and values of its last loop: what Continuous Depth Batching (arXiv 2608.09444) calls
+`last_exited`.
+
+Left out are the second stage of training, in which the gate alone learns, and the second norm around
+attention and MLP, since all methods here have the same backbone.
 
 code       symbol         shape
 h          h^(0..K)       (B, T, S, D)    states, each the output of a loop
@@ -33,7 +36,7 @@ from router import stop_step, upcast
 
 @validated_dataclass
 class OuroConfig(PonderConfig):
-    exit_entropy: NonNegative = 0.05  # beta
+    exit_entropy: NonNegative = 0.05  # beta, what a nat of the entropy of the exits takes off the loss
 
 
 class Gate(nn.Module):
@@ -46,24 +49,36 @@ class Gate(nn.Module):
     def forward(self, h, alpha=0.0):
         """h^(k) (..., D) -> log(1 - lambda_k) (...), at least float32."""
         with torch.autocast(h.device.type, enabled=False):
-            return F.logsigmoid(F.linear(upcast(h), *map(upcast, self.proj.parameters()))[..., 0] + alpha)
+            logit = F.linear(upcast(h), upcast(self.proj.weight), upcast(self.proj.bias))[..., 0]
+            return F.logsigmoid(logit + alpha)
 
 
 class KeptKeys:
-    """One layer's attention in a loop in which tokens that have left keep their last keys."""
+    """One layer's attention in a loop in which tokens that have left keep their last keys and values.
+
+    Args:
+        backend: of attention.
+        runs: (B, T) which tokens run this loop.
+        before: keys and values of the loop before, (B, G, T, d) each; None in the first loop.
+    """
 
     def __init__(self, backend, runs, before):
-        self.backend, self.runs, self.before = backend, runs[:, None, :, None], before
+        self.backend = backend
+        self.runs = runs[:, None, :, None]
+        self.before = before
 
     def attend(self, q, k, v, log_w):
         if self.before is not None:
-            k, v = (torch.where(self.runs, *pair) for pair in zip((k, v), self.before, strict=True))
+            keys, values = self.before
+            k = torch.where(self.runs, k, keys)
+            v = torch.where(self.runs, v, values)
         self.seen = k, v
         return soft_mask_attention(q, k, v, log_w, self.backend)
 
 
 class Ouro(LoopedLM):
-    method, title = "ouro", "Ouro"
+    method = "ouro"
+    title = "Ouro"
     Config = OuroConfig
     has_router = True
     unused = ("router_offset", "penalty", "penalty_weight")
@@ -76,20 +91,23 @@ class Ouro(LoopedLM):
     def states(self, idx, R=None, tau=None, alpha=0.0):
         x = self.embed(idx)
         positions = torch.arange(idx.size(1), device=idx.device)
-        h, log_w = [], [torch.zeros_like(upcast(x[..., 0]))]
-        seen, layers = [None] * len(self.model.layers), None
+        h = []
+        log_w = [torch.zeros_like(upcast(x[..., 0]))]  # w_0 = 1
+        seen = [None] * len(self.model.layers)
+        layers = None  # without tau, all tokens run all loops
         for k in range(self.config.ponder_steps + 1):
             if tau is not None:
                 runs = stop_step(torch.stack(log_w, dim=-1), tau) == k  # w_k >= tau
                 layers = [KeptKeys(self.backend, runs, pair) for pair in seen]
-            x = self.transform(x, positions, cache=layers)  # of no use to tokens that have left
+            x = self.transform(x, positions, cache=layers)  # outputs of tokens that have left are not used
             h.append(x)
             seen = [layer.seen for layer in layers or ()]
             if k < self.config.ponder_steps:
                 log_w.append(log_w[-1] + self.router(x, alpha))
         log_w = torch.stack(log_w, dim=-1)  # (B, T, S)
         w = log_w.exp()
-        return torch.stack(h, dim=2), w - F.pad(w[..., 1:], (0, 1)), log_w
+        s = w - F.pad(w[..., 1:], (0, 1))  # s_k = w_k - w_{k+1}
+        return torch.stack(h, dim=2), s, log_w
 
     def integrate(self, h, s, steps):
         return last_alone(h, steps)
@@ -115,6 +133,6 @@ class Ouro(LoopedLM):
                 if stop_step(log_w[..., None], tau) < 0:  # w_{k+1} < tau
                     break
         for later in cache[k + 1 :]:
-            for mine, layer in zip(layers, later, strict=True):
-                layer.append(mine.keys[:, :, -1:], mine.values[:, :, -1:])
+            for own, layer in zip(layers, later, strict=True):
+                layer.append(own.keys[:, :, -1:], own.values[:, :, -1:])
         return self.lm_head(x)[0, 0], k

@@ -1,9 +1,9 @@
-"""PonderLM-1 (arXiv 2505.20674): the embedding that the model expects next is fed back, K times.
+"""PonderLM-1 (arXiv 2505.20674): the embedding of the token that the model expects next is fed back, K times.
 
     e_i = e_{i-1} + softmax(lm_head(F(e_{i-1}))) E, i = 1 .. K; logits = lm_head(F(e_K))
 
-E is the scaled table, and the softmax is over the full vocabulary. Each pass sees its own keys
-only. The LLaMA form in PonderLM-2's code does not accumulate, e_i = e_0 + ..: `--no-accumulate`.
+F is the transformer, E the scaled embedding table; the softmax is over the whole vocabulary. Each pass sees
+its own keys only. The LLaMA form in PonderLM-2's code does not accumulate, e_i = e_0 + ..: `--no-accumulate`.
 """
 
 from lab.methods import PonderConfig
@@ -13,7 +13,7 @@ from router import upcast
 
 
 def mixture(model, h):
-    """The scaled embedding that is expected next, by states h: (..., D) -> (..., D)."""
+    """The scaled embedding that states h expect next: (..., D) -> (..., D)."""
     p = upcast(model.lm_head(h)).softmax(-1)  # (..., V)
     return p.to(h.dtype) @ model.model.embed_tokens.weight.to(h.dtype) * model.config.scale
 
@@ -24,8 +24,10 @@ class PonderLM1Config(PonderConfig):
 
 
 class PonderLM1(LoopedLM):
-    method, title = "ponderlm1", "PonderLM-1"
+    method = "ponderlm1"
+    title = "PonderLM-1"
     Config = PonderLM1Config
 
     def next_input(self, x, e, y, h):
-        return (x if self.config.accumulate else e) + mixture(self, h)
+        base = x if self.config.accumulate else e
+        return base + mixture(self, h)

@@ -1,9 +1,10 @@
-"""The backbone alone: K = 0, a plain Llama. One pass, one slot a token."""
+"""The backbone alone, without pondering: K = 0, one pass of one slot per token."""
 
 from lab.methods import FixedDepth
 
 
 class Vanilla(FixedDepth):
-    method, title = "vanilla", "vanilla"
+    method = "vanilla"
+    title = "vanilla"
     defaults = {"ponder_steps": 0, "router_offset": None}
     unused = ("reread",)
