@@ -1,1 +1,6 @@
-"""Models of others in and out: weights.py, and export.py for transformers; warm_start.py goes on from one."""
+"""Models of other projects, read and written.
+
+weights.py      directories of weights: ours, Hugging Face's Llama and GPT-NeoX, the official PonderLM-2
+export.py       a model of any method as a directory that transformers runs
+warm_start.py   a training that starts from a trained model
+"""

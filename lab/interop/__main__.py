@@ -1,9 +1,9 @@
-"""`python -m lab convert`: what a directory of weights holds, and the same written anew.
+"""`python -m lab convert`: show a directory of weights, and write the model in another form.
 
-python -m lab convert DIR                                what it holds
-python -m lab convert DIR --to OTHER                     write it anew; a vanilla one as others do
-python -m lab convert DIR --to OTHER --transformers      as a model that transformers runs
-python -m lab convert DIR --to OTHER --half              in half the size
+python -m lab convert DIR                                show what it holds
+python -m lab convert DIR --to OTHER                     write it; a vanilla model as a Llama or GPT-NeoX
+python -m lab convert DIR --to OTHER --transformers      write a model of any method that transformers runs
+python -m lab convert DIR --to OTHER --half              write weights in float16, half the size
 """
 
 from dataclasses import fields
@@ -21,9 +21,32 @@ from model import Fraction
 
 
 def scored_tau(directory):
-    """The tau at which a run counted its steps, or with which it was exported; else 1e-4."""
+    """The tau at which a run was evaluated, or with which a model was exported; otherwise 1e-4."""
     exported = Path(directory, "generation_config.json")
-    return ((read_json(exported) if exported.exists() else {}) | settings_of(directory)).get("tau", 1e-4)
+    known = read_json(exported) if exported.exists() else {}
+    known |= settings_of(directory)
+    return known.get("tau", 1e-4)
+
+
+def show(place, model):
+    """Print what a directory holds: method, size, and settings that are not at their defaults."""
+    config = model.config
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{place}: {config.method}, K = {config.ponder_steps}, {size:,} parameters")
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value not in (field.default, {}):
+            print(f"    {field.name} = {value}")
+
+
+def check_flags(to, half, transformers, tau):
+    """Raise a UserError for flags that contradict each other, or a folder that is not new."""
+    if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
+        raise UserError(f"{to} exists already: give a new directory to --to")
+    if to is None and (half or transformers):
+        raise UserError("--half and --transformers say how to write the model: add --to DIR")
+    if tau is not None and not transformers:
+        raise UserError(f"--tau {tau} is a setting of the model for transformers: add --transformers")
 
 
 def main(
@@ -33,44 +56,41 @@ def main(
     transformers: bool = False,
     tau: Fraction | None = None,
 ):
-    """Show what a directory of weights holds, and write it anew.
+    """Show what a directory of weights holds, and write the model in another form.
 
     Args:
-        directory: a model's directory, or its name on the Hugging Face Hub
-        to: a new directory. A model of --method vanilla becomes a Hugging Face Llama or GPT-NeoX,
-            which transformers loads, any other one a directory of our own
-        half: weights in float16, 2 bytes each, read as float32 again
-        transformers: what transformers' AutoModelForCausalLM and AutoTokenizer load, of any method
-        tau: where that stops by default; None: where the run was scored, else 1e-4
+        directory: directory of a model, or its name on the Hugging Face Hub
+        to: new directory to write the model to. A model of --method vanilla becomes a Llama or GPT-NeoX that
+            transformers loads, any other model a directory of this project
+        half: write weights in float16, 2 bytes each; they are read as float32 again
+        transformers: write a model of any method so that AutoModelForCausalLM and AutoTokenizer load it
+        tau: tau at which that model stops by default; None: the tau at which the run was evaluated, or 1e-4
     """
-    if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
-        raise UserError(f"{to} exists already; give a new directory")
-    if to is None and (half or transformers):
-        raise UserError("--half and --transformers are of what is written: give --to DIR, too")
-    if tau is not None and not transformers:
-        raise UserError(f"--tau {tau} is of what transformers runs: give --transformers, too")
+    check_flags(to, half, transformers, tau)
     place = locate(directory)
     model = load(place)
     config = model.config
-    size = sum(p.numel() for p in model.parameters())
-    print(f"{place}: {config.method}, K = {config.ponder_steps}, {size:,} parameters")
-    for f in fields(config):  # what is not as everywhere
-        if (value := getattr(config, f.name)) not in (f.default, {}):
-            print(f"    {f.name} = {value}")
-    file, tokenizer, begin, end = place / "tokenizer.json", None, None, None
+    show(place, model)
+    file = place / "tokenizer.json"
+    tokenizer = None
+    begin = None
+    end = None
     if file.is_file():
         tokenizer = load_tokenizer(file)
         print(f"tokenizer {tokenizer.name}, {tokenizer.vocab_size:,} tokens")
-        begin, end = next(iter(begin_of(tokenizer)), None), tokenizer.end_of_text
+        begin = next(iter(begin_of(tokenizer)), None)
+        end = tokenizer.end_of_text
     if to is None:
         return
     if half:
         largest = max(p.abs().max().item() for p in model.parameters()) * max(config.scale, 1)
-        if largest > torch.finfo(torch.float16).max:  # the scale may go into the table
-            raise UserError(f"{place} has weights too large for float16: leave --half out")
+        if largest > torch.finfo(torch.float16).max:  # the embedding scale may go into the table
+            raise UserError(f"{place} has weights that are too large for float16: omit --half")
         model.half()
     if transformers:
-        export(model, to, scored_tau(place) if tau is None else tau, begin, end)
+        if tau is None:
+            tau = scored_tau(place)
+        export(model, to, tau, begin, end)
     else:
         save(model, to, begin=begin, end=end)
     theirs = transformers or config.method == "vanilla" or isinstance(tokenizer, HuggingFaceTokenizer)

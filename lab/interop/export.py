@@ -1,13 +1,13 @@
-"""A model that ponders, for transformers: a directory with a modelling file of its own.
+"""A model of any method as a directory that transformers runs, with a modelling file of its own.
 
     model/
-        config.json, model.safetensors     our own form, as part of transformers'
-        generation_config.json             has tau
+        config.json, model.safetensors     this project's form, as part of transformers'
+        generation_config.json             holds tau
         modeling_ponderlm.py               the model, which trust_remote_code=True runs
 
-The modelling file is no second implementation: it is put together from the project's own files, of
-which it holds what the template (templates/modeling_ponderlm.py.txt) uses, and what that uses. It
-needs torch and transformers alone.
+The modelling file is no second implementation. It is assembled from the project's own files: it holds the
+code that the template (templates/modeling_ponderlm.py.txt) uses, and the code that this code uses. It needs
+nothing but torch and transformers.
 """
 
 import ast
@@ -26,24 +26,29 @@ TEMPLATE = Path(__file__).parent / "templates" / "modeling_ponderlm.py.txt"
 
 
 def export(model, directory, tau=1e-4, begin=None, end=None):
-    """Write a directory that transformers' AutoModelForCausalLM loads, and `interop.load`, too.
+    """Write a directory that transformers' AutoModelForCausalLM and weights.load both read.
 
-    Without pondering (K = 0) it is a Llama or GPT-NeoX, which transformers knows.
+    A model without pondering (K = 0) is written as a Llama or GPT-NeoX, which transformers knows.
 
     Args:
-        tau: of the generation config. begin, end: the tokenizer's ids, for the same.
+        model: of any method.
+        directory: where to write.
+        tau: for the generation config.
+        begin, end: ids of the tokens before and after a text, for the same; None: there is none.
     """
     save(model, directory, begin=begin, end=end)
     if model.config.method == "vanilla":
         return
     ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
-    places = ("AutoConfig", "Config"), ("AutoModelForCausalLM", "ForCausalLM")
     config = {
         "model_type": FOR_TRANSFORMERS,
         "architectures": ["PonderLMForCausalLM"],
-        "auto_map": {auto: f"modeling_ponderlm.PonderLM{name}" for auto, name in places},
+        "auto_map": {
+            "AutoConfig": "modeling_ponderlm.PonderLMConfig",
+            "AutoModelForCausalLM": "modeling_ponderlm.PonderLMForCausalLM",
+        },
         "tie_word_embeddings": model.config.tie_word_embeddings,
-        "dtype": str(model.lm_head.weight.dtype)[6:],
+        "dtype": str(model.lm_head.weight.dtype).removeprefix("torch."),
         "ponder": {"format": FORMAT, **asdict(model.config)},
     }
     write_json(Path(directory, "config.json"), config | ids)
@@ -57,21 +62,29 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
 
 def modelling_file(config):
     """The text of modeling_ponderlm.py for models of a config's method and backbone."""
-    kinds = find(config.method), find_backbone(config.backbone)
-    chosen = [f"from {kind.__module__} import {kind.__name__}\n" for kind in kinds]
-    chosen += "METHOD, BACKBONE = {}, {}\n".format(*(kind.__name__ for kind in kinds))
-    template = TEMPLATE.read_text("utf-8").replace("# METHOD, BACKBONE\n", "".join(chosen))
-    return inlined(template)
+    method = find(config.method)
+    backbone = find_backbone(config.backbone)
+    chosen = (
+        f"from {method.__module__} import {method.__name__}\n"
+        f"from {backbone.__module__} import {backbone.__name__}\n"
+        f"METHOD, BACKBONE = {method.__name__}, {backbone.__name__}\n"
+    )
+    return inlined(TEMPLATE.read_text("utf-8").replace("# METHOD, BACKBONE\n", chosen))
 
 
 def inlined(text):
-    """A Python text in which the code itself stands where it was imported from the project.
+    """Replace the imports of a Python text from the project by the code that they import.
 
-    What that code imports of others' packages goes to the line `# IMPORTS`.
+    What that code imports from other packages replaces the line `# IMPORTS`.
     """
-    body, lines = ast.parse(text).body, text.splitlines(keepends=True)
+    body = ast.parse(text).body
+    lines = text.splitlines(keepends=True)
     ours = [node for node in body if isinstance(node, ast.ImportFrom) and file_of(node.module)]
-    code = Code({name for node in body if node not in ours for name in names_of(node)})
+    own_names = set()
+    for node in body:
+        if node not in ours:
+            own_names |= names_of(node)
+    code = Code(own_names)
     for node in ours:
         lines[node.lineno - 1] = ""
         for alias in node.names:
@@ -81,19 +94,25 @@ def inlined(text):
 
 
 class Code:
-    """Statements of the project's files, each behind those that it needs; imports of others'.
+    """Statements of the project's files, each behind the statements that it needs, and the imports from other
+    packages. Where several files define the same name, the first one that is taken stands for all.
 
-    Of several of one name the first that is taken stands for all.
+    Args:
+        own: names that are defined already.
     """
 
     def __init__(self, own):
-        self.names = own  # that are defined already
-        self.imports, self.statements = {}, []
+        self.names = own
+        self.imports = {}  # texts, in their order
+        self.statements = []
 
     def take(self, file, name):
-        """Take what a name in a file stands for, and all that this needs, directly or not."""
-        for node, text in () if name in self.names else names_in(file).get(name, ()):
-            if isinstance(node, ast.ImportFrom) and (other := file_of(node.module)):
+        """Take the statements that define a name in a file, and everything that they need."""
+        if name in self.names:
+            return
+        for node, text in names_in(file).get(name, ()):
+            other = file_of(node.module) if isinstance(node, ast.ImportFrom) else None
+            if other:
                 self.take(other, node.names[0].name)
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 self.imports[text] = None
@@ -106,10 +125,12 @@ class Code:
 
 
 def file_of(module):
-    """The file of a module of the project; None of another package's."""
+    """The file of a module of the project; None for a module of another package."""
     place = ROOT / module.replace(".", "/")
-    found = place.with_suffix(".py"), place / "__init__.py"
-    return next((file for file in found if file.is_file()), None)
+    for file in (place.with_suffix(".py"), place / "__init__.py"):
+        if file.is_file():
+            return file
+    return None
 
 
 def names_of(node):
@@ -124,21 +145,32 @@ def names_of(node):
 
 @cache
 def names_in(file):
-    """The names of a file: {name: [(statement, its text with the comments right above it)]}. An
-    import of several names is one statement for each."""
-    source, found = file.read_text("utf-8"), {}
+    """The names that a file defines: {name: [(statement, its text)]}."""
+    source = file.read_text("utf-8")
     lines = source.splitlines()
+    found = {}
     for node in ast.parse(source).body:
-        first = min(part.lineno for part in [node, *getattr(node, "decorator_list", [])]) - 1
-        while lines[first - 1].startswith("#") and not lines[first - 1].startswith("# --"):
-            first -= 1
-        pairs = [(node, "\n".join(lines[first : node.end_lineno]) + "\n")]
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            nodes = [copy(node) for _ in node.names]
-            for one, alias in zip(nodes, node.names, strict=True):
-                one.names = [alias]
-            pairs = [(one, ast.unparse(one) + "\n") for one in nodes]
-        for one, text in pairs:
-            for name in names_of(one):
-                found.setdefault(name, []).append((one, text))
+        for statement, text in statements_of(node, lines):
+            for name in names_of(statement):
+                found.setdefault(name, []).append((statement, text))
     return found
+
+
+def statements_of(node, lines):
+    """A statement with its text, as a list: an import of several names is one statement for each name.
+
+    Args:
+        node: the statement.
+        lines: of its file. Comments right above the statement, other than headings, belong to its text.
+    """
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        pairs = []
+        for alias in node.names:
+            single = copy(node)
+            single.names = [alias]
+            pairs.append((single, ast.unparse(single) + "\n"))
+        return pairs
+    first = min(part.lineno for part in [node, *getattr(node, "decorator_list", [])]) - 1
+    while lines[first - 1].startswith("#") and not lines[first - 1].startswith("# --"):
+        first -= 1
+    return [(node, "\n".join(lines[first : node.end_lineno]) + "\n")]

@@ -1,11 +1,12 @@
-"""Begin from a trained model: `python -m lab train --init-from`, to go on with it or to add pondering to it.
+"""A training that starts from a trained model, `python -m lab train --init-from`: to continue its training,
+or to add pondering to it.
 
-A Llama knows nothing of its own states as input. So each step of it reads its token again, and of the
-state before what a learned vector g lets through, from nothing on: e(x_t) + g h^(k-1). Then h^(1), h^(2),
-.. begin as what h^(0) is, on the grid exactly: the loss of step 0 is the Llama's, wherever the router
-starts. Reading note 12 has what else was tried.
+A Llama has never read its own states. So each extra step reads the token's embedding again, plus as much of
+the state before as a learned vector g lets through: e(x_t) + g h^(k-1), with g = 0 at the start. Then h^(1),
+h^(2), .. start out equal to h^(0), on the grid exactly, and the loss at training step 0 is that of the Llama,
+wherever the router starts. Reading note 12 says what else was tried.
 
-A model that takes K steps learns to take more: the new rows of its router are copies of the last.
+A model that takes K steps can be trained to take more: the new rows of its router are copies of the last row.
 """
 
 from dataclasses import replace
@@ -19,7 +20,7 @@ from lab.corpora.tokenizers import load_tokenizer
 from lab.interop.weights import load, locate, read_config
 from lab.methods import build, configure, find, unused_settings
 
-# What the weights fix of a model's settings.
+# The settings that are fixed by the weights.
 BACKBONE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 BACKBONE += ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
 BACKBONE += ("embed_scale", "backbone", "backbone_options")
@@ -27,21 +28,31 @@ FEEDBACK_RATE = 3e-3  # peak learning rate of g, which has to grow from 0 in a t
 
 
 def follows(method, setting):
-    """Whether a setting means something to a method: `router_offset` to one with PonderLM-3's router, a
-    row for each step; `reread` to one whose states are its own next inputs."""
+    """Whether a method follows a setting: `router_offset` if it has PonderLM-3's router, with a row for each
+    step; `reread` if its states are its next inputs."""
     return setting not in unused_settings(find(method))
 
 
 def start_defaults(config, shape, name, method=None, ponder_steps=None):
-    """Defaults of a training (a TrainConfig and its model's Config) -> those of one from the model `name`.
+    """The defaults of a training that starts from a model.
 
-    A model that ponders goes on as it is, or with more `ponder_steps`. One that does not becomes a
-    `method` (None: ponderlm3) with what `shape` says of that.
+    A model that ponders keeps its method, and its steps unless there are more `ponder_steps`. A model that
+    does not ponder becomes a model of `method`.
+
+    Args:
+        config: the LabConfig with the defaults of a training from scratch.
+        shape: the settings of its model, from which those of the method are taken.
+        name: the directory of the model to start from, or its name on the Hub.
+        method: None: ponderlm3.
+        ponder_steps: None: as the model has.
+
+    Returns:
+        The LabConfig and the settings of the model.
     """
     base = read_config(locate(name))
     window = min(base.block_size, shape.block_size)
-    config = replace(config, init_from=name, learning_rate=config.learning_rate / 2)
-    config = replace(config, router_rate=1.0, step_price=0.0)
+    rate = config.learning_rate / 2
+    config = replace(config, init_from=name, learning_rate=rate, router_rate=1.0, step_price=0.0)
     if base.method != "vanilla" and method in (None, base.method):
         K = base.ponder_steps if ponder_steps is None else ponder_steps
         model = replace(base, block_size=window)
@@ -55,81 +66,101 @@ def start_defaults(config, shape, name, method=None, ponder_steps=None):
 
 
 def longer(config, K):
-    """The router's offset of a config for K steps: the further ones have the last one's."""
+    """The router's offset of a config for K steps; further steps get the offset of the last one."""
     return (*config.offset, *config.offset[-1:] * (K - config.ponder_steps))
 
 
 def check_ids(place, data):
-    """Refuse to feed the model in the directory `place` the ids of others.
+    """Check that a text comes in the token ids of the model in the directory `place`.
 
     Raises:
-        UserError: it has no tokenizer, or `data` is a prepared corpus with the ids of another one.
+        UserError: the model has no tokenizer, or `data` is a prepared corpus in the ids of another tokenizer.
     """
-    if not (place / "tokenizer.json").is_file():
-        raise UserError(f"{place} has no tokenizer.json; name a tokenizer, for instance --tokenizer bytes")
+    own_file = place / "tokenizer.json"
+    if not own_file.is_file():
+        raise UserError(f"{place} has no tokenizer.json: give a tokenizer, for instance --tokenizer bytes")
     if not is_prepared(data):
         return
-    file, own = Path(data, "tokenizer.json"), load_tokenizer(place / "tokenizer.json")
+    file = Path(data, "tokenizer.json")
     if not file.is_file():
-        print(f"note: {data} has no tokenizer.json; its ids are taken for those of {place}")
-    elif load_tokenizer(file).digest != own.digest:
-        raise UserError(f"{data} has ids of another tokenizer than that of {place}")
+        print(f"note: {data} has no tokenizer.json: its ids are assumed to be those of {place}")
+    elif load_tokenizer(file).digest != load_tokenizer(own_file).digest:
+        raise UserError(
+            f"{data} was prepared with another tokenizer than that of {place}: prepare it again with "
+            f"--tokenizer {place}"
+        )
 
 
 def start_from(directory, config):
-    """A new model of config.method with the weights of `directory`; only what it adds is new.
+    """A model by `config` with the weights of `directory`; only the parts that it adds are new.
 
     Raises:
-        UserError: as check_start.
+        UserError: as check_start and carried_over.
     """
     check_start(directory, config)
     return carried_over(load(locate(directory)), config)
 
 
 def check_start(directory, config):
-    """Refuse a model that cannot go on as `config` says.
+    """Check that the training of a model can continue as `config` says.
 
     Raises:
-        UserError: as read_config; or a model of another method or shape.
+        UserError: as weights.read_config; or the model has another method or shape.
     """
-    had = read_config(locate(directory))
-    K, T = had.ponder_steps, had.block_size
-    if had.method not in ("vanilla", config.method):
-        raise UserError(f"{directory} is a {had.method} and can only go on as that: --method {had.method}")
+    base = read_config(locate(directory))
+    K = base.ponder_steps
+    T = base.block_size
+    if base.method not in ("vanilla", config.method):
+        raise UserError(
+            f"{directory} is a model of method {base.method}, which cannot be changed: give "
+            f"--method {base.method}"
+        )
     for name in BACKBONE:
-        what = "scale" if name == "embed_scale" else name
-        ours, theirs = getattr(config, what), getattr(had, what)
-        if ours != theirs:
-            raise UserError(f"{name} = {ours}: {directory} has {theirs}; leave it as it is")
+        attribute = "scale" if name == "embed_scale" else name
+        wanted = getattr(config, attribute)
+        has = getattr(base, attribute)
+        if wanted != has:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{name} = {wanted}, but the weights of {directory} are for {has}: omit {flag}")
     if config.ponder_steps < K:
-        raise UserError(f"ponder_steps = {config.ponder_steps}: {directory} takes {K}, which can only grow")
+        raise UserError(
+            f"ponder_steps = {config.ponder_steps}, but {directory} takes {K}, and steps can only be added: "
+            f"give --ponder-steps {K} or more"
+        )
     if config.block_size > T:
-        raise UserError(f"block_size = {config.block_size}: {directory} was trained on windows of {T} tokens")
+        raise UserError(
+            f"block_size = {config.block_size}, but {directory} was trained on windows of {T} tokens: give "
+            f"--block-size {T} or less"
+        )
 
 
 def carried_over(base, config):
-    """A new model by `config` with the weights of `base`. PonderLM-3's router gets further rows, copies of
-    its last; a gate that is the same for all steps stays as it is.
+    """A new model by `config` with the weights of `base`.
+
+    PonderLM-3's router gets further rows, copies of its last one; a gate that is the same for all steps stays
+    as it is.
 
     Raises:
-        UserError: routers that are made for as many steps as `base` takes.
+        UserError: the method has weights for each step, and `config` takes more steps than `base`.
     """
-    model, K = build(config), base.config.ponder_steps
+    model = build(config)
+    K = base.config.ponder_steps
     tensors = base.state_dict()
     if base.config.method == "vanilla":  # what makes it ponder is new
-        backbone = ("model.", "lm_head.")
-        tensors |= {k: x for k, x in model.state_dict().items() if not k.startswith(backbone)}
+        for name, tensor in model.state_dict().items():
+            if not name.startswith(("model.", "lm_head.")):
+                tensors[name] = tensor
     if follows(base.config.method, "router_offset"):
         rows = tensors["router.proj.weight"]
         copies = rows[-1:].expand(config.ponder_steps - K, -1)
         tensors["router.proj.weight"] = torch.cat([rows, copies])
-    # Buffers say how far a training has come, and this one begins.
+    # Buffers count the steps of a training, and a new training begins.
     tensors |= {name: x for name, x in model.named_buffers() if name in tensors}
     try:
         model.load_state_dict(tensors)
     except RuntimeError:
         raise UserError(
-            f"{config.method} has weights for each step, so that one of {K} steps cannot go on with "
-            f"{config.ponder_steps}; leave --ponder-steps at {K}"
+            f"ponder_steps = {config.ponder_steps}, but {config.method} has weights for each step, and this "
+            f"model for {K} steps: leave --ponder-steps at {K}"
         ) from None
     return model

@@ -1,15 +1,16 @@
-"""Directories of weights: ours, Hugging Face's Llama and GPT-NeoX, the official PonderLM-2; in and out.
+"""Directories of weights, read and written: this project's, Hugging Face's Llama and GPT-NeoX, and those of
+the official PonderLM-2.
 
-form of config.json     known by                     read as
-our own                 "format": "ponderlm-3"       the fields of the method's Config
+form of config.json     recognised by                read as
+this project's          "format": "ponderlm-3"       the fields of the method's Config
 Hugging Face Llama      "model_type": "llama"        K = 0, embedding scale 1
 Hugging Face GPT-NeoX   "model_type": "gpt_neox"     the same, as Pythia
 official PonderLM-2     one of these two, and        K = num_latent_thoughts, method ponderlm2
                         num_latent_thoughts
 
-Ours is read as the root writes it, the others by transformers. Only JSON and safetensors are read: loading a
-model never runs code from its files. A setting that is not understood is refused by name: a misread model
-would talk nonsense.
+The first form is read as the root writes it, the others by transformers. Only JSON and safetensors are read:
+loading a model never runs code from its files. A setting that is not understood is refused by name, since a
+model that is misread would produce nonsense.
 """
 
 from dataclasses import asdict, fields
@@ -26,49 +27,52 @@ from lab.methods import PonderConfig, build, check_settings, find
 from model import Config, PonderLM
 from sample import INCLUDED
 
-FOR_TRANSFORMERS = "ponderlm"  # model_type where export.py has put our form into config.json
+FOR_TRANSFORMERS = "ponderlm"  # the model_type in a config.json that export.py has written
 PUZZLES = INCLUDED.parent / "lookup"  # another model that comes with the code
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 # -- Places ----------------------------------------------------------------------------------------
 
 
 def is_model(directory):
-    """Whether a directory looks like one of weights."""
+    """Whether a directory holds weights, by the names of its files."""
     return any((Path(directory) / name).is_file() for name in (SINGLE, INDEX))
 
 
 def find_model(run=None, otherwise=None):
-    """The directory of a run or another model: as given, or the newest run, or `otherwise`.
+    """The directory of a model: `run` if it is given, or else the newest run, or else `otherwise`.
 
     Raises:
-        UserError: there is none that has a model.
+        UserError: there is none, or it holds no model.
     """
     if run is not None:
-        if not is_model(place := locate(run)):
-            raise UserError(f"{run} holds no {SINGLE}: give the directory of a model")
+        place = locate(run)
+        if not is_model(place):
+            raise UserError(f"{run} has no {SINGLE}: give the directory of a model")
         return place
     found = newest_run(default=otherwise)
     if found == otherwise:
-        print(f"there is no run in out/ yet: this is the model that comes with the code, {otherwise.name}")
+        print(f"there is no run in out/ yet: using the model that comes with the code, {otherwise.name}")
     return found
 
 
 # -- Models ----------------------------------------------------------------------------------------
 
-# What our form says by saying nothing: the root's models, which know nothing of other methods.
+# Settings that a config.json of the root does not have, since the root knows no other methods.
 PAPER = {"method": "ponderlm3", "backbone": "llama", "backbone_options": {}, "reread": False}
 
 
 def read_config(directory):
-    """The settings of a directory of weights, a PonderConfig or a subclass of it.
+    """The settings of the model in a directory: a PonderConfig, or a subclass of it.
 
     Raises:
-        UserError: a file that is missing or damaged, unknown or missing fields, wrong values, or a model
-            that cannot be represented here.
+        UserError: a file is missing or damaged, fields are unknown, missing or out of their range, or the
+            model cannot be represented here.
     """
-    content, file = our_form(directory), Path(directory, "config.json")
+    file = Path(directory, "config.json")
+    content = our_form(directory)
     if content is None:
         with user_error_if_unreadable(file):
             theirs = kind_of(file).config_class.from_pretrained(directory)
@@ -77,21 +81,25 @@ def read_config(directory):
 
 
 def our_form(directory):
-    """The settings in a config.json of our own form, also within transformers'; None: it is another's."""
+    """The fields of a config.json in this project's form, also within that of transformers; None if it has
+    another form."""
     if not is_model(directory):
-        raise UserError(f"{directory} holds no trained model: it has no {SINGLE}")
+        raise UserError(f"{directory} has no {SINGLE}: give the directory of a trained model")
     content = read_json(Path(directory, "config.json"))
     if content.get("model_type") == FOR_TRANSFORMERS:
         content = content.get("ponder") or {}
-    if content.pop("format", None) == FORMAT:
-        return content
+    return content if content.pop("format", None) == FORMAT else None
 
 
 def parse_config(content, file):
-    """Fields of our own form, as JSON has them -> the settings of the method that they name.
+    """The settings of a method from the fields of a config.json in this project's form.
+
+    Args:
+        content: the fields, as JSON has them; one of them names the method.
+        file: the config.json, for messages.
 
     Raises:
-        UserError: unknown or missing fields, an unknown method, or wrong values; with the `file`.
+        UserError: fields are unknown, missing or out of their range, or the method is unknown.
     """
     content = PAPER | content
     try:
@@ -103,17 +111,20 @@ def parse_config(content, file):
 
 
 def load(directory):
-    """The model of a directory of weights, whatever its method, in float32 on the CPU, to evaluate.
+    """The model in a directory, of whatever method, in float32 on the CPU and in evaluation mode.
 
     Raises:
-        UserError: as read_config; or tensors that are damaged or do not fit the config.
+        UserError: as read_config; or the tensors are damaged, or do not fit the config.
     """
-    config, directory = read_config(directory), Path(directory)
+    config = read_config(directory)
+    directory = Path(directory)
     with user_error_if_unreadable(directory):
         if our_form(directory) is None:
             tensors = read_others(directory)
         else:
-            tensors = {name: x.float() for name, x in load_file(directory / SINGLE).items()}
+            # Copies: a file's tensors lie at odd addresses, which makes products of a few rows slower.
+            found = load_file(directory / SINGLE)
+            tensors = {name: x.to(torch.float32, copy=True) for name, x in found.items()}
         if config.tie_word_embeddings:
             tensors["lm_head.weight"] = tensors[TABLE]
         with torch.device("meta"):  # the tensors that were read become its parameters
@@ -124,26 +135,37 @@ def load(directory):
 
 
 def save(model, directory, begin=None, end=None):
-    """As checkpoint.save; a model with K = 0 as a Llama or a GPT-NeoX of transformers, which has the
-    embedding scale in its table, and the tokenizer's ids of the `begin` and `end` of a text."""
-    if model.config.method != "vanilla":
-        checkpoint.save(as_root(model), directory)
+    """Write a model to a directory: a vanilla one as a Llama or GPT-NeoX of transformers, any other one as
+    checkpoint.save does.
+
+    Args:
+        model: of any method.
+        directory: where to write.
+        begin, end: ids of the tokens before and after a text, which transformers' config names; None: no such
+            token.
+    """
+    if model.config.method == "vanilla":
+        ids = {"bos_token_id": begin, "eos_token_id": end}
+        to_others(model, ids).save_pretrained(directory)
     else:
-        to_others(model, {"bos_token_id": begin, "eos_token_id": end}).save_pretrained(directory)
+        checkpoint.save(as_root(model), directory)
 
 
 def tensors_of(model):
-    """What a model's state_dict holds, also of one whose blocks are compiled."""
+    """The state_dict of a model, under the same names if its blocks are compiled."""
     return {name.replace("_orig_mod.", ""): x for name, x in model.state_dict().items()}
 
 
 def as_root(model):
-    """A model as the root has it, with the same tensors, where that is all there is to it; else the model."""
+    """The root's PonderLM with the tensors of a model, if the model is nothing more than that; otherwise the
+    model itself."""
     config = asdict(model.config)
-    if config.keys() != asdict(PonderConfig()).keys() or config != config | PAPER:
+    has_other_settings = config.keys() != asdict(PonderConfig()).keys()
+    if has_other_settings or config != config | PAPER:
         return model
+    shared = {field.name: getattr(model.config, field.name) for field in fields(Config)}
     with torch.device("meta"):
-        plain = PonderLM(Config(**{f.name: getattr(model.config, f.name) for f in fields(Config)}))
+        plain = PonderLM(Config(**shared))
     plain.load_state_dict(tensors_of(model), assign=True)
     plain.tie_head()
     return plain.train(model.training)
@@ -151,11 +173,12 @@ def as_root(model):
 
 # -- Models of transformers ------------------------------------------------------------------------
 
+# Fields that have the same names here and in transformers.
 SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-SIZES += ("tie_word_embeddings",)  # fields of the same name
+SIZES += ("tie_word_embeddings",)
 LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 TABLE = "model.embed_tokens.weight"
-NEOX = {  # a GPT-NeoX has other names outside of its blocks
+NEOX = {  # names outside of the blocks: ours, and those of transformers' GPT-NeoX
     "model.embed_tokens.": "gpt_neox.embed_in.",
     "model.norm.": "gpt_neox.final_layer_norm.",
     "model.": "gpt_neox.",
@@ -163,7 +186,7 @@ NEOX = {  # a GPT-NeoX has other names outside of its blocks
 
 
 def library():
-    """transformers, which takes seconds to import, without its bars."""
+    """The package transformers, without its progress bars. It takes seconds to import."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -171,93 +194,161 @@ def library():
 
 
 def kind_of(file):
-    """The class of transformers of a config.json. ValueError: another one is named."""
+    """The class of transformers for a config.json.
+
+    Raises:
+        ValueError: it is a class that cannot be read here.
+    """
     kinds = {"llama": library().LlamaForCausalLM, "gpt_neox": library().GPTNeoXForCausalLM}
-    if (name := read_json(file).get("model_type")) not in kinds:
-        raise ValueError(f"model_type = {name!r} is not read, but {', '.join(kinds)} and our own form are")
+    name = read_json(file).get("model_type")
+    if name not in kinds:
+        raise ValueError(
+            f"model_type = {name!r}: only {', '.join(kinds)} and models of this project are read"
+        )
     return kinds[name]
 
 
 def from_others(config):
-    """The config of a Llama, a GPT-NeoX or an official PonderLM-2, as a dict -> fields of a PonderConfig.
+    """The fields of a PonderConfig from the config of a Llama, a GPT-NeoX or an official PonderLM-2.
+
+    Args:
+        config: of transformers, as a dict.
 
     Raises:
-        ValueError: something that PonderConfig cannot represent, by the name of its field.
-        KeyError: a field that is missing.
+        ValueError: PonderConfig cannot represent something, which the message names.
+        KeyError: a field is missing.
     """
-    neox, rope = config["model_type"] == "gpt_neox", config["rope_parameters"]
-    rope_types = ("default",) if neox else ("default", "llama3")
-    only = dict(hidden_act="gelu" if neox else "silu", attention_bias=neox, mlp_bias=False)
-    only |= dict(interpolation=False, sliding_window=None, quantization_config=None)
-    for name, known in only.items():
-        if (value := config.get(name)) not in (known, None):
-            raise ValueError(f"{name} = {value!r}: only {known!r} is read")
-    if rope["rope_type"] not in rope_types or not (neox or rope.get("partial_rotary_factor", 1) == 1):
-        raise ValueError(f"rope_parameters = {rope}: only {' and '.join(rope_types)} are read")
-    given = dict(method="vanilla", ponder_steps=0) | {name: config[name] for name in SIZES}
-    given |= dict(block_size=config["max_position_embeddings"], rope_theta=rope["rope_theta"])
+    neox = config["model_type"] == "gpt_neox"
+    rope = config["rope_parameters"]
+    check_others(config, rope, neox)
+    given = {name: config[name] for name in SIZES}
+    given["method"] = "vanilla"
+    given["ponder_steps"] = 0
+    given["block_size"] = config["max_position_embeddings"]
+    given["rope_theta"] = rope["rope_theta"]
     given["embed_scale"] = None if config.get("scale_embeds") else 1.0
     if neox:
-        options = {"rotary_pct": rope["partial_rotary_factor"]}
-        options["parallel_residual"] = float(config["use_parallel_residual"])
-        given |= dict(rms_norm_eps=config["layer_norm_eps"], backbone="gpt_neox", backbone_options=options)
+        given["backbone"] = "gpt_neox"
+        given["backbone_options"] = {
+            "rotary_pct": rope["partial_rotary_factor"],
+            "parallel_residual": float(config["use_parallel_residual"]),
+        }
+        given["rms_norm_eps"] = config["layer_norm_eps"]
     else:
-        given |= {name: config[name] for name in ("num_key_value_heads", "head_dim", "rms_norm_eps")}
+        for name in ("num_key_value_heads", "head_dim", "rms_norm_eps"):
+            given[name] = config[name]
     if rope["rope_type"] == "llama3":
-        given |= dict(backbone="llama3", backbone_options={name: float(rope[name]) for name in LLAMA3})
-    if config.get("recurrent_model", bool(config.get("num_latent_thoughts"))):
-        K, J = config["num_latent_thoughts"], config["num_jacobi_iterations"]
-        drawn = (2, 4 if neox else 3) if config.get("random_jacobi_iterations") else (J, J)
-        given |= dict(method="ponderlm2", ponder_steps=K, refinements=drawn)
+        given["backbone"] = "llama3"
+        given["backbone_options"] = {name: float(rope[name]) for name in LLAMA3}
+    if config.get("recurrent_model", bool(config.get("num_latent_thoughts"))):  # an official PonderLM-2
+        given["method"] = "ponderlm2"
+        given["ponder_steps"] = config["num_latent_thoughts"]
+        R = config["num_jacobi_iterations"]
+        if config.get("random_jacobi_iterations"):
+            given["refinements"] = (2, 4 if neox else 3)
+        else:
+            given["refinements"] = (R, R)
     return given
 
 
+def check_others(config, rope, neox):
+    """Raise a ValueError for settings of a Llama or GPT-NeoX that PonderConfig cannot represent.
+
+    Args:
+        config: of transformers, as a dict.
+        rope: its rope_parameters.
+        neox: whether it is a GPT-NeoX.
+    """
+    only = {
+        "hidden_act": "gelu" if neox else "silu",
+        "attention_bias": neox,
+        "mlp_bias": False,
+        "interpolation": False,
+        "sliding_window": None,
+        "quantization_config": None,
+    }
+    for name, known in only.items():
+        value = config.get(name)
+        if value not in (known, None):
+            raise ValueError(f"{name} = {value!r}: only {known!r} can be read")
+    rope_types = ("default",) if neox else ("default", "llama3")
+    turns_all = neox or rope.get("partial_rotary_factor", 1) == 1
+    if rope["rope_type"] not in rope_types or not turns_all:
+        raise ValueError(f"rope_parameters = {rope}: only {' and '.join(rope_types)} can be read")
+
+
 def read_others(directory):
-    """The tensors of a model of transformers, under our names, in float32. ValueError: they are not all."""
-    how = dict(dtype=torch.float32, use_safetensors=True, output_loading_info=True)
-    how["ignore_mismatched_sizes"] = True  # so that info names them
+    """The tensors of a model of transformers, under our names, in float32.
+
+    Raises:
+        ValueError: tensors are missing, or do not fit the config.
+    """
+    kind = kind_of(directory / "config.json")
     try:
-        other, info = kind_of(directory / "config.json").from_pretrained(directory, **how)
-    except Exception as error:  # transformers has no class for what is wrong with a file
+        other, info = kind.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that info names them
+        )
+    except Exception as error:  # transformers raises no class of its own for a file that is damaged
         raise ValueError(one_line(error)) from None
-    if odd := {name: found for name, found in info.items() if found}:
-        raise ValueError(f"its tensors are not those of its config.json: {odd}")
+    wrong = {name: found for name, found in info.items() if found}
+    if wrong:
+        raise ValueError(f"its tensors do not fit its config.json: {wrong}")
     return renamed(other.state_dict(), {theirs: ours for ours, theirs in NEOX.items()})
 
 
 def to_others(model, ids):
-    """A model with K = 0 as a Llama or GPT-NeoX of transformers.
+    """A vanilla model as a Llama or GPT-NeoX of transformers.
 
-    They have no embedding scale: it goes into the table. A head that shared the table then keeps
-    the unscaled one. `ids`: bos_token_id and eos_token_id, of the tokenizer.
+    These have no embedding scale: it is multiplied into the embedding table. A head that shares the table
+    then keeps a table of its own, without the scale.
+
+    Args:
+        model: with K = 0.
+        ids: bos_token_id and eos_token_id of the tokenizer.
     """
-    config, tensors = model.config, tensors_of(model)
-    options, kind = config.backbone_options, library().LlamaForCausalLM
+    config = model.config
+    options = config.backbone_options
+    tensors = tensors_of(model)
     tensors[TABLE] = tensors[TABLE] * config.scale
     shape = ids | {name: getattr(config, name) for name in SIZES}
-    shape |= dict(max_position_embeddings=config.block_size)
+    shape["max_position_embeddings"] = config.block_size
     shape["tie_word_embeddings"] = config.tie_word_embeddings and config.scale == 1
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.backbone == "gpt_neox":
+        kind = library().GPTNeoXForCausalLM
+        tensors = renamed(tensors, NEOX)
+        shape["layer_norm_eps"] = config.rms_norm_eps
+        shape["use_parallel_residual"] = bool(options.get("parallel_residual", 1))
         rope["partial_rotary_factor"] = options.get("rotary_pct", 1.0)
-        parallel = bool(options.get("parallel_residual", 1))
-        shape |= dict(layer_norm_eps=config.rms_norm_eps, use_parallel_residual=parallel)
-        kind, tensors = library().GPTNeoXForCausalLM, renamed(tensors, NEOX)
     else:
-        shape |= dict(
-            rms_norm_eps=config.rms_norm_eps, num_key_value_heads=config.kv_heads, head_dim=config.head_width
-        )
+        kind = library().LlamaForCausalLM
+        shape["rms_norm_eps"] = config.rms_norm_eps
+        shape["num_key_value_heads"] = config.kv_heads
+        shape["head_dim"] = config.head_width
     if config.backbone == "llama3":
-        rope |= options | {"rope_type": "llama3", LLAMA3[-1]: int(options[LLAMA3[-1]])}
+        whole = "original_max_position_embeddings"  # an integer for transformers
+        rope |= options | {"rope_type": "llama3", whole: int(options[whole])}
     other = kind(kind.config_class(**shape, rope_parameters=rope)).to(tensors["lm_head.weight"].dtype)
     other.load_state_dict(tensors)
     return other
 
 
 def renamed(tensors, names):
-    """Tensors under other names, by their beginnings: {one: another}."""
+    """Tensors under other names.
+
+    Args:
+        tensors: by their names.
+        names: {beginning of a name: what it is replaced by}; the first one that fits counts.
+    """
     found = {}
     for name, tensor in tensors.items():
-        before = next((before for before in names if name.startswith(before)), "")
-        found[names.get(before, "") + name.removeprefix(before)] = tensor
+        for before, after in names.items():
+            if name.startswith(before):
+                name = after + name.removeprefix(before)
+                break
+        found[name] = tensor
     return found

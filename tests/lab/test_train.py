@@ -297,6 +297,6 @@ def test_without_a_tokenizer(config, tmp_path, capsys):
     make_tokenizer(tmp_path / "llama", "byte-level")
     (folder / "tokenizer.json").unlink()
     corpus_of(replace(config, data=str(folder)), shape)
-    assert "its ids are taken for those of llama" in capsys.readouterr().out
+    assert "its ids are assumed to be those of llama" in capsys.readouterr().out
     with pytest.raises(UserError, match="--tokenizer"):
         corpus_of(replace(config, tokenizer="bytes"), replace(shape, vocab_size=100))
