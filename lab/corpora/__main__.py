@@ -1,4 +1,4 @@
-"""Text -> token ids in train.bin and val.bin, for train.py --data."""
+"""Prepare a corpus: token ids in a folder, for --data of train.py and python -m lab train."""
 
 from typing import Annotated
 
@@ -10,9 +10,11 @@ from lab.corpora.preparation import OURS, Options, prepare
 
 
 def corpus(o: Annotated[Options, tyro.conf.arg(name="")]):
-    """JSON lines, Parquet, texts or a data set of the Hub -> a folder, also in several goes."""
+    """Prepare JSON lines, Parquet files, texts or a data set of the Hugging Face Hub. A command that was
+    interrupted continues where it stopped."""
     prepare(o)
-    print(f"next: python {'train.py' if o.tokenizer in OURS else '-m lab train'} --data {o.to}")
+    command = "train.py" if o.tokenizer in OURS else "-m lab train"
+    print(f"next: python {command} --data {o.to}")
 
 
 def main():

@@ -1,22 +1,25 @@
-"""A task whose difficulty is known: lookups in a chain, between words that need none.
+"""A task whose difficulty is known: lookups along chains, between words that need no lookup.
 
     ab mX bf fq .. 3 b Z 3 1 m X 1 .. the end
 
-    table       13 pairs in random order, which make 4 chains: one of 6 lookups, three of 7 in all;
-                each leads to an end of its own, a capital (--longest 10: 17 pairs, 10 and 7)
-    3 b Z       3 lookups from b: b -> f -> q -> Z. The end Z is predicted at the b, so that all
-                lookups have to happen at that token; the number is known before it.
-    3           the number once more: a model that never has to say it may not read it
+    table       13 pairs in random order, which make 4 chains: one of 6 lookups, and three of 7 lookups
+                together. Each chain leads to an end of its own, a capital. (--longest 10: 17 pairs, a chain
+                of 10 lookups, and three of 7 together.)
+    3 b Z       3 lookups from b: b -> f -> q -> Z. The end Z is predicted at the token b, so all lookups have
+                to happen at that token. The number of lookups is known before it.
+    3           the number once more: a model that never has to predict it may not read it
     the end     filler, which needs no lookup
 
-Questions have as many lookups as the longest chain or fewer, or those that are chosen, equally
-often. Answers to earlier questions of a line help with later ones (a letter may come again), so
-that only the first question of a line is scored. A model that cannot follow a chain guesses one of
-the 4 ends of the table, or of fewer: it can rule out chains that are too short. Each word is one
-token, and so is a pair: a lookup takes one layer, which attends to the pair that begins with the
-letter at hand. A line has 64 tokens, the end of text included: windows of 64 are lines.
+A question takes 1 lookup up to as many as the longest chain has, or the numbers that are chosen, equally
+often. Answers to earlier questions of a line help with later ones, since a letter may come again; so only the
+first question of a line is scored. A model that cannot follow a chain guesses one of the 4 ends of the table,
+or of fewer, because it can rule out chains that are too short.
 
-With --prose half of the windows are lines, in random order among others, of docstrings in the same tokens.
+Each word is one token, and so is a pair. A lookup takes one layer, which attends to the pair that begins with
+the letter at hand. A line has 64 tokens, the end of text included, so windows of 64 tokens are lines.
+
+With --prose, half of the windows are lines; the others are docstrings in the same tokens, and all windows are
+in random order.
 """
 
 import random
@@ -36,78 +39,99 @@ from sources import pydocs
 from tokenizer import Tokenizer
 
 CACHE = Path("data")
-Lines = Annotated[int, Field(ge=100)]  # of fewer documents data.divide would cut each
+Lines = Annotated[int, Field(ge=100)]  # with fewer documents, data.split_documents would cut each document
 LINE = 64  # tokens
-LETTERS, ENDS, CHAINS = "abcdefghijklmnopq", "STUVXYZ", 4
-KINDS = "pair", "number", "question", "answer", "number again", "filler"  # of tokens, as a line has them
+LETTERS = "abcdefghijklmnopq"
+ENDS = "STUVXYZ"
+CHAINS = 4
+SHORT = 7  # letters of the three shorter chains together
+KINDS = "pair", "number", "question", "answer", "number again", "filler"  # of tokens, in a line's order
 
 
 def letters_of(longest):
-    return LETTERS[: longest + 7]
+    """The letters of the tables whose longest chain has so many lookups, one for each pair."""
+    return LETTERS[: longest + SHORT]
 
 
 def line(rng, lookups=(), longest=6):
-    """One text of the task: a table, its questions with their answers, and the end -> str.
+    """One text of the task: a table, questions with their answers, and the words `the end`.
 
-    `lookups`: how many a question may take, equally often; none: 1 to `longest`, 6 or 10.
+    Args:
+        rng: a random.Random.
+        lookups: how many lookups questions take, equally often; empty: 1 to `longest`.
+        longest: lookups of the longest chain, 6 or 10.
     """
-    letters, words, at = letters_of(longest), [], {n: [] for n in range(1, longest + 1)}
-    letters, lookups = rng.sample(letters, len(letters)), lookups or [*at]
-    cuts = [0, *sorted(rng.sample(range(1, 7), 2)), 7, len(letters)]  # where chains begin
+    letters = letters_of(longest)
+    letters = rng.sample(letters, len(letters))
+    starts = {n: [] for n in range(1, longest + 1)}  # (letter, end) of all starts that are n lookups away
+    lookups = lookups or list(starts)
+    words = []
+    cuts = [0, *sorted(rng.sample(range(1, SHORT), 2)), SHORT, len(letters)]  # between chains
     for (first, stop), end in zip(pairwise(cuts), rng.sample(ENDS, CHAINS), strict=True):
         chain = [*letters[first:stop], end]
         words += [a + b for a, b in pairwise(chain)]
         for n in range(1, len(chain)):
-            at[n].append((chain[-1 - n], end))  # n lookups from the end
+            starts[n].append((chain[-1 - n], end))
     rng.shuffle(words)
-    for _ in range((LINE - 3 - len(letters)) // 4):
+    questions = (LINE - 3 - len(letters)) // 4
+    for _ in range(questions):
         (n,) = rng.choices(lookups)
-        words += [str(n), *rng.choice(at[n]), str(n)]
+        letter, end = rng.choice(starts[n])
+        words += [str(n), letter, end, str(n)]
     return "".join(" " + word for word in [*words, "the", "end"])
 
 
 def documents(lines=100_000, seed=0, lookups=(), longest=6):
-    """The corpus: a document a line, (name, bytes)."""
+    """The corpus: one document per line, (name, bytes)."""
     rng = random.Random(seed)
     return [(str(i), line(rng, lookups, longest).encode()) for i in range(lines)]
 
 
 def tokenizer(longest=6):
-    """One token a word, with the space before it; single bytes for anything else."""
-    letters, numbers = letters_of(longest), map(str, range(1, longest + 1))
+    """A tokenizer with one token per word, including the space before it, and single bytes for other text."""
+    letters = letters_of(longest)
+    numbers = map(str, range(1, longest + 1))
     words = [*letters, *ENDS, *numbers, "the", "end"]
-    words += [a + b for a in letters for b in letters + ENDS if a != b]
-    tokens = [bytes([i]) for i in range(256)] + [b" " + word.encode() for word in words]
+    for a in letters:
+        words += [a + b for b in letters + ENDS if a != b]
+    tokens = [bytes([i]) for i in range(256)]
+    tokens += [b" " + word.encode() for word in words]
     return Tokenizer("lookup", tokens)
 
 
 def longest_of(tokenizer):
-    """The lookups of the longest chain that a tokenizer of this task has words for."""
+    """The lookups of the longest chain for which a tokenizer of this task was made."""
     return 10 if len(tokenizer.encode(" 10")) == 1 else 6
 
 
 @pydantic.validate_call
 def prepare_lookup(
-    folder: Path = CACHE / "lookup", lines: Lines = 100_000, seed: Seed = 0, lookups: tuple[int, ...] = (),
-    longest: Literal[6, 10] = 6, prose: bool = False,
-):  # fmt: skip
-    """The lookup task: chains of known length, to train on and to measure with.
+    folder: Path = CACHE / "lookup",
+    lines: Lines = 100_000,
+    seed: Seed = 0,
+    lookups: tuple[int, ...] = (),
+    longest: Literal[6, 10] = 6,
+    prose: bool = False,
+):
+    """Prepare the lookup task: puzzles of known difficulty, to train on and to measure with.
 
     Args:
-        folder: where to
+        folder: folder to write
         lines: number of lines, of 64 tokens each; one in 20 is for validation
-        seed: of the random lines
-        lookups: of a question, all equally often; by default 1 to the longest
-        longest: lookups of the longest chain of each line
-        prose: as many windows of docstrings among the lines
+        seed: seed of the random lines
+        lookups: numbers of lookups that questions take, equally often; by default 1 to --longest
+        longest: number of lookups of the longest chain of each line
+        prose: add as many windows of docstrings as there are lines
 
     Raises:
-        UserError: a folder that holds something else; lookups that no chain has; less prose than lines.
-        pydantic.ValidationError: a number out of its range.
+        UserError: the folder holds something else, no chain has so many lookups, or there are not enough
+            docstrings.
+        pydantic.ValidationError: a number is out of its range.
     """
     lookups = sorted(set(lookups))
     if lookups and not 1 <= lookups[0] <= lookups[-1] <= longest:
-        raise UserError(f"lookups {lookups}: chains have 1 to {longest} (--longest 10 has longer)")
+        given = " ".join(map(str, lookups))
+        raise UserError(f"--lookups {given}: chains have 1 to {longest} lookups, and --longest 10 makes 10")
     source = f"lookup task, {lines} lines, seed {seed}"
     if longest != 6:
         source += f", longest {longest}"
@@ -117,7 +141,7 @@ def prepare_lookup(
         source += ", and as many windows of docstrings"
     meta = folder / "meta.json"
     if folder.exists() and not (meta.exists() and read_json(meta).get("source") == source):
-        raise UserError(f"{folder} holds something else than {source!r}: use another --folder")
+        raise UserError(f"{folder} does not hold {source!r}, but something else: use another --folder")
     if not folder.exists() and prose:
         write_with_prose(folder, source, lines, seed, lookups, longest)
     elif not folder.exists():
@@ -126,61 +150,83 @@ def prepare_lookup(
 
 
 def windows_of_prose(texts, tokens, n):
-    """The first n windows of some texts, (n, 64): 63 tokens and an end. UserError: there are fewer."""
-    ids, wanted = [], n * (LINE - 1)
+    """The first n windows of some texts, (n, 64): 63 tokens and the end of text each.
+
+    Raises:
+        UserError: there are fewer windows.
+    """
+    ids = []
+    wanted = n * (LINE - 1)
     for text in texts:
         if len(ids) >= wanted:
             break
         ids += tokens.encode(text)
     if len(ids) < wanted:
-        raise UserError(f"the docstrings make {len(ids) // (LINE - 1)} windows, not {n}: give fewer --lines")
+        raise UserError(
+            f"there are docstrings for {len(ids) // (LINE - 1)} windows, not {n}: give fewer --lines"
+        )
     rows = np.array(ids[:wanted]).reshape(n, LINE - 1)
     return np.pad(rows, ((0, 0), (0, 1)), constant_values=tokens.end_of_text)
 
 
 def write_with_prose(folder, source, lines, seed, lookups, longest):
-    """A prepared folder, as data.write_corpus."""
-    tokens, rng, sizes = tokenizer(longest), random.Random(seed), (lines * 19 // 20, lines // 20)
+    """Write a prepared folder with as many windows of docstrings as lines, as data.write_corpus does."""
+    tokens = tokenizer(longest)
     kind = id_type(tokens.vocab_size)
+    rng = random.Random(seed)
+    train_texts, val_texts = split_documents(pydocs())
+    splits = ("train", train_texts, lines * 19 // 20), ("val", val_texts, lines // 20)
     with new_folder(folder) as half:
-        for split, texts, n in zip(("train", "val"), split_documents(pydocs()), sizes, strict=True):
+        for split, texts, n in splits:
             rng.shuffle(texts)
             prose = windows_of_prose(texts, tokens, n)
-            puzzles = [[*tokens.encode(line(rng, lookups, longest)), tokens.end_of_text] for _ in range(n)]
-            rows = np.random.default_rng(seed).permutation(np.concatenate([prose, np.array(puzzles)]))
+            puzzles = []
+            for _ in range(n):
+                puzzles.append([*tokens.encode(line(rng, lookups, longest)), tokens.end_of_text])
+            rows = np.concatenate([prose, np.array(puzzles)])
+            rows = np.random.default_rng(seed).permutation(rows)
             rows.astype(kind).tofile(half / f"{split}.bin")
         tokens.save(half / "tokenizer.json")
         write_json(half / "meta.json", {"source": source, "dtype": kind.name})
 
 
 def kinds_of(T, tokenizer):
-    """The kind, an index of KINDS, of each token of a row of T whole lines. -> (T,)"""
+    """The kind of each token in a row of T tokens, whole lines: indices of KINDS, (T,)."""
     place = torch.arange(T) % LINE
-    start, stop = longest_of(tokenizer) + 7, LINE - 3  # of the questions
+    start = longest_of(tokenizer) + SHORT  # of the questions
+    stop = LINE - 3
     kind = 1 + (place - start) % 4
     return kind.masked_fill(place < start, 0).masked_fill(place >= stop, len(KINDS) - 1)
 
 
 def lookups_asked(x, tokenizer):
-    """How many lookups does the token after each of x take? Whole lines (B, T) -> (B, T) integers.
+    """How many lookups it takes to predict the token after each token of x.
 
-    0 where filler follows; -1 where chance decides, in the table and before a question's letter,
-    where a number comes again, and at all questions of a line but the first, which earlier answers
-    help with.
+    Args:
+        x: (B, T) whole lines.
+        tokenizer: of this task.
+
+    Returns:
+        (B, T) integers: the number of lookups at the first question of a line, 0 where filler follows, and -1
+        elsewhere: in the table, before the letter of a question and where a number comes again, where chance
+        decides; and at the other questions of a line, with which earlier answers help.
 
     Raises:
-        UserError: x is not made of lines of this task.
+        UserError: x does not consist of lines of this task.
     """
-    lookups, longest = torch.zeros(tokenizer.vocab_size, dtype=torch.long), longest_of(tokenizer)
+    T = x.size(1)
+    longest = longest_of(tokenizer)
+    number = torch.zeros(tokenizer.vocab_size, dtype=torch.long)  # that a token stands for; 0: none
     for n in range(1, longest + 1):
-        lookups[tokenizer.encode(f" {n}")[-1]] = n
-    lookups = lookups.to(x.device)[x].roll(1, dims=1)  # the number is the token before the letter
-    place, kind = torch.arange(x.size(1)) % LINE, kinds_of(x.size(1), tokenizer)
-    first, filler = place == longest + 8, (kind == KINDS.index("filler")) & (place < LINE - 1)
-    if x.size(1) % LINE or (lookups[:, kind == KINDS.index("question")] == 0).any():
+        number[tokenizer.encode(f" {n}")[-1]] = n
+    lookups = number.to(x.device)[x].roll(1, dims=1)  # the number is the token before the letter
+    kind = kinds_of(T, tokenizer)
+    if T % LINE or (lookups[:, kind == KINDS.index("question")] == 0).any():
         raise UserError(
-            f"windows of {x.size(1)} tokens are not lines of the lookup task: prepare it with "
-            f"python -m lab corpus lookup, train with --data {CACHE / 'lookup'} --block-size {LINE}"
+            f"windows of {T} tokens are not lines of the lookup task: prepare the task with python -m lab "
+            f"corpus lookup, and train with --data {CACHE / 'lookup'} --block-size {LINE}"
         )
-    first, filler = first.to(x.device), filler.to(x.device)
-    return torch.where(first, lookups, torch.where(filler, 0, -1))
+    place = torch.arange(T) % LINE
+    first = place == longest + SHORT + 1  # the letter of the first question
+    filler = (kind == KINDS.index("filler")) & (place < LINE - 1)
+    return torch.where(first.to(x.device), lookups, torch.where(filler.to(x.device), 0, -1))

@@ -1,10 +1,10 @@
-"""Texts of any size -> a folder with train.bin and val.bin, which data.py and train.py read.
+"""Texts of any size to a folder of token ids, with train.bin and val.bin, which data.py and train.py read.
 
-prepare       JSON lines, Parquet, plain texts or a data set of the Hub -> such a folder
-open_corpus   as data.open_corpus, also of such files and with the tokenizer of a model
+prepare       writes such a folder from JSON lines, Parquet files, plain texts or a data set of the Hub
+open_corpus   as data.open_corpus, and also opens these, with the tokenizer of a model if that is asked for
 
-While it is made, the folder is FOLDER.part, and state.json in it says how far it is: what was written by then
-is kept after a kill, and the same command goes on behind it and makes the same files.
+Until it is complete, the folder is called FOLDER.part, and its state.json says how far it is. If the command
+is killed, what state.json knows of is kept: the same command continues behind that, and makes the same files.
 """
 
 import os
@@ -31,47 +31,49 @@ from model import Positive, validated_dataclass
 from sources import LINES
 from tokenizer import BPE_TRAINING_BYTES, Tokenizer
 
-OURS = None, "bytes", "bpe", "gpt2"  # the tokenizers that the root opens
-FEW = 100  # texts: of fewer each gives its last tenth to validation
-BATCH = 4 * 10**6  # bytes between two entries in state.json
+OURS = None, "bytes", "bpe", "gpt2"  # the tokenizers that the root can open
+FEW = 100  # with fewer texts, the last tenth of each text is for validation
+BATCH = 4 * 10**6  # bytes of text that are written before state.json is
 
 
 @validated_dataclass
 class Options:
-    """Prepare a corpus for train.py --data, or go on where an earlier call stopped."""
+    """Prepare a corpus for train.py --data, or continue where an earlier command stopped."""
 
-    # a text, a .jsonl or .parquet file, a folder of them, pydocs, pysource, or a data set of the Hub
+    # a text file, a .jsonl or .parquet file, a folder of them, pydocs, pysource, or a data set of the Hub
     data: tyro.conf.Positional[Given]
-    to: Path  # a new folder
-    tokenizer: str = "bytes"  # bytes, bpe, gpt2, or a model or prepared folder that has one
-    vocab_size: int = 4096  # tokens of a bpe, which is trained on the text
-    field: str = "text"  # where the text of a row is
-    config: str | None = None  # of a data set of the Hub that has several
-    split: str = "train"  # of a data set of the Hub
-    tokens: Positive | None = None  # stop behind so many training tokens; None: all
+    to: Path  # new folder to write
+    tokenizer: str = "bytes"  # bytes, bpe, gpt2, or the directory of a model or corpus that has a tokenizer
+    vocab_size: int = 4096  # vocabulary size of a bpe tokenizer, which is trained on the text
+    field: str = "text"  # field of a row that holds its text
+    config: str | None = None  # configuration of a data set of the Hub that has several
+    split: str = "train"  # split of a data set of the Hub
+    tokens: Positive | None = None  # stop after this many training tokens; None: use all text
 
 
 @dataclass
 class State:
     """How far a folder is."""
 
-    options: dict  # that it was begun with
-    few: bool  # are there so few texts that each is divided?
-    texts: int = 0  # that are written
-    place: Any = None  # behind them in a data set of the Hub
-    tokens: dict = field(default_factory=lambda: {"train": 0, "val": 0})  # written
-    bytes: dict = field(default_factory=lambda: {"train": 0, "val": 0})  # of their text
+    options: dict  # that the folder was begun with
+    few: bool  # whether there are so few texts that each is divided
+    texts: int = 0  # texts that have been written
+    place: Any = None  # the place behind these texts in a data set of the Hub
+    tokens: dict = field(default_factory=lambda: {"train": 0, "val": 0})  # tokens that have been written
+    bytes: dict = field(default_factory=lambda: {"train": 0, "val": 0})  # bytes of their text
 
 
 def prepare(o):
-    """Write the folder that Options describe, or what an earlier call left of it to write.
+    """Write the folder that Options describe, or the rest of it, if an earlier command has begun.
 
     Raises:
-        UserError: no text, or one that cannot be read; a tokenizer that does not fit; a folder that is there.
+        UserError: there is no text, a text cannot be read, the tokenizer does not fit, or the folder exists.
     """
     if o.to.exists():
-        raise UserError(f"{o.to} is there already: name a new folder, --to")
-    part, notes, (source, size) = Path(f"{o.to}.part"), defaultdict(list), describe(o.data, o.split, o.config)
+        raise UserError(f"{o.to} is there already: give a new folder to --to")
+    part = Path(f"{o.to}.part")
+    notes = defaultdict(list)
+    source, size = describe(o.data, o.split, o.config)
     state, tokenizer = begun(o, part, source)
     part.mkdir(parents=True, exist_ok=True)
     try:
@@ -84,9 +86,9 @@ def prepare(o):
             write_json(part / "meta.json", meta | {"dtype": id_type(tokenizer.vocab_size).name})
             part.rename(o.to)
     except filelock.Timeout:
-        raise UserError(f"another process writes {part}: wait for that one") from None
+        raise UserError(f"another process is writing {part}: wait until it has finished") from None
     except OSError as error:
-        raise UserError(f"cannot write {part}: {one_line(error)}; the same command goes on") from None
+        raise UserError(f"cannot write {part}: {one_line(error)}; the same command continues there") from None
     for name in ("state.json", ".lock"):
         (o.to / name).unlink()
     show(notes, o.data)
@@ -94,18 +96,31 @@ def prepare(o):
 
 
 def begun(o, part, source):
-    """The state of a folder and its tokenizer: as an earlier call left them, or new."""
-    file, options = part / "state.json", {**asdict(o), "data": source, "to": ""}
+    """The state of a folder and its tokenizer, new or as an earlier command left them.
+
+    Args:
+        o: Options.
+        part: the folder.
+        source: what tells the texts from others, see sources.describe.
+    """
+    file = part / "state.json"
+    options = {**asdict(o), "data": source, "to": ""}
     if not file.exists():
-        few, bpe = are_few(o), o.tokenizer == "bpe"
-        tokenizer = Tokenizer.train(sample(o, few), o.vocab_size) if bpe else open_tokenizer(o.tokenizer)
+        few = are_few(o)
+        if o.tokenizer == "bpe":
+            tokenizer = Tokenizer.train(sample(o, few), o.vocab_size)
+        else:
+            tokenizer = open_tokenizer(o.tokenizer)
         if tokenizer.end_of_text is None:
-            raise UserError(f"{o.tokenizer} has no eos_token in its tokenizer_config.json: set it")
+            raise UserError(f"{o.tokenizer} has no eos_token in its tokenizer_config.json: add one there")
         return State(options, few), tokenizer
     with user_error_if_unreadable(file, f"; delete {part} and begin again"):
         state = State(**read_json(file))
-    if other := [name for name in options if state.options.get(name) != options[name]]:
-        raise UserError(f"{part} has another {', '.join(other)}: delete it, or name another --to")
+    other = [name for name in options if state.options.get(name) != options[name]]
+    if other:
+        raise UserError(
+            f"{part} was begun with another {', '.join(other)}: delete it, or give another folder to --to"
+        )
     return state, load_tokenizer(part / "tokenizer.json")
 
 
@@ -113,25 +128,30 @@ def begun(o, part, source):
 
 
 def is_held_out(name):
-    """One text in 20, as data.split_documents takes them."""
+    """Whether a text is for validation: one in 20, chosen as data.split_documents chooses them."""
     return int(sha1(name.encode("utf-8", "surrogateescape")).hexdigest(), 16) % 20 == 0
 
 
 def are_few(o):
-    """Does each text give its last tenth to validation? By data.split_documents's rule."""
+    """Whether there are so few texts that the last tenth of each is for validation, as data.split_documents
+    says.
+
+    Raises:
+        UserError: there is no text.
+    """
     sides = Counter()
     for name, *_ in texts(o):
         sides[is_held_out(name)] += 1
         if sides.total() >= FEW and len(sides) == 2:
             return False
     if not sides:
-        raise UserError(f"{o.data} holds no text: blank files are none, nor those with zero bytes (UTF-16)")
-    print(f"note: of these {sides.total()} documents the last tenth of each is for validation")
+        raise UserError(f"{o.data} has no text: files that are blank or have zero bytes (UTF-16) are skipped")
+    print(f"note: there are only {sides.total()} documents: the last tenth of each is for validation")
     return True
 
 
 def divided(name, text, few):
-    """The parts of a text: [(split, bytes)]."""
+    """The parts of a text, [(split, bytes)]; `few` as are_few says."""
     if few:
         cut = len(text) - max(len(text) // 10, 1)
         return [("train", text[:cut]), ("val", text[cut:])]
@@ -139,8 +159,9 @@ def divided(name, text, few):
 
 
 def sample(o, few):
-    """What a BPE is trained on: the first 100 MB, from which it takes BPE_TRAINING_BYTES itself."""
-    found, size = [], 0
+    """The training texts of the first 100 MB, of which a BPE is trained on BPE_TRAINING_BYTES."""
+    found = []
+    size = 0
     for name, text, _ in texts(o):
         found += [part for split, part in divided(name, text, few) if split == "train"]
         size += len(text)
@@ -153,46 +174,72 @@ def sample(o, few):
 
 
 def encode(tokenizer, text):
-    """A text -> its ids, with what stands before and behind it."""
+    """The ids of a text, with the tokens that stand before and behind each text."""
     ids = [*begin_of(tokenizer), *tokenizer.encode(text), tokenizer.end_of_text]
     return np.array(ids, id_type(tokenizer.vocab_size))
 
 
 def write(o, part, state, tokenizer, notes):
-    """Write what is missing in train.bin and val.bin, and move the state on; yields the bytes."""
-    found, width = texts(o, state.texts, state.place, notes), id_type(tokenizer.vocab_size).itemsize
+    """Write the rest of train.bin and val.bin in batches, and advance the state.
+
+    Args:
+        o: Options.
+        part: the folder.
+        state: State, which is changed.
+        tokenizer: of the folder.
+        notes: as sources.texts.
+
+    Yields:
+        The bytes of text in each batch.
+    """
+    found = texts(o, state.texts, state.place, notes)
+    width = id_type(tokenizer.vocab_size).itemsize
     with ThreadPoolExecutor(os.cpu_count()) as pool, ExitStack() as stack:
-        files = {split: stack.enter_context(open(part / f"{split}.bin", "ab")) for split in state.tokens}
-        for split, file in files.items():
-            file.truncate(width * state.tokens[split])
-        while not is_full(o, state) and (batch := take(found, most_bytes(o, state))):
-            parts = [part for name, text, _ in batch for part in divided(name, text, state.few)]
-            ids = pool.map(partial(encode, tokenizer), [text for _, text in parts])
-            for (split, text), some in zip(parts, ids, strict=True):
-                files[split].write(some)
-                state.tokens[split] += len(some)
+        files = {}
+        for split, tokens in state.tokens.items():
+            files[split] = stack.enter_context(open(part / f"{split}.bin", "ab"))
+            files[split].truncate(width * tokens)  # what was written behind the state is written again
+        while not is_full(o, state):
+            batch = take(found, most_bytes(o, state))
+            if not batch:
+                break
+            parts = []
+            for name, text, _ in batch:
+                parts += divided(name, text, state.few)
+            all_ids = pool.map(partial(encode, tokenizer), [text for _, text in parts])
+            for (split, text), ids in zip(parts, all_ids, strict=True):
+                files[split].write(ids)
+                state.tokens[split] += len(ids)
                 state.bytes[split] += len(text)
             for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())
-            state.texts, state.place = state.texts + len(batch), batch[-1][-1]
+            state.texts += len(batch)
+            _, _, state.place = batch[-1]
             write_json(part / "state.json", asdict(state))
             yield sum(len(text) for _, text in parts)
 
 
 def is_full(o, state):
+    """Whether there are as many training tokens as are wanted, and something for validation."""
     return o.tokens and state.tokens["train"] >= o.tokens and state.tokens["val"]
 
 
 def most_bytes(o, state):
-    """How much is written at once: BATCH, or as many bytes as tokens are still wanted, at least one."""
-    return BATCH if o.tokens is None else min(BATCH, max(o.tokens - state.tokens["train"], 1))
+    """Bytes of the next batch: BATCH, or as many as tokens are still wanted, and at least one."""
+    if o.tokens is None:
+        return BATCH
+    return min(BATCH, max(o.tokens - state.tokens["train"], 1))
 
 
 def take(found, enough):
-    """The next texts, of so many bytes or more."""
-    batch, size = [], 0
-    while size < enough and (text := next(found, None)):
+    """The next of the texts `found`, until they have `enough` bytes or there are no more."""
+    batch = []
+    size = 0
+    while size < enough:
+        text = next(found, None)
+        if text is None:
+            break
         batch.append(text)
         size += len(text[1])
     return batch
@@ -202,22 +249,39 @@ def take(found, enough):
 
 
 def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096):
-    """As data.open_corpus, also of .jsonl and .parquet files, and with the tokenizer of a model."""
+    """Open a corpus as data.open_corpus does, and also .jsonl and .parquet files.
+
+    Args:
+        data: as Options.data, or a prepared folder.
+        tokenizer: as Options.tokenizer; None: the one of a prepared folder, otherwise bytes.
+        vocab_size: as Options.vocab_size.
+
+    Raises:
+        UserError: as `prepare`.
+    """
     folder = Path(data)
     if root.is_prepared(data):
         if tokenizer is None and (folder / "tokenizer.json").exists():
             tokenizer = folder
-        made = root.tokenizer_of(folder, tokenizer) if tokenizer in OURS else open_tokenizer(tokenizer)
+        if tokenizer in OURS:
+            made = root.tokenizer_of(folder, tokenizer)
+        else:
+            made = open_tokenizer(tokenizer)
         return root.read_corpus(folder, made)
-    if tokenizer in OURS and not any(file.suffix.lower() in LINES for file in files_of(data)):
+    has_rows = any(file.suffix.lower() in LINES for file in files_of(data))
+    if tokenizer in OURS and not has_rows:
         return root.open_corpus(data, tokenizer, vocab_size)
     name = tokenizer or "bytes"
-    made = None if name == "bpe" else open_tokenizer(name)
-    kind = f"bpe{vocab_size}" if made is None else f"{made.name}-{made.digest}"
+    if name == "bpe":
+        made = None  # it is trained on the text, in `prepare`
+        kind = f"bpe{vocab_size}"
+    else:
+        made = open_tokenizer(name)
+        kind = f"{made.name}-{made.digest}"
     digest = sha256(ascii((describe(data), kind)).encode()).hexdigest()[:8]
     folder = Path("data", f"{folder.stem}-{kind}-{digest}")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(folder.with_name(f".{folder.name}.lock")):  # another training may prepare it
+    with filelock.FileLock(folder.with_name(f".{folder.name}.lock")):  # another process may prepare it
         if not folder.exists():
             prepare(Options(data, folder, name, vocab_size))
     return root.read_corpus(folder, made or load_tokenizer(folder / "tokenizer.json"))

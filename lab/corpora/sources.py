@@ -1,8 +1,8 @@
 """Where texts come from: files, JSON lines, Parquet, the Hugging Face Hub, the texts of data.py.
 
-A file is a text, with the name that data.read_texts gives it, and beyond a megabyte several, cut behind a
-line. Each row of a .jsonl or .parquet file or of a data set is a text. They come one after another, so that
-memory does not grow with their number.
+A file is one text, with the name that data.read_texts gives it; a file of more than a megabyte is several
+texts, cut at the ends of lines. Each row of a .jsonl or .parquet file or of a data set is a text. Texts come
+one after another, so that memory does not grow with their number.
 """
 
 import codecs
@@ -24,88 +24,133 @@ PIECE = 10**6  # bytes
 
 
 def files_of(data):
-    """A file, or the files of a folder; none of another source. UserError: texts beside files of many."""
+    """The files of a source: one file, those of a folder, or none if it is something else.
+
+    Raises:
+        UserError: a folder holds plain texts beside files of rows.
+    """
     path = Path(data)
     if not data or data in SOURCES or not path.exists():
         return []
     files = [path] if path.is_file() else files_below(path)
-    many = [file for file in files if file.suffix.lower() in LINES]
-    for file in files if many else ():
-        if file.suffix.lower() not in (*LINES, *NOT_TEXT) and look_through(file)[0]:
-            raise UserError(f"{file} is a text beside {many[0].name}, which holds many: divide them")
+    of_rows = [file for file in files if file.suffix.lower() in LINES]
+    if not of_rows:
+        return files
+    for file in files:
+        if file.suffix.lower() in (*LINES, *NOT_TEXT):
+            continue
+        is_text, _ = look_through(file)
+        if is_text:
+            raise UserError(
+                f"{file} is one text, but {of_rows[0].name} holds many: move them to different folders"
+            )
     return files
 
 
 def describe(data, split="train", config=None):
-    """What tells a source from others, of files by size and time; and its bytes, if they are known."""
+    """A description that tells a source from others (files by their sizes and times), and the bytes of its
+    text, None if they are not known."""
     if data in SOURCES:
-        packages = (f"{name} {version(name)}" for name in PACKAGES if find_spec(name))
+        packages = [f"{name} {version(name)}" for name in PACKAGES if find_spec(name)]
         return ", ".join([data, f"Python {sys.version.split()[0]}", *packages]), None
-    if not (files := files_of(data)):
+    files = files_of(data)
+    if not files:
         return " ".join(filter(None, [data, config, split])), None
-    found = [(str(file), file.stat()) for file in files]
-    digest = hashlib.sha256(ascii([(name, x.st_size, x.st_mtime_ns) for name, x in found]).encode())
-    return f"{Path(data).name} {digest.hexdigest()[:16]}", sum(x.st_size for _, x in found)
+    found = []
+    size = 0
+    for file in files:
+        status = file.stat()
+        found.append((str(file), status.st_size, status.st_mtime_ns))
+        size += status.st_size
+    digest = hashlib.sha256(ascii(found).encode()).hexdigest()
+    return f"{Path(data).name} {digest[:16]}", size
 
 
 def texts(o, first=0, place=None, notes=None):
-    """Yield (name, bytes, place behind it in a data set of the Hub) of each text from the `first` on.
+    """The texts of a source, from text number `first` on.
 
     Args:
-        o: Options of preparation.py. place: behind the text before.
-        notes: {remark: the files of which it is true}, which is added to.
+        o: preparation.Options.
+        first: how many texts to skip.
+        place: the place behind these texts in a data set of the Hub.
+        notes: {remark: names of the files that it is about}; remarks are added.
+
+    Yields:
+        (name, bytes, place behind the text in a data set of the Hub).
 
     Raises:
-        UserError: no such source, or a row without a text.
+        UserError: there is no such source, or a row has no text.
     """
     if o.data in SOURCES:
         found = SOURCES[o.data]()
     elif Path(o.data).exists():
         found = of_files(o.data, o.field, notes)
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", o.data) and not Path(o.data).parent.exists():
-        return (yield from of_hub(o, first, place))
+        yield from of_hub(o, first, place)
+        return
     else:
-        raise UserError(f"{o.data!r} is no file or folder, and none of {', '.join(SOURCES)}")
-    yield from ((name, text, None) for name, text in islice(found, first, None))
+        known = ", ".join(SOURCES)
+        raise UserError(
+            f"{o.data!r} does not exist: give a file, a folder, one of {known}, or a data set of the Hub"
+        )
+    for name, text in islice(found, first, None):
+        yield name, text, None
 
 
 def of_files(data, field="text", notes=None):
     """Yield (name, bytes) of the texts of a file or folder."""
-    notes = defaultdict(list) if notes is None else notes
+    if notes is None:
+        notes = defaultdict(list)
     for file in files_of(data):
-        name, kind = str(file.relative_to(Path(data).parent)), file.suffix.lower()
+        name = str(file.relative_to(Path(data).parent))
+        kind = file.suffix.lower()
         if kind in LINES:
             with user_error_if_unreadable(file):
-                rows = (json_rows if kind == ".jsonl" else parquet_rows)(file, field)
-                yield from ((f"{name} {i}", text) for i, text in enumerate(rows, start=1) if text.strip())
+                rows = json_rows(file, field) if kind == ".jsonl" else parquet_rows(file, field)
+                for i, text in enumerate(rows, start=1):
+                    if text.strip():
+                        yield f"{name} {i}", text
             continue
-        is_text, is_utf8 = (False, True) if kind in NOT_TEXT else look_through(file)
+        is_text = False
+        if kind not in NOT_TEXT:
+            is_text, is_utf8 = look_through(file)
         if not is_text:
-            notes["hold no text, left out"].append(name)
+            notes["have no text and are skipped"].append(name)
             continue
         if not is_utf8:
-            notes["are not UTF-8, read byte by byte"].append(name)
-        yield from ((f"{name} {i}" if i else name, text) for i, text in enumerate(pieces(file)))
+            notes["are not UTF-8 and are read byte by byte"].append(name)
+        for i, text in enumerate(pieces(file)):
+            yield (f"{name} {i}" if i else name), text
 
 
 def pieces(file):
-    """The bytes of a file, a megabyte or a little more at a time, cut behind a line."""
+    """The bytes of a file in pieces of a megabyte or a little more, cut at the end of a line."""
     with open(file, "rb") as stream:
-        while text := stream.read(PIECE) + stream.readline(PIECE):
+        while True:
+            text = stream.read(PIECE) + stream.readline(PIECE)
+            if not text:
+                return
             yield text
 
 
 def look_through(file):
-    """Does a file hold text, which has no zero bytes and is not blank? And is it UTF-8?"""
+    """Whether a file holds text, which is not blank and has no zero bytes; and whether that is UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    blank, zero, foreign = True, False, False
+    is_blank = True
+    has_zero = False
+    is_utf8 = True
     for piece in chain(pieces(file), [b""]):
-        blank, zero = blank and not piece.strip(), zero or b"\0" in piece
-        foreign = foreign or NOT_UTF8.search(decoder.decode(piece, final=not piece))
-    return not (blank or zero), not foreign
+        if piece.strip():
+            is_blank = False
+        if b"\0" in piece:
+            has_zero = True
+        if NOT_UTF8.search(decoder.decode(piece, final=not piece)):
+            is_utf8 = False
+    return not is_blank and not has_zero, is_utf8
 
 
 def json_rows(file, field):
+    """Yield the texts of a .jsonl file, bytes."""
     with open(file, encoding="utf-8-sig") as lines:
         for i, line in enumerate(lines, start=1):
             if line.strip():
@@ -115,14 +160,17 @@ def json_rows(file, field):
 
 
 def parquet_rows(file, field):
+    """Yield the texts of a .parquet file, bytes."""
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(file) as content:
         for batch in content.iter_batches(256):
-            yield from (text_in(row, field) for row in batch.to_pylist())
+            for row in batch.to_pylist():
+                yield text_in(row, field)
 
 
 def of_hub(o, first, place):
+    """Yield the texts of a data set of the Hugging Face Hub; arguments and results as those of `texts`."""
     from datasets import load_dataset
 
     try:
@@ -130,28 +178,36 @@ def of_hub(o, first, place):
         if place:
             dataset.load_state_dict(place)
         for row in dataset:
-            if (text := text_in(row, o.field)).strip():
+            text = text_in(row, o.field)
+            if text.strip():
                 yield f"{o.data} {first}", text, dataset.state_dict()
                 first += 1
-    except Exception as error:  # a download fails in any way
+    except Exception as error:  # a download can fail with any error
         why = f"{o.data} cannot be read: {one_line(error)}"
-        raise UserError(f"{why}; if the network failed, the same command goes on") from None
+        raise UserError(
+            f"{why}; if the network failed, run the same command again, and it continues"
+        ) from None
 
 
 def text_in(row, field):
-    """The text of a row; null is an empty one. ValueError: it has none, or something else."""
-    names = "python -m lab corpus prepare --field names the text"
+    """The text of a row, bytes; null is an empty text.
+
+    Raises:
+        ValueError: the row has no such field, or something else than a text in it.
+    """
+    advice = "give the field of the text to python -m lab corpus prepare --field"
     if not isinstance(row, dict):
-        raise ValueError(f"{row!r:.40} is no row with a field {field!r}")
+        raise ValueError(f"{row!r:.40} is not a row with a field {field!r}")
     if field not in row:
-        raise ValueError(f"a row has no {field!r}, but {', '.join(map(str, row))}: {names}")
-    if not isinstance(text := "" if row[field] is None else row[field], str):
-        raise ValueError(f"{field} = {text!r:.40} is no text: {names}")
-    return text.encode("utf-8", "replace")  # halves of surrogate pairs
+        raise ValueError(f"a row has no field {field!r}, but {', '.join(map(str, row))}: {advice}")
+    text = "" if row[field] is None else row[field]
+    if not isinstance(text, str):
+        raise ValueError(f"{field} = {text!r:.40} is not a text: {advice}")
+    return text.encode("utf-8", "replace")  # a lone surrogate becomes a question mark
 
 
 def show(notes, data):
-    """Print what was noted of files."""
+    """Print the notes that `texts` has made about files."""
     for remark, names in notes.items():
         shown = ", ".join(names[:3]).encode("utf-8", "backslashreplace").decode()
         print(f"note: {len(names)} files of {data} {remark}: {shown}{', ..' * (len(names) > 3)}")

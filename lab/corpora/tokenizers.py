@@ -1,7 +1,9 @@
-"""The tokenizers of data.py and those of Hugging Face's models: read both, and write both for transformers.
+"""The tokenizers of Hugging Face's models beside those of tokenizer.py: both are read, and written for
+transformers.
 
-One of theirs has more: `begin`, ids before each text, and `encode_prompt`, in which control tokens are one id
-each. One of ours in their form is read as ours, which is five times as fast.
+A tokenizer of Hugging Face has more than ours: `begin`, the ids before each text, and `encode_prompt`, in
+which each control token is one id. One of ours that was written in their form is read as ours, which is five
+times as fast.
 """
 
 import json
@@ -14,23 +16,24 @@ from common import read_json, user_error_if_unreadable, write_json
 from lab.common import locate
 from tokenizer import PATTERNS, Tokenizer
 
-# What a tokenizer of the Hugging Face Hub may consist of.
+# The files of a tokenizer on the Hugging Face Hub that are read.
 FILES = "tokenizer.json", "tokenizer_config.json"
-OURS, END = "ponderlm", "<|endoftext|>"  # in the form of others: our name of a tokenizer, its end of text
+OURS = "ponderlm"  # the field of tokenizer_config.json with the name of a tokenizer of ours
+END = "<|endoftext|>"  # the end of text of our tokenizers, in the form of Hugging Face
 
-PATTERNS["lookup"] = r" ?[^ ]+| "  # of the lookup task, a word a token
+PATTERNS["lookup"] = r" ?[^ ]+| "  # words of the lookup task, one token each
 
 
 def begin_of(tokenizer):
-    """The ids before each text."""
+    """The ids before each text, a list."""
     return getattr(tokenizer, "begin", [])
 
 
 def open_tokenizer(name):
-    """'bytes' or 'gpt2'; else the tokenizer of a model: its directory, or its name on the Hub.
+    """A tokenizer by its name: "bytes", "gpt2", or the directory of a model or its name on the Hub.
 
     Raises:
-        UserError: there is no such model, or it has none.
+        UserError: there is no such model, or it has no tokenizer.
     """
     if name in ("bytes", "gpt2"):
         return Tokenizer.named(name)
@@ -38,34 +41,48 @@ def open_tokenizer(name):
 
 
 def load_tokenizer(file):
-    """What a tokenizer's `save` wrote, or the tokenizer.json of a model of Hugging Face.
+    """The tokenizer that its `save` wrote, or that of a model of Hugging Face.
 
     Raises:
-        UserError: there is none, or a file that is damaged, or something else.
+        UserError: the file is missing, damaged, or something else.
     """
     file = Path(file)
-    if not (file.is_file() and {"model", "tokenizer"} & (fields := read_json(file)).keys()):
+    fields = read_json(file) if file.is_file() else {}
+    if not {"model", "tokenizer"} & fields.keys():
         return tokenizer.load_tokenizer(file)
     with user_error_if_unreadable(file):
         if "tokenizer" in fields:
             return HuggingFaceTokenizer(fields["tokenizer"], fields["end"])
         beside = file.with_name("tokenizer_config.json")
         settings = read_json(beside) if beside.exists() else {}
-        if name := settings.get(OURS):
-            vocabulary, byte = fields["model"]["vocab"], byte_characters()
-            tokens = [bytes(byte[x] for x in text) for text in sorted(vocabulary, key=vocabulary.get)]
+        name = settings.get(OURS)
+        if name:
+            vocabulary = fields["model"]["vocab"]
+            byte = byte_characters()
+            tokens = []
+            for text in sorted(vocabulary, key=vocabulary.get):
+                tokens.append(bytes(byte[character] for character in text))
             return Tokenizer(name, tokens)
         end = settings.get("eos_token")
-        return HuggingFaceTokenizer(fields, end["content"] if isinstance(end, dict) else end)
+        if isinstance(end, dict):
+            end = end["content"]
+        return HuggingFaceTokenizer(fields, end)
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face. Encodes text that is UTF-8."""
+    """A tokenizer.json of Hugging Face. It encodes text that is UTF-8.
+
+    Args:
+        definition: the content of tokenizer.json.
+        end: the text of the end-of-text token.
+
+    Raises:
+        ValueError: the definition is damaged, or of an unknown kind.
+    """
 
     name = "huggingface"
 
     def __init__(self, definition, end=None):
-        """`definition`: what tokenizer.json holds; `end`: the text of the end-of-text token."""
         import tokenizers
 
         try:
@@ -74,22 +91,24 @@ class HuggingFaceTokenizer(Tokenizer):
             raise ValueError(error) from None
         self.library.no_truncation()
         self.library.no_padding()
-        self.definition, self.end = definition, end
+        self.definition = definition
+        self.end = end
         self.end_of_text = None if end is None else self.library.token_to_id(end)
         probe = self.library.encode("a")
         added = zip(probe.ids, probe.special_tokens_mask, strict=True)
         self.begin = [i for i, special in takewhile(lambda pair: pair[1], added)]
-        self.library.encode_special_tokens = True  # nothing in a text is taken for one
+        self.library.encode_special_tokens = True  # no part of a text is taken for a control token
         self.tokens = token_bytes(self.library, definition.get("decoder"))
         self.vocab_size = max(self.tokens, default=0) + 1
 
     def encode(self, text):
-        text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        text = text.encode("utf-8", "replace").decode()  # lone surrogates
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        text = text.encode("utf-8", "replace").decode()  # without lone surrogates
         return self.library.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text):
-        """As encode, but the model's control tokens, like <|im_start|>, are one id each."""
+        """As encode, but each control token of the model, such as <|im_start|>, is one id."""
         self.library.encode_special_tokens = False
         try:
             return self.encode(text)
@@ -107,24 +126,42 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def byte_characters():
-    """The byte that each character of ByteLevel's alphabet stands for: {character: byte}."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]  # these stand for themselves
-    others = [b for b in range(256) if b not in visible]  # U+0100, U+0101, .. stand for these
-    return {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(others)}
+    """ByteLevel's alphabet, {character: byte}: visible characters stand for themselves, and U+0100, U+0101,
+    .. for the other bytes."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in visible]
+    alphabet = {chr(byte): byte for byte in visible}
+    for i, byte in enumerate(others):
+        alphabet[chr(256 + i)] = byte
+    return alphabet
 
 
 def token_bytes(library, decoder):
-    """The bytes of each token of a vocabulary, whose entries are text: {id: bytes}.
+    """The bytes of each token of a vocabulary, {id: bytes}.
 
-    There are two ways to write bytes as text. ByteLevel (GPT-2's) has a character for each byte.
-    SentencePiece writes a space as U+2581, or as its decoder says, and a byte outside its alphabet as <0x0A>.
+    A vocabulary has texts, and there are two ways to write bytes as text. ByteLevel, which is GPT-2's, has a
+    character for each byte. SentencePiece writes a space as U+2581, or as its decoder says, and a byte
+    outside its alphabet as, for instance, <0x0A>.
+
+    Args:
+        library: a tokenizers.Tokenizer.
+        decoder: the decoder of its definition.
+
+    Raises:
+        ValueError: the decoder is neither.
     """
-    parts = (decoder or {}).get("decoders", [decoder or {"type": None}])
+    decoder = decoder or {"type": None}
+    parts = decoder.get("decoders", [decoder])
     kinds = {part["type"] for part in parts}
-    space = next((part["replacement"] for part in parts if part["type"] == "Metaspace"), "\u2581")
     if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
-        raise ValueError(f"decoder = {sorted(map(str, kinds))} is not known")
-    tokens, byte, added = {}, byte_characters(), library.get_added_tokens_decoder()
+        raise ValueError(f"the decoder {sorted(map(str, kinds))} is not known")
+    space = "\u2581"
+    for part in reversed(parts):
+        if part["type"] == "Metaspace":
+            space = part["replacement"]
+    tokens = {}
+    byte = byte_characters()
+    added = library.get_added_tokens_decoder()
     for text, i in library.get_vocab(with_added_tokens=True).items():
         if i in added:
             tokens[i] = added[i].content.encode()
@@ -141,32 +178,42 @@ def token_bytes(library, decoder):
 
 
 def save_pretrained(tokenizer, directory):
-    """Write what transformers' AutoTokenizer reads: the same ids of any text."""
+    """Write a tokenizer so that transformers' AutoTokenizer reads it, and gives the same ids for any text."""
     theirs = isinstance(tokenizer, HuggingFaceTokenizer)
-    definition, end = (tokenizer.definition, tokenizer.end) if theirs else (definition_of(tokenizer), END)
-    begin = [tokenizer.library.id_to_token(i) for i in begin_of(tokenizer)[:1]]
+    if theirs:
+        definition = tokenizer.definition
+        end = tokenizer.end
+    else:
+        definition = definition_of(tokenizer)
+        end = END
+    begin = begin_of(tokenizer)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end,
-        "bos_token": begin[0] if begin else end,  # as GPT-2: others ask for one
+        # Programs ask for one. Without any it is the end of text, as in GPT-2.
+        "bos_token": tokenizer.library.id_to_token(begin[0]) if begin else end,
         "pad_token": end,
-        "padding_side": "left",  # a text goes on at the right
+        "padding_side": "left",  # generated text follows on the right
     }
-    if not theirs:  # which has no control tokens, so nothing is taken for one
-        settings |= {OURS: tokenizer.name, "split_special_tokens": True}
+    if not theirs:
+        settings[OURS] = tokenizer.name
+        settings["split_special_tokens"] = True  # it has no control tokens: no text is taken for one
     write_json(Path(directory, "tokenizer.json"), definition)
     write_json(Path(directory, "tokenizer_config.json"), settings)
 
 
 def definition_of(tokenizer):
-    """A Tokenizer of ours as a tokenizer.json of Hugging Face."""
+    """The content of a tokenizer.json of Hugging Face for a Tokenizer of ours."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
     ranks = {token: i for i, token in enumerate(tokenizer.tokens)}
     character = {byte: text for text, byte in byte_characters().items()}
-    text_of = {token: "".join(character[byte] for byte in token) for token in tokenizer.tokens}
-    merges = []  # tiktoken joins any two neighbours that are a token together: all such pairs
+    text_of = {}
+    for token in tokenizer.tokens:
+        text_of[token] = "".join(character[byte] for byte in token)
+    # tiktoken joins any two neighbours that are a token together, so all such pairs are merges.
+    merges = []
     for token in tokenizer.tokens:
         halves = [(token[:i], token[i:]) for i in range(1, len(token))]
         pairs = [(a, b) for a, b in halves if a in ranks and b in ranks]
@@ -175,6 +222,7 @@ def definition_of(tokenizer):
     library = Library(models.BPE({text_of[token]: i for token, i in ranks.items()}, merges))
     words = pre_tokenizers.Split(Regex(tokenizer.pattern), "isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.pre_tokenizer, library.decoder = pre_tokenizers.Sequence([words, as_bytes]), decoders.ByteLevel()
+    library.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
+    library.decoder = decoders.ByteLevel()
     library.add_special_tokens([END])
     return json.loads(library.to_str())
