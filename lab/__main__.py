@@ -1,14 +1,14 @@
-"""python -m lab COMMAND ..      each has --help
+"""python -m lab COMMAND ..      every command has --help
 
-train      as train.py, and --method, --init-from
-sample     as sample.py for many sequences at once, and for any method
-analyze    figures and pages beyond the paper's
-evaluate   perplexity and bits per byte of texts; two models compared
-bench      speed and memory, as ratios
-convert    weights: what a directory holds; ours, Hugging Face's
-corpus     prepare texts: JSON lines, large streams, the lookup task
-worth      what thinking is worth where the answer is known: a table
-puzzle     a model solves puzzles, a lookup a step
+train      train any method (--method), also from a trained model (--init-from)
+sample     continue many texts at once, with a model of any method
+analyze    draw figures and pages beyond the paper's
+evaluate   measure perplexity and bits per byte on texts, or compare two models
+bench      measure speed and memory
+convert    show a directory of weights, or convert it to or from Hugging Face's form
+corpus     prepare a corpus: JSON lines, large streams, or the lookup task
+worth      show what extra steps are worth on puzzles, as a table
+puzzle     show how a model solves puzzles, one lookup per extra step
 """
 
 import runpy
@@ -32,13 +32,13 @@ def main():
     if name in ("-h", "--help"):
         return print(__doc__.strip())
     if name not in COMMANDS:
-        sys.exit(f"error: {name!r} is not one of {', '.join(COMMANDS)}")
+        sys.exit(f"error: there is no command {name!r}: give one of {', '.join(COMMANDS)}")
     sys.argv = [f"python -m lab {name}", *flags]
     try:
         runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in ("lab", "model", "data", "train", ""):
-            raise  # a bug of ours
+            raise  # a bug of this project
         needs = f"python -m lab {name} needs the package {error.name}"
         sys.exit(f"error: {needs}: pip install -r lab/requirements.txt")
 

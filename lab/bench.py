@@ -1,16 +1,17 @@
-"""Speed, as ratios of medians of one run, and on CUDA the memory at the peak.
+"""Measure speed, as ratios of medians, and on CUDA the peak memory.
 
-    python -m lab bench attention     the forms of soft-mask attention against plain attention
+    python -m lab bench attention     forms of soft-mask attention against plain attention
     python -m lab bench step          a training step against plain passes over as many slots
-    python -m lab bench memory        what a training step takes, by lab/memory.py; what fits; hours
-    python -m lab bench decoding      early exit against all steps; against transformers
-    python -m lab bench goals         which of a GPU's goals the results of the others meet
+    python -m lab bench memory        memory of a training step by formula, what fits, and how long it takes
+    python -m lab bench decoding      early exit against all steps, compiled passes, transformers
+    python -m lab bench goals         which of the goals for a GPU the results of the others meet
 
 Things that are compared take turns, so that a machine that slows down slows all of them. Tables are printed,
 and written to <out>/attention-<device>.json, train-<preset>-<device>.json, decode-<run>-<device>.json or
 memory-<preset>-cpu.json.
 """
 
+import math
 import platform
 import statistics
 import sys
@@ -45,44 +46,58 @@ from train import objective, preset_settings
 
 Some = Annotated[tuple[TypeVar("T"), ...], Field(min_length=1)]  # for a flag: Some[int]
 Preset = Literal["tiny", "small", "70m", "410m"]
-SHORT = {"eager": 4096}  # slots up to which a form is measured: its N x N matrices take gigabytes
-WINDOWS = {"tiny": 256, "small": 64, "70m": 4, "410m": 1}  # of a step in 80 GB
+SHORT = {"eager": 4096}  # most slots for which a form is measured: its N x N matrices take gigabytes
+WINDOWS = {"tiny": 256, "small": 64, "70m": 4, "410m": 1}  # of a training step that fits into 80 GB
 PEAK = 989e12  # FLOP/s of an H100 in bfloat16
-MFU = {"small": 0.25, "410m": 0.35}  # share of it that a training step should reach
+MFU = {"small": 0.25, "410m": 0.35}  # the fraction of PEAK that a training step should reach
 MIB = 2**20
 
 
 @validated_dataclass
 class Options:
-    repeats: Count = 3  # rounds
-    device: str = "auto"  # auto, cpu, cuda
+    repeats: Count = 3  # number of rounds, of which the median counts
+    device: str = "auto"  # auto, cpu or cuda
     out: Path = Path("out/bench")  # folder for the results
 
 
 def measure(runs, repeats, device, calls=1):
-    """{name: a function} -> by name the median seconds of a call, and the MiB that it takes at its peak (None
-    on a CPU); and why others cannot run. The clock waits for a GPU."""
-    timers, memory, refused = {}, {}, {}
+    """Measure functions in turns.
+
+    Args:
+        runs: {name: function}.
+        repeats: rounds, of which the median counts.
+        device: on which they run; the clock waits for a GPU.
+        calls: in each round.
+
+    Returns:
+        By name the seconds of a call, the MiB that it takes at its peak (None on a CPU), and why functions
+        cannot run.
+    """
+    timers = {}
+    memory = {}
+    refused = {}
     for name, run in runs.items():
         try:
-            run()  # which may compile
+            run()  # the first call may compile
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
                 run()
                 memory[name] = (torch.cuda.max_memory_allocated() - before) / MIB
-        except Exception as error:  # too little memory; a kernel of others fails in any way
+        except Exception as error:  # too little memory, or any error of a kernel
             refused[name] = one_line(error)
         else:
-            how = dict(globals={"run": run}, num_threads=torch.get_num_threads())
-            timers[name] = Timer("run()", **how)
-    rounds = [{name: timer.timeit(calls).mean for name, timer in timers.items()} for _ in range(repeats)]
-    seconds = {name: statistics.median(found[name] for found in rounds) for name in timers}
+            timers[name] = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    rounds = {name: [] for name in timers}
+    for _ in range(repeats):
+        for name, timer in timers.items():
+            rounds[name].append(timer.timeit(calls).mean)
+    seconds = {name: statistics.median(found) for name, found in rounds.items()}
     return seconds, {name: memory.get(name) for name in timers}, refused
 
 
 def write(out, name, device, **results):
-    """Print tables, those of the results that are lists of rows, and write all to a new file of `out`."""
+    """Write results to a file in the folder `out`, and print those that are lists of rows as tables."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     machine = {"device": f"{device.type} {gpu}".strip(), "threads": torch.get_num_threads()}
     machine |= {"torch": torch.__version__, "time": time.strftime("%Y-%m-%d %H:%M")}
@@ -100,7 +115,12 @@ def write(out, name, device, **results):
 
 
 def attention_run(form, *inputs):
-    """A function that runs a form forward and backward once; inputs: q, k, v and log w, or None."""
+    """A function that runs a form of attention forward and backward once.
+
+    Args:
+        form: one of attention.BACKENDS.
+        inputs: q, k, v and log_w, which may be None.
+    """
     leaves = [x if x is None else x.detach().requires_grad_() for x in inputs]
     gradient = torch.randn_like(inputs[0])
 
@@ -115,20 +135,23 @@ def attention_run(form, *inputs):
 
 @validated_dataclass
 class Attention(Options):
-    lengths: Some[Count] = (1024, 4096, 8192, 16384)  # N, in slots
-    widths: Some[Count] = (56, 64, 128)  # d of a head
+    lengths: Some[Count] = (1024, 4096, 8192, 16384)  # lengths of the sequence, in slots
+    widths: Some[Count] = (56, 64, 128)  # head widths
 
 
 def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
-    """Soft-mask attention against plain causal attention, forward and backward.
+    """Measure soft-mask attention against plain causal attention, forward and backward.
 
-    On a CPU one sequence of 4 heads in float32; on CUDA 16,384 slots of 16 heads in bfloat16.
+    On a CPU: one sequence of 4 heads in float32. On CUDA: 16,384 slots of 16 heads in bfloat16.
     """
-    device, rows, refused = pick_device(o.device), [], []
+    device = pick_device(o.device)
     on_cuda = device.type == "cuda"
     make = dict(device=device, dtype=torch.bfloat16 if on_cuda else torch.float32)
+    rows = []
+    refused = []
     for d, N in progress(list(product(o.widths, o.lengths)), "attention", unit=" sizes", leave=False):
-        B, H = (max(16384 // N, 1), 16) if on_cuda else (1, 4)
+        B = max(16384 // N, 1) if on_cuda else 1
+        H = 16 if on_cuda else 4
         q, k, v = torch.randn(3, B, H, N, d, **make)
         log_w = -9 * torch.rand(B, N, device=device)
         runs = {"plain": attention_run(sdpa, q, k, v, None)}
@@ -138,7 +161,9 @@ def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
         seconds, memory, failed = measure(runs, o.repeats, device, 10 if on_cuda else 1)
         refused += [{"backend": name, "N": N, "d": d, "why": why} for name, why in failed.items()]
         if "plain" not in seconds:
-            raise UserError(f"plain attention of lengths = {N}, widths = {d}: {failed['plain']}")
+            raise UserError(
+                f"plain attention failed at --lengths {N} --widths {d}: {failed['plain']}; give smaller ones"
+            )
         for name, time_ in seconds.items():
             row = {"backend": name, "N": N, "d": d, "milliseconds": 1e3 * time_, "MiB": memory[name]}
             row["time_ratio"] = time_ / seconds["plain"]
@@ -151,52 +176,68 @@ def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
 
 
 def step_run(shape, B, R, device, dtype, *, plain=False, compiled=False, recompute=False):
-    """A function that runs forward and backward on B windows once.
+    """A function that runs a training step forward and backward once.
 
-    `plain` is what the passes would cost as ordinary sequences of a Llama of the same shape, each with its
-    own backward pass: same slots, no log w, no router, no penalty, one head.
+    Args:
+        shape: the settings of a model.
+        B: windows.
+        R: refinements.
+        device, dtype: where, and in which precision.
+        plain: run the passes as ordinary sequences of a Llama of the same shape, each with its own backward
+            pass: as many slots, but no log w, no router, no penalty, and the head once.
+        compiled, recompute: run the step with these flags.
     """
     torch.manual_seed(0)
     model = PonderLM(shape).to(device).train()
     model.recompute = recompute
     if compiled:
         compile_blocks(model)
-    T, D = shape.block_size, shape.hidden_size
+    T = shape.block_size
     rows = torch.randint(shape.vocab_size, (B, T + 1), device=device)
-    x, y = rows[:, :-1], rows[:, 1:]
+    x = rows[:, :-1]
+    y = rows[:, 1:]
     slots = slots_of_passes(shape.ponder_steps, R)
-    inputs = [torch.randn(B, T * n, D, device=device) for n in slots] if plain else []
+    inputs = []
+    if plain:
+        inputs = [torch.randn(B, T * n, shape.hidden_size, device=device) for n in slots]
 
-    def run():
+    def run_plain():
         for i, e in enumerate(inputs):
             positions = torch.arange(T, device=device).repeat_interleave(e.size(1) // T)
             e.grad = None
             with autocast(device, dtype):
                 h = model.model(e.requires_grad_(), positions, None, auto)
-                loss = (
-                    F.cross_entropy(model.lm_head(h).float().flatten(0, 1), y.flatten()) if i == 0 else None
-                )
-            h.backward(e) if loss is None else loss.backward()  # any gradient takes as long
-        if not plain:
-            with autocast(device, dtype):
-                loss, _, _ = objective(model, x, y, R)
-            loss.backward()
+                if i == 0:
+                    logits = model.lm_head(h).float()
+                    loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+            if i == 0:
+                loss.backward()
+            else:
+                h.backward(e)  # with any gradient: all take as long
         model.zero_grad()
 
-    return run
+    def run_step():
+        with autocast(device, dtype):
+            loss, _, _ = objective(model, x, y, R)
+        loss.backward()
+        model.zero_grad()
+
+    return run_plain if plain else run_step
 
 
 @validated_dataclass
 class Step(Options):
-    preset: Preset = "small"  # the shape
-    windows: Count | None = None  # a step; None: 2 on a CPU, on a GPU what one of 80 GB holds
-    R: Annotated[int, Field(ge=0)] = 2  # refinements
-    compile: bool = False  # also with compiled blocks
+    preset: Preset = "small"  # preset whose model is measured
+    windows: Count | None = None  # windows per step; None: 2 on a CPU, on a GPU as many as 80 GB hold
+    R: Annotated[int, Field(ge=0)] = 2  # refinement passes
+    compile: bool = False  # measure compiled blocks, too
 
 
 def step(o: Annotated[Step, tyro.conf.arg(name="")]):
-    """A training step against plain forward and backward over as many slots, in bfloat16 where it is fast."""
-    device, shape = pick_device(o.device), preset_settings(o.preset)[1]
+    """Measure a training step against plain passes over as many slots, in bfloat16 where the hardware is fast
+    at it."""
+    device = pick_device(o.device)
+    _, shape = preset_settings(o.preset)
     dtype = getattr(torch, pick_precision("auto", device))
     B = o.windows or (WINDOWS[o.preset] if device.type == "cuda" else 2)
     cases = {"plain": dict(plain=True), "PonderLM-3": {}, "--recompute": dict(recompute=True)}
@@ -205,7 +246,7 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
     runs = {name: step_run(shape, B, o.R, device, dtype, **how) for name, how in cases.items()}
     seconds, memory, failed = measure(runs, o.repeats, device)
     if "plain" not in seconds:
-        raise UserError(f"the plain step: {failed['plain']}; try fewer --windows than {B}")
+        raise UserError(f"the plain step failed: {failed['plain']}; give fewer --windows than {B}")
     rows = []
     flops = B * shape.block_size * flops_of_token(replace(shape, refinements=(o.R, o.R)))
     for name, time_ in seconds.items():
@@ -221,40 +262,56 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
 
 
 def fits(c, share, R, gib, **how):
-    """How many of `share` windows a GPU of so many GiB takes at once, as train.py splits them; 0: not one."""
+    """How many windows at a time a GPU takes, as train.py splits the windows of a step.
+
+    Args:
+        c: the settings of a model.
+        share: windows of a step.
+        R: refinements.
+        gib: memory of the GPU, of which a tenth stays free.
+        how: as memory.bytes_of_step.
+
+    Returns:
+        The size of the equal parts of `share` that fit; 0 if not even one window does.
+    """
     room = 0.9 * gib * 2**30
-    sizes = range(share, 0, -1)
-    most = next((n for n in sizes if sum(bytes_of_step(c, n, R, **how).values()) < room), 0)
-    return most and -(-share // -(-share // most))
+    for most in range(share, 0, -1):
+        if sum(bytes_of_step(c, most, R, **how).values()) < room:
+            parts = math.ceil(share / most)
+            return math.ceil(share / parts)
+    return 0
 
 
 def flops_of_token(c):
-    """FLOPs of a token of training, forward and backward, at the mean of R: products with weights, and scores
-    and values of half of all pairs of slots."""
-    D, Hd, Gd, R = (
-        c.hidden_size,
-        c.num_attention_heads * c.head_width,
-        c.kv_heads * c.head_width,
-        sum(c.refinements) / 2,
-    )
-    layer, ladder = 2 * D * (Hd + Gd) + 3 * D * c.intermediate_size, range(1, c.ponder_steps + 1)
-    slots, pairs = (sum(n**e for n in ladder) + (R + 1) * (c.ponder_steps + 1) ** e for e in (1, 2))
+    """FLOPs per token of training, forward and backward, at the mean of R: products with weights, and
+    attention to half of all pairs of slots."""
+    D = c.hidden_size
+    Hd = c.num_attention_heads * c.head_width
+    Gd = c.kv_heads * c.head_width
+    S = c.ponder_steps + 1
+    whole_passes = sum(c.refinements) / 2 + 1
+    ladder = range(1, S)
+    layer = 2 * D * (Hd + Gd) + 3 * D * c.intermediate_size  # weights
+    slots = sum(ladder) + whole_passes * S
+    pairs = sum(n**2 for n in ladder) + whole_passes * S**2
     return 6 * (c.num_hidden_layers * (slots * layer + pairs * c.block_size * Hd) + c.vocab_size * D)
 
 
 @validated_dataclass
 class Memory:
-    preset: Preset = "small"  # the shape
-    micro_batch_size: Count | None = None  # windows at a time; None: a step's
+    preset: Preset = "small"  # preset whose training step is computed
+    micro_batch_size: Count | None = None  # windows at a time; None: all windows of a step
     out: Path = Path("out/bench")  # folder for the results
 
 
 def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
-    """What a training step takes on a GPU, by the formula of lab/memory.py, in bfloat16 through fused
-    attention; what fits; how long it takes."""
+    """Compute the memory of a training step on a GPU by the formula in lab/memory.py, in bfloat16 with fused
+    attention; how many windows fit; and how long the training takes."""
     config, c = preset_settings(o.preset)
-    R, B = c.refinements[1], o.micro_batch_size or config.batch_size  # the most refinements
-    tokens, rows = config.steps * config.batch_size * c.block_size, []
+    _, R = c.refinements  # the most refinements
+    B = o.micro_batch_size or config.batch_size
+    tokens = config.steps * config.batch_size * c.block_size
+    rows = []
     for compiled, recompute in product((False, True), (False, True)):
         how = dict(recompute=recompute, compiled=compiled)
         parts = {name: n / MIB for name, n in bytes_of_step(c, B, R, **how).items()}
@@ -276,9 +333,13 @@ def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
 
 
 def prompts_of(ids, n, length):
-    """n prompts from a text, as far apart as it goes."""
+    """n prompts of some length from a text, as far apart as possible.
+
+    Raises:
+        UserError: the text is too short.
+    """
     if len(ids) <= length:
-        raise UserError(f"prompts = {length}: the validation text has only {len(ids)} tokens")
+        raise UserError(f"--prompts {length}: the validation text has only {len(ids)} tokens; give fewer")
     starts = torch.linspace(0, len(ids) - length - 1, n).long().tolist()
     return [ids[start : start + length].tolist() for start in starts]
 
@@ -293,9 +354,26 @@ def compiled_engine(model, batch_size, **how):
 
 
 def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, **how):
-    """Ratios to all steps. saved: saved time by saved slots, where a tenth of them is (goal: 0.9)."""
-    B, K, device = len(prompts), model.config.ponder_steps, model.lm_head.weight.device
-    how["prefill"] = "sequential"  # of prompts in parallel the time does not go by slots
+    """Measure early exit against taking all steps.
+
+    Args:
+        model: a PonderLM-3.
+        prompts: lists of token ids, all of one length.
+        new_tokens: tokens to generate for each prompt.
+        tau: where early exit stops.
+        alphas: shifts of the router, a row for each.
+        repeats: rounds, of which the median counts.
+        compile: whether to measure compiled passes, too.
+        how: further arguments of the Engine.
+
+    Returns:
+        A row for each way. `saved` is the saved time by the saved slots, if at least a tenth of the slots is
+        saved (goal: 0.9).
+    """
+    B = len(prompts)
+    K = model.config.ponder_steps
+    device = model.lm_head.weight.device
+    how["prefill"] = "sequential"  # the time of reading prompts in parallel does not follow the slots
     ways = {"all steps": Engine(model, B, tau=0, **how)}
     ways |= {f"alpha {alpha:g}": Engine(model, B, tau=tau, alpha=alpha, **how) for alpha in alphas}
     compiled = compiled_engine(model, B, tau=0, **how) if compile else None
@@ -325,7 +403,7 @@ def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, *
 
 
 def llama(config):
-    """A model without thinking of the same shape, untrained, and the same in transformers."""
+    """An untrained Llama of the same shape in transformers, and the same weights as a vanilla model."""
     shape = {name: getattr(config, name) for name in (*BACKBONE, "block_size")}
     vanilla = build(PonderConfig(**shape, method="vanilla", ponder_steps=0)).eval()
     return to_others(vanilla, {"bos_token_id": None, "eos_token_id": None}).eval(), vanilla
@@ -367,36 +445,42 @@ def other_rows(models, prompts, new_tokens, repeats, compile=False, **how):
 
 @validated_dataclass
 class Decoding(Options):
-    run: str | None = None  # directory of a trained PonderLM-3; None: the newest in out/
-    data: str | None = None  # the text that it was scored on, if that is no corpus with a name
-    batch_sizes: Some[Count] = (1, 8, 32)  # sequences that run at once
+    run: str | None = None  # directory of a trained PonderLM-3; None: the newest run in out/
+    data: str | None = None  # the text that the run was trained on, unless that is pydocs or pysource
+    batch_sizes: Some[Count] = (1, 8, 32)  # numbers of sequences that run at once
     prompts: Some[Count] = (32,)  # lengths of prompts, in tokens
-    new_tokens: Count = 64  # to generate for each
-    tau: float = 1e-4  # where early exit stops
-    alphas: Some[float] = (0.0, -2.0, -4.0)  # shifts of the router, which sweep the executed steps
-    precision: Literal["float32", "bfloat16"] = "float32"  # of the engine's products, and of transformers
+    new_tokens: Count = 64  # tokens to generate for each prompt
+    tau: float = 1e-4  # mask score below which early exit stops
+    alphas: Some[float] = (0.0, -2.0, -4.0)  # shifts of the router, each with another number of steps
+    precision: Literal["float32", "bfloat16"] = "float32"  # precision of the engine and of transformers
     compile: bool = True  # measure compiled passes beside plain ones, on a CPU in float32
 
 
 def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
-    """Early exit against all steps and sample.py; a Llama of the shape against transformers."""
-    device, directory = pick_device(o.device), find_model(o.run)
-    model, dtype = load(directory).to(device), getattr(torch, o.precision)
+    """Measure early exit against all steps and sample.py, and a Llama of the same shape against
+    transformers."""
+    device = pick_device(o.device)
+    dtype = getattr(torch, o.precision)
+    directory = find_model(o.run)
+    model = load(directory).to(device)
     if not (serves(model) and model.has_router):
-        raise UserError(f"{directory} is of method {model.config.method}: give a PonderLM-3")
+        raise UserError(f"{directory} is a model of method {model.config.method}: give a PonderLM-3 to --run")
     for alpha in o.alphas:
         check_request(model, [], tau=o.tau, alpha=alpha)
     _, _, windows = validation_windows(directory, o.data)
     val = torch.from_numpy(windows.tokens[:2_000_000].astype("int64"))
-    # Times do not depend on what is said beyond the window, and RoPE knows no end.
+    # The window may be larger than in training: speed does not depend on what the model predicts there.
     window = max(model.config.block_size, max(o.prompts) + o.new_tokens)
-    model.config, rows, others = replace(model.config, block_size=window), [], []
-    both = [m.to(device) for m in llama(model.config)]
-    both[0].to(dtype)
+    model.config = replace(model.config, block_size=window)
+    rows = []
+    others = []
+    theirs, ours = llama(model.config)
+    both = theirs.to(device, dtype), ours.to(device)
     compile = o.compile and device.type == "cpu" and dtype == torch.float32
     sizes = list(product(o.batch_sizes, o.prompts))
     for B, length in progress(sizes, "decoding", unit=" sizes", leave=False):
-        texts, how = prompts_of(val, B, length), dict(compile=compile, dtype=dtype)
+        texts = prompts_of(val, B, length)
+        how = dict(compile=compile, dtype=dtype)
         rows += exit_rows(model, texts, o.new_tokens, o.tau, o.alphas, o.repeats, **how)
         others += other_rows(both, texts, o.new_tokens, o.repeats, **how)
     about = {"run": directory.name, "parameters": sum(p.numel() for p in model.parameters()), "tau": o.tau}
@@ -410,20 +494,26 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
 @validated_dataclass
 class Goals:
     out: Path = Path("out/bench")  # folder of the results
-    run: Path | None = None  # a training of `small`, too
+    run: Path | None = None  # directory of a run of the preset small, whose goals are checked, too
 
 
 def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
-    """Which goals the results in --out meet: a row for each, of those that have been measured."""
+    """Show which of the goals for a GPU the results in --out meet."""
     rows = []
 
     def goal(what, value, least=None, most=None):
-        passed = value >= least if most is None else value <= most
-        bound = f"at least {least}" if most is None else f"at most {most}"
-        rows.append({"goal": what, "found": value, "bound": bound, "": "passed" if passed else "FELL SHORT"})
+        if most is None:
+            passed = value >= least
+            bound = f"at least {least}"
+        else:
+            passed = value <= most
+            bound = f"at most {most}"
+        verdict = "passed" if passed else "FELL SHORT"
+        rows.append({"goal": what, "found": value, "bound": bound, "": verdict})
 
     if o.run:
-        with user_error_if_unreadable(file := o.run / "results.json"):
+        file = o.run / "results.json"
+        with user_error_if_unreadable(file):
             goal(f"{o.run.name}, executed steps", read_json(file)["hard"]["steps"], most=2.9)
     for file in sorted(o.out.glob("*.json")):
         found = read_json(file)
@@ -441,7 +531,7 @@ def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
                 if row["way"] == "all steps, no graphs" and row["batch"] == 1:
                     goal(what + "time / that with graphs", row["time_ratio"], least=2)
     if not rows:
-        raise UserError(f"{o.out} has no results of attention, step or decoding: run those first")
+        raise UserError(f"{o.out} has no results of bench attention, step or decoding: run these first")
     print(pd.DataFrame(rows).to_string(index=False, float_format="{:.3g}".format))
 
 

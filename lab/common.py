@@ -1,4 +1,4 @@
-"""What the rooms of the lab share: settings of a run, models by name, a bar."""
+"""What the folders of the lab share: the settings of a run, models by name, progress bars, autocast."""
 
 import re
 from functools import partial
@@ -13,22 +13,26 @@ from common import UserError, one_line, read_json
 
 Given = Annotated[str, Field(min_length=1)]
 
-progress = partial(tqdm, disable=None)  # a bar, where stderr is a terminal
+progress = partial(tqdm, disable=None)  # a progress bar, if stderr is a terminal
 
 
 def settings_of(run):
-    """What train.json of a run says of its training, unchecked; {} where there is none."""
+    """The settings of a run by its train.json, unchecked; {} if there is none."""
     file = Path(run, "train.json")
     config = read_json(file).get("config") if file.is_file() else None
     return config if isinstance(config, dict) else {}
 
 
 def locate(name, files=("*.json", "*.safetensors")):
-    """The directory of a model: a path, or a name on the Hugging Face Hub, whose `files` are
-    fetched: by default all that is read here, which has no code and no pickles.
+    """The directory of a model.
+
+    Args:
+        name: a path, or a name on the Hugging Face Hub, from where the model is fetched.
+        files: patterns of the files to fetch; by default everything that is read here, without code or
+            pickles.
 
     Raises:
-        UserError: neither; or a name of the Hub that cannot be fetched.
+        UserError: there is no such path, or it cannot be fetched.
     """
     path = Path(name)
     if path.exists():
@@ -39,8 +43,9 @@ def locate(name, files=("*.json", "*.safetensors")):
 
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(files)))
-    except Exception as error:  # a download fails in any way
-        raise UserError(f"{name} is no directory here, nor can it be fetched: {one_line(error)}") from None
+    except Exception as error:  # a download can fail with any error
+        why = one_line(error)
+        raise UserError(f"{name} is not a directory, and it cannot be fetched from the Hub: {why}") from None
 
 
 def autocast(device, dtype):

@@ -1,7 +1,8 @@
-"""Further forms of soft-mask attention: log w to 16 bits in half precision, and one slot against all so far.
+"""Further forms of soft-mask attention, for half precision, for caches and for the grid.
 
-For long trainings on a GPU and for caches: `augment` of the root's attention.py with a second channel, and a
-power of two in place of sqrt(d), which every precision holds.
+In bfloat16, the one channel for log w in attention.augment keeps 8 bits of it. Here log w has two channels,
+which together keep 16, and queries have a power of two in them instead of sqrt(d), which every precision
+holds exactly.
 
 code       shape                  meaning
 d, d'                             head width without and with the channels, a multiple of 8
@@ -18,24 +19,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention import BACKENDS, EAGER_MAX_SLOTS
 
 HALF = (torch.float16, torch.bfloat16)
-UNIT = 8.0  # of a query in the channels of log w: about sqrt(d)
+UNIT = 8.0  # what queries have in the channels of log w; about sqrt(d)
 
 
 def padded_width(d):
+    """The next multiple of 8 above d: d', if d includes the second channel."""
     return d + 1 + -(d + 1) % 8
 
 
 def query_channels(d, dtype, device=None):
-    """What every query carries, (d'-d,)."""
+    """The channels of every query, (d'-d,)."""
     channels = torch.zeros(padded_width(d) - d, dtype=dtype, device=device)
     channels[:2] = UNIT
     return channels
 
 
 def log_w_channels(log_w, d, dtype):
-    """log w of keys in two channels: times the query's they make sqrt(d) log w. (...) -> (..., 2).
+    """log w of keys in two channels, whose product with those of a query is sqrt(d) log w. (...) -> (..., 2)
 
-    In half precision the second holds what the rounding of the first one loses, else zero.
+    In half precision the second channel holds what rounding the first one loses; otherwise it is zero.
     """
     x = log_w.to(torch.promote_types(torch.float32, dtype)) * (math.sqrt(d) / UNIT)
     if x.dtype == dtype:  # nothing is rounded
@@ -46,27 +48,42 @@ def log_w_channels(log_w, d, dtype):
 
 
 def key_channels(log_w, d, dtype):
-    """What a key carries, (...) -> (..., d'-d)."""
+    """The channels of keys by their log w, (...) -> (..., d'-d)."""
     return F.pad(log_w_channels(log_w, d, dtype), (0, padded_width(d) - d - 2))
 
 
 def augment(q, k, v, log_w):
-    """As attention.augment. (B, *, N, d) -> (B, *, N, d'); None changes nothing."""
+    """As attention.augment, with two channels. (B, *, N, d) -> (B, *, N, d'); without log w nothing
+    changes."""
     if log_w is None:
         return q, k, v
     d = q.size(-1)
     of_query = query_channels(d, q.dtype, q.device).expand(*q.shape[:-1], -1)
     of_key = key_channels(log_w, d, k.dtype)[:, None].expand(*k.shape[:-1], -1)
-    q, k = torch.cat([q, of_query], dim=-1), torch.cat([k, of_key], dim=-1)
+    q = torch.cat([q, of_query], dim=-1)
+    k = torch.cat([k, of_key], dim=-1)
     return q, k, F.pad(v, (0, padded_width(d) - d))
 
 
 def attend(q, k, v, d, mask=None):
-    """Attention of what `augment` made of width d: causal, or with a mask (.., N, M) of who sees whom."""
-    grouped = q.size(1) != k.size(1)
+    """Attention of augmented queries, keys and values.
+
+    Args:
+        q: (B, H, N, d').
+        k, v: (B, G, M, d').
+        d: the width before `augment`.
+        mask: (.., N, M), True where a query sees a key; None: causal.
+
+    Returns:
+        (B, H, N, d).
+    """
+    H = q.size(1)
+    G = k.size(1)
+    grouped = G != H
     if grouped and q.is_cuda and (q.dtype not in HALF or mask is not None):
-        # The kernel that shares keys is for half precision, and knows no mask: others make N x N scores.
-        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        # Only the kernel for half precision without a mask shares keys; others would make N x N scores.
+        k = k.repeat_interleave(H // G, dim=1)
+        v = v.repeat_interleave(H // G, dim=1)
         grouped = False
     out = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=mask is None, scale=1 / math.sqrt(d), enable_gqa=grouped
@@ -79,31 +96,40 @@ def exact(q, k, v, log_w):
     return attend(*augment(q, k, v, log_w), q.size(-1))
 
 
-BACKENDS["exact"] = exact  # so that --attention knows it
+BACKENDS["exact"] = exact  # for --attention
 
 
 def attend_to_slots(q, k, v, log_w):
-    """One slot of all tokens against all slots so far: token t sees those of the tokens up to t.
+    """Attention of one slot of all tokens to n slots of all tokens: token t sees the slots of tokens up to t.
+
+    On a CPU short texts go by the definition, everything else through torch's fused attention.
 
     Args:
-        q: (B, H, T, d). k, v: (B, G, n T, d), log_w: (B, n T): slot 0 of all tokens, then slot 1, ..
+        q: (B, H, T, d).
+        k, v: (B, G, n T, d), first slot 0 of all tokens, then slot 1, and so on.
+        log_w: (B, n T), in the same order.
 
     Returns:
-        (B, H, T, d): on a CPU a short text by the definition, else through torch's fused attention.
+        (B, H, T, d).
     """
-    (_, H, T, d), G, n = q.shape, k.size(1), k.size(2) // q.size(2)
+    _, H, T, d = q.shape
+    G = k.size(1)
+    n = k.size(2) // T
     if q.device.type == "cpu" and n * T <= EAGER_MAX_SLOTS:
-        k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
-        M = torch.full((T, T), -torch.inf).triu(1).repeat(1, n)
-        scores = q @ k.mT / math.sqrt(d) + (log_w[:, None, None, :] + M)
+        k = k.repeat_interleave(H // G, dim=1)
+        v = v.repeat_interleave(H // G, dim=1)
+        M = torch.full((T, T), -torch.inf).triu(1).repeat(1, n)  # (T, n T)
+        scores = q @ k.mT / math.sqrt(d) + (log_w[:, None, None, :] + M)  # (B, H, T, n T)
         return scores.softmax(-1).to(v.dtype) @ v
-    mask = None if n == 1 else torch.ones(T, T, dtype=torch.bool, device=q.device).tril().repeat(1, n)
+    mask = None
+    if n > 1:
+        mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().repeat(1, n)
     return attend(*augment(q, k, v, log_w), d, mask)
 
 
 def decoding_kernels(device):
-    """The context in which decoding attends: on CUDA any kernel but cuDNN's, which plans anew for each
-    shape. Training has a handful of shapes, decoding a new one for almost every slot."""
+    """The context in which decoding attends. On CUDA it excludes cuDNN's kernel, which makes a new plan for
+    each shape: training has a handful of shapes, but decoding has a new one for almost every slot."""
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])

@@ -1,11 +1,11 @@
-"""Train any method, from nothing or from a trained model, through the loop of train.py at the root.
+"""Train any method, from scratch or from a trained model, through the training loop of train.py.
 
     python -m lab train --preset tiny --method ponderlm2
-    python -m lab train --init-from DIR_OR_NAME      go on with a Llama, and teach it to ponder
-    python -m lab train --resume                     go on with the newest run, exactly
+    python -m lab train --init-from DIR_OR_NAME      add pondering to a trained Llama
+    python -m lab train --resume                     resume the newest run, exactly
     torchrun --nproc_per_node=2 -m lab train
 
-Every flag and its default: python -m lab train --method NAME --help. What else a run is, see train.py.
+Every flag and its default: python -m lab train --method NAME --help. train.py says what a run consists of.
 """
 
 from contextlib import ExitStack
@@ -33,8 +33,8 @@ from train import TRAIN_GROUPS, HardwareSettings, TrainConfig, refuse_changes
 class InitSettings:
     """What it begins from."""
 
-    # begin from a model: a directory (Llama or GPT-NeoX, PonderLM-2, a run) or a name on the Hub. Its
-    # settings, tokenizer and context length (at most the preset's) become the defaults
+    # model to start from: a directory (Llama, GPT-NeoX, PonderLM-2 or a run) or a name on the Hugging Face
+    # Hub; its settings, tokenizer and context length (at most the preset's) become the defaults
     init_from: str | None = None
 
 
@@ -106,27 +106,35 @@ def parse(argv=None):
 
 
 def check(config, shape):
-    """Refuse what the method would not follow. UserError"""
+    """Raise a UserError for settings that the method would not follow."""
     check_settings(shape)
     kind = find(shape.method)
     if config.step_price and not kind.priced:
-        raise UserError(f"step_price = {config.step_price}: {shape.method} has no price; leave it at 0")
+        raise UserError(
+            f"step_price = {config.step_price}, but {shape.method} has no price on steps: omit --step-price"
+        )
     if config.attention != "auto" and kind.grid:
-        raise UserError(f"attention = {config.attention}: {shape.method} has its own; leave it at auto")
+        raise UserError(
+            f"attention = {config.attention}, but {shape.method} has its own attention: omit --attention"
+        )
     if config.init_from and not config.resume:
         check_start(config.init_from, shape)  # before a text is prepared
 
 
 def read_run(run):
-    """As train.read_run of any run: its LabConfig (a TrainConfig, if train.py began it), the settings of
-    its model as its method has them, and what its corpus is known by."""
+    """Read the settings of any run, as train.read_run does.
+
+    Returns:
+        A LabConfig, or a TrainConfig if train.py began the run; the settings of the run's method; and the
+        fingerprint of its corpus.
+    """
     kind = LabConfig if "init_from" in settings_of(run) else TrainConfig
     config, shape, corpus = root.read_run(run, kind)
     return config, parse_config(shape, Path(run, "train.json")), corpus
 
 
 def train(config, shape):
-    """Train as a LabConfig and the settings of a method say. -> as train.train"""
+    """Train as a LabConfig and the settings of a method say. Returns what train.train returns."""
     check(config, shape)
     with ExitStack() as afterwards:
 
@@ -140,33 +148,41 @@ def train(config, shape):
 
 
 def open_text(config, data, tokenizer, vocab_size):
-    """The corpus of a training. One that begins from a model has its tokenizer, and its table's size.
+    """The corpus of a training. A training that starts from a model has the model's tokenizer and vocabulary.
+
+    Args:
+        config: LabConfig.
+        data, tokenizer, vocab_size: as open_corpus.
 
     Raises:
-        UserError: as check_ids; or ids that the model has not.
+        UserError: as check_ids; or the text has ids that the model does not know.
     """
     if config.init_from and config.tokenizer == "auto":
-        # A run has its own copy, since the first model may be gone.
+        # A run keeps a copy of the tokenizer, since the model that it started from may be gone.
         place = Path(config.out, config.name) if config.resume else locate(config.init_from)
         check_ids(place, data)
         tokenizer = str(place)
     corpus = open_corpus(data, tokenizer, vocab_size)
     if not config.init_from:
         return corpus
-    more = corpus.tokenizer.vocab_size > vocab_size  # it may have tokens, like <pad>, that are in no text
-    if more and (largest := max(corpus.train.max(), corpus.val.max())) >= vocab_size:
-        raise UserError(
-            f"{data} has a token {largest}, but {config.init_from} only {vocab_size} tokens; leave out "
-            "--tokenizer to take the model's own"
-        )
+    if corpus.tokenizer.vocab_size > vocab_size:  # it may have tokens, like <pad>, that are in no text
+        largest = max(corpus.train.max(), corpus.val.max())
+        if largest >= vocab_size:
+            raise UserError(
+                f"{data} has the token id {largest}, but {config.init_from} has only {vocab_size} tokens: "
+                "omit --tokenizer to use the model's own"
+            )
     return replace(corpus, vocab_size=vocab_size)
 
 
 def make_model(config, shape):
-    """The model of a training: new, or begun from another one."""
-    begun = config.resume and Path(config.out, config.name, "trainer.pt").exists()
-    model = start_from(config.init_from, shape) if config.init_from and not begun else build(shape)
-    model = as_root(model)  # sample.py reads what it can
+    """The model of a training, new or with the weights of the model that it starts from."""
+    has_checkpoint = config.resume and Path(config.out, config.name, "trainer.pt").exists()
+    if config.init_from and not has_checkpoint:
+        model = start_from(config.init_from, shape)
+    else:
+        model = build(shape)
+    model = as_root(model)  # so that sample.py reads it, if it can
     if config.learning_rate:
         model.feedback_rate = FEEDBACK_RATE / config.learning_rate
     return model

@@ -46,7 +46,7 @@ def test_lab_lists_its_commands():
     """Catches a command that the list lacks, or without --help."""
     _, listed, _ = run_command("lab", [], ".")
     assert all(f"\n{name} " in listed for name in COMMANDS)
-    assert run_command("lab nothing", [], ".")[0].startswith("error: 'nothing'")
+    assert run_command("lab nothing", [], ".")[0].startswith("error: there is no command 'nothing'")
     for name in COMMANDS:
         assert f"python -m lab {name}" in run_command(f"lab {name}", ["--help"], ".")[1], name
 

@@ -1,10 +1,10 @@
-"""What a model scores on texts: perplexity and bits per byte.
+"""Measure the perplexity and the bits per byte of a model on texts.
 
     python -m lab evaluate                                the newest run, on its validation text
     python -m lab evaluate --run my_llama --data texts/   any model, any text
 
-Texts are scored twice: with all steps, and stopped at --tau, as the model decodes. For benchmarks,
-lm-evaluation-harness runs what `python -m lab convert --transformers` writes.
+Texts are scored twice: with all steps, and stopped at --tau, as the model decodes. For benchmarks, write the
+model with `python -m lab convert --transformers`: lm-evaluation-harness runs the result.
 """
 
 import math
@@ -29,78 +29,108 @@ KINDS = "soft", "hard"
 
 @validated_dataclass
 class Options:
-    # directory of a model, or its name on the Hub; by default the newest, else models/docstrings
+    # directory of a model, or its name on the Hugging Face Hub; None: the newest run, or else
+    # models/docstrings
     run: Given | None = None
-    data: Given | None = None  # text file, or folder of them; by default the validation text of the run
-    corpus: Given | None = None  # what the run was trained on, where that is no corpus with a name
-    tau: Fraction = 1e-4  # where decoding stops, 0 never
-    # another model with the same tokenizer: the difference to it, in the smaller window of the two
+    data: Given | None = None  # text file or folder of text files; None: the validation text of the run
+    corpus: Given | None = None  # the text that the run was trained on, unless that is pydocs or pysource
+    tau: Fraction = 1e-4  # mask score below which decoding stops; 0 never stops early
+    # another model with the same tokenizer: also print the difference to it, in the smaller window of the two
     against: Given | None = None
-    windows: Count | None = None  # score only so many, spread over the text; by default all
+    windows: Count | None = None  # number of windows to score, spread over the text; None: all
     device: str = "auto"  # auto, cpu, cuda or mps
-    out: Path | None = None  # write the numbers to this file, as JSON
+    out: Path | None = None  # JSON file to write the numbers to
 
 
 def check_pair(run, other, data):
-    """UserError: models that read other ids; or, on the validation text of one (no `data`), learned from
-    another text, which may have had that in it."""
-    one, two = (load_tokenizer(place / "tokenizer.json").digest for place in (run, other))
-    if one != two:
-        raise UserError(f"--against {other} has another tokenizer than {run}")
+    """Check that two models can be compared.
+
+    Args:
+        run, other: their directories.
+        data: the text; None: the validation text of `run`.
+
+    Raises:
+        UserError: they have different tokenizers; or, on the validation text of a run, they were trained on
+            different corpora, one of which may contain that text.
+    """
+    digests = [load_tokenizer(place / "tokenizer.json").digest for place in (run, other)]
+    if digests[0] != digests[1]:
+        raise UserError(f"--against {other} has another tokenizer than {run}: give a model with the same one")
     if not data:
-        one, two = (read_run(place)[2] | {"name": ""} for place in (run, other))
-        if one != two:
-            raise UserError(f"--against {other} was trained on another corpus than {run}: give --data")
+        corpora = [read_run(place)[2] | {"name": ""} for place in (run, other)]
+        if corpora[0] != corpora[1]:
+            raise UserError(
+                f"--against {other} was trained on another corpus than {run}: give a text with --data"
+            )
 
 
 def score_texts(model, name, texts, size, tau, windows=None, other=None):
-    """Score texts -> what is reported, of KINDS each
-
-        loss            nats a token: -log p(token | tokens before), mean
-        perplexity      exp(loss), which depends on the tokenizer
-        bits_per_byte   loss * tokens / bytes / ln 2, of the texts' own bytes, does not
-        paper_flops     of a token, by section 4.2: 6 N (1 + steps), N parameters; decoding takes 2 N
+    """Score texts.
 
     Args:
-        texts: ids of each, arrays. size: their bytes, if they are known.
-        windows: score only so many, evenly spread. other: a model whose losses are subtracted.
+        model: to score.
+        name: of the texts, for the result and for messages.
+        texts: the ids of each text, arrays.
+        size: their bytes; None: not known.
+        tau: where decoding stops.
+        windows: how many windows to score, evenly spread; None: all.
+        other: a model whose losses are subtracted.
+
+    Returns:
+        What is reported, a dict. For each of KINDS it has a dict with
+
+            loss            mean of -log p(token | tokens before), in nats
+            perplexity      exp(loss), which depends on the tokenizer
+            bits_per_byte   loss * tokens / bytes / ln 2, which does not; by the bytes of the texts themselves
+            steps           extra steps per token
+            paper_flops     per token, by section 4.2: 6 N (1 + steps) with N parameters; decoding takes 2 N
+            difference      the loss minus that of `other`, with its 95 % `interval`
 
     Raises:
-        UserError: nothing to predict, or too little for an interval.
+        UserError: there is nothing to predict, or too little for an interval.
     """
-    T = min(one.config.block_size for one in (model, other) if one)
+    T = model.config.block_size
+    if other:
+        T = min(T, other.config.block_size)
     places = cut(texts, T, windows)
-    if len(places) < (least := LEAST if other else 1):
-        raise UserError(f"{name} has {len(places)} windows to score, {least} are needed: give more text")
-    print(f"scoring {len(places):,} windows of {T} tokens; fewer with --windows", flush=True)
-    scores, config = score(model, texts, places, tau), model.config
-    result = {"text": name, "tau": tau, "method": config.method, "K": config.ponder_steps}
-    result["tokens"] = n = len(scores.soft)
-    whole = n == sum(len(ids) - 1 for ids in texts if len(ids))
-    if whole and size:
+    least = LEAST if other else 1
+    if len(places) < least:
+        raise UserError(
+            f"{name} has {len(places)} windows to score, but {least} are needed: give more text, or more "
+            "--windows"
+        )
+    print(f"scoring {len(places):,} windows of {T} tokens; --windows scores fewer", flush=True)
+    scores = score(model, texts, places, tau)
+    config = model.config
+    n = len(scores.soft)
+    result = {"text": name, "tau": tau, "method": config.method, "K": config.ponder_steps, "tokens": n}
+    is_whole = n == sum(len(ids) - 1 for ids in texts if len(ids))
+    if is_whole and size:
         result["bytes"] = size
     theirs = score(other, texts, places, tau) if other else None
     parameters = sum(p.numel() for p in model.parameters())
     for kind in KINDS:
-        loss, steps = getattr(scores, kind).double(), scores.steps.double().mean().item()
+        loss = getattr(scores, kind).double()
+        steps = scores.steps.double().mean().item()
         if kind == "soft" and model.has_router:
             steps = config.ponder_steps
         mean = loss.mean()
-        result[kind] = row = {"loss": mean.item(), "perplexity": mean.exp().item(), "steps": steps}
+        row = {"loss": mean.item(), "perplexity": mean.exp().item(), "steps": steps}
         row["paper_flops"] = 6 * parameters * (1 + steps)
         if "bytes" in result:
             row["bits_per_byte"] = row["loss"] * n / size / math.log(2)
         if other:
-            sizes = places[:, 2] - places[:, 3]  # tokens that each predicts
+            sizes = places[:, 2] - places[:, 3]  # tokens that each window predicts
             row["difference"], row["interval"] = of_text(loss - getattr(theirs, kind).double(), sizes)
+        result[kind] = row
     return result
 
 
 def show(result):
-    """Print what was scored of a run."""
-    bytes_ = f", {result['bytes']:,} bytes" if "bytes" in result else ""
+    """Print the result of score_texts, with the `run` that was scored."""
+    size = f", {result['bytes']:,} bytes" if "bytes" in result else ""
     print(f"{result['run']} ({result['method']}, K = {result['K']}) on {result['text']}")
-    print(f"{result['tokens']:,} tokens predicted{bytes_}\n")
+    print(f"{result['tokens']:,} tokens predicted{size}\n")
     print("                        loss  perplexity  bits/byte  steps  6N, MFLOPs")
     for kind, title in zip(KINDS, ("soft, all steps", f"decoded, tau {result['tau']:g}"), strict=True):
         row = result[kind]
@@ -115,11 +145,16 @@ def show(result):
 
 def main(o: Annotated[Options, tyro.conf.arg(name="")]):
     if o.data and o.corpus:
-        raise UserError(f"--corpus {o.corpus} is where a run's own text is: leave it out, or --data {o.data}")
+        raise UserError(
+            f"--corpus {o.corpus} is the text that the run was trained on, and --data {o.data} another "
+            "text: omit one of the two"
+        )
     if o.out:
-        o.out.parent.mkdir(parents=True, exist_ok=True)  # not after an hour
-    run, device = find_model(o.run, otherwise=INCLUDED), pick_device(o.device)
-    model, other = load(run).to(device), None
+        o.out.parent.mkdir(parents=True, exist_ok=True)  # an error here should not come after an hour
+    run = find_model(o.run, otherwise=INCLUDED)
+    device = pick_device(o.device)
+    model = load(run).to(device)
+    other = None
     if o.against:
         place = find_model(o.against)
         check_pair(run, place, o.data)

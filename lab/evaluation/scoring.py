@@ -1,10 +1,10 @@
-"""Scoring texts: the loss of each token, soft and as it decodes, in windows of the model's length.
+"""The loss of each token of texts, with all steps and as the model decodes, in windows of the model's length.
 
-A text is scored in windows that lie half a window apart, so that each token but the first ones has at least
-T/2 tokens before it. A window's Jacobi iteration ends on its own: no score depends on what else is scored, or
-on padding.
+Windows lie half a window apart, so that each token, except for the first ones, is predicted from at least T/2
+tokens. The Jacobi iteration of each window ends on its own. So no score depends on what else is scored, or on
+padding.
 
-places    (n, 4)    of each window its text, where it begins and ends there, and the first id that it predicts
+places    (n, 4)    for each window its text, where it begins and ends there, and the first id it predicts
 """
 
 from typing import NamedTuple
@@ -17,10 +17,20 @@ from lab.engine.states import stopped_states
 
 
 def cut(texts, T, most=None):
-    """Texts, arrays of ids -> places of windows that read at most T ids each and predict all ids but the
-    first of a text. `most`: only so many windows, evenly spread."""
-    n, hop = np.array([len(ids) for ids in texts]), max(T // 2, 1)
-    counts = np.where(n < 2, 0, 1 + np.maximum(-(-(n - 1 - T) // hop), 0))  # windows of each text
+    """Cut texts into windows that predict all ids but the first one of each text.
+
+    Args:
+        texts: arrays of ids.
+        T: how many ids a window reads at most.
+        most: how many windows, evenly spread; None: all.
+
+    Returns:
+        places (n, 4).
+    """
+    n = np.array([len(ids) for ids in texts])
+    hop = max(T // 2, 1)
+    further = np.maximum(np.ceil((n - 1 - T) / hop), 0).astype(int)  # windows after the first one
+    counts = np.where(n < 2, 0, 1 + further)  # windows of each text
     ends = counts.cumsum()
     chosen = np.arange(ends[-1])
     if most and most < len(chosen):
@@ -32,22 +42,32 @@ def cut(texts, T, most=None):
 
 
 class Scores(NamedTuple):
-    """Of the n tokens that are predicted, in the order of the text."""
+    """Of the n tokens that are predicted, in the order of the texts."""
 
-    soft: torch.Tensor  # (n,) loss in nats, all steps run
-    hard: torch.Tensor  # (n,) stopped at tau, as decoding has it
+    soft: torch.Tensor  # (n,) loss in nats, with all steps
+    hard: torch.Tensor  # (n,) loss in nats, stopped at tau, as the model decodes
     steps: torch.Tensor  # (n,) executed steps at tau
 
 
 def batches(texts, places, batch_tokens, device):
-    """Yield windows in batches of at most `batch_tokens` tokens, the longest first: which they are, inputs x
-    and targets y (B, T), padded behind, and their lengths (B,)."""
-    read = places[:, 2] - places[:, 1] - 1  # ids that are read in each
+    """Yield windows in batches, the longest windows first.
+
+    Args:
+        texts, places: as `cut`.
+        batch_tokens: how many tokens a batch has at most, if its windows are not longer.
+        device: of the tensors.
+
+    Yields:
+        The numbers of B windows, their inputs x and targets y (B, T), padded at the end, and their lengths
+        (B,).
+    """
+    read = places[:, 2] - places[:, 1] - 1  # ids that each window reads
     order = np.argsort(-read, kind="stable")
     with progress(total=int(read.sum()), unit=" tokens", leave=False) as bar:
         while len(order):
             size = max(1, batch_tokens // int(read[order[0]]))
-            batch, order = order[:size], order[size:]
+            batch = order[:size]
+            order = order[size:]
             lengths = torch.from_numpy(read[batch])
             ids = torch.zeros(len(batch), int(lengths.max()) + 1, dtype=torch.long)
             for row, (text, start, end, _) in enumerate(places[batch]):
@@ -58,12 +78,13 @@ def batches(texts, places, batch_tokens, device):
 
 @torch.no_grad()
 def score(model, texts, places, tau=1e-4, batch_tokens=4096):
-    """Score what windows predict, so many tokens at once at most -> Scores."""
+    """The Scores of what windows predict. Arguments as those of `batches`; tau: where decoding stops."""
     scores = [None] * len(places)
     for batch, x, y, lengths in batches(texts, places, batch_tokens, model.lm_head.weight.device):
-        h, s, steps = stopped_states(model, x, 0, lengths=lengths)  # 0: all run
-        soft = hard = model.cross_entropy(model.integrate(h, s, steps), y)
-        if model.has_router:  # otherwise tau changes nothing
+        h, s, steps = stopped_states(model, x, 0, lengths=lengths)  # tau = 0: all slots run
+        soft = model.cross_entropy(model.integrate(h, s, steps), y)
+        hard = soft
+        if model.has_router:  # without a router tau changes nothing
             h, s, steps = stopped_states(model, x, tau, lengths=lengths)
             hard = model.cross_entropy(model.integrate(h, s, steps), y)
         found = soft.cpu(), hard.cpu(), steps.cpu()

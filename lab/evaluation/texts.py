@@ -1,4 +1,4 @@
-"""The texts that a model is measured on: those of a run's validation, or a user's own."""
+"""The texts that a model is measured on: the validation text of a run, or any other text."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,51 +15,86 @@ from sources import SOURCES
 
 
 def validation_corpus(run, data=None, other=False, flag="--data"):
-    """The corpus that a run was scored on -> its settings, those of its model, and the corpus.
+    """The corpus that a run was evaluated on.
 
-    A run may come from a stranger, so no file is opened because its train.json names it: `data` names it,
-    too, by a command's `flag`, and a tokenizer with a name was copied into the run. other: it may be another
-    text in the same tokens.
+    A run may come from a stranger, so no file is opened only because its train.json names it. The caller has
+    to name it, too, and a tokenizer with a name was copied into the run.
+
+    Args:
+        run: its directory.
+        data: the text that the run was trained on; None: that is one of data.SOURCES.
+        other: whether `data` may be another text in the same tokens.
+        flag: by which a command is given `data`, for messages.
+
+    Returns:
+        The settings of the run, those of its model, and the corpus.
 
     Raises:
-        UserError: it is no run; `data` is missing, another text, or in the tokens of another tokenizer.
+        UserError: it is no run, or `data` is missing, another text, or in the ids of another tokenizer.
     """
     config, shape, known = read_run(run)
     if data is None and config.data not in SOURCES:
-        raise UserError(f"{run} was trained on {config.data!r}: give this text again, by {flag}")
+        raise UserError(f"{run} was trained on {config.data!r}: give this text again with {flag}")
     config = replace(config, data=data or config.data)
-    began = config.tokenizer == "auto" and getattr(config, "init_from", None)  # with a model's tokenizer
-    named = config.tokenizer not in ("auto", *OURS)
-    tokenizer = str(run) if began or named else pick_tokenizer(config.preset, config.data, config.tokenizer)
+    has_tokenizer_of_model = config.tokenizer == "auto" and getattr(config, "init_from", None)
+    has_named_tokenizer = config.tokenizer not in ("auto", *OURS)
+    if has_tokenizer_of_model or has_named_tokenizer:
+        tokenizer = str(run)
+    else:
+        tokenizer = pick_tokenizer(config.preset, config.data, config.tokenizer)
     corpus = open_corpus(config.data, tokenizer, shape.vocab_size)
     if corpus.fingerprint()["tokenizer"] != known.get("tokenizer"):
-        raise UserError(f"{config.data} has ids of another tokenizer than {run}")
+        raise UserError(
+            f"{config.data} is in the ids of another tokenizer than {run}: give the run's own text"
+        )
     if not other and corpus.fingerprint()["val_sha256"] != known.get("val_sha256"):
-        raise UserError(f"{config.data} is not the text that {run} was scored on")
+        raise UserError(
+            f"{config.data} is not the text that {run} was evaluated on: give that text to {flag}"
+        )
     return config, shape, corpus
 
 
 def validation_windows(run, data=None, other=False):
-    """The validation windows that a run was scored on -> its settings, tokenizer and Windows; as above."""
+    """The validation windows that a run was evaluated on. Arguments and errors as those of validation_corpus.
+
+    Returns:
+        The settings of the run, its tokenizer, and the Windows.
+    """
     config, shape, corpus = validation_corpus(run, data, other)
     return config, corpus.tokenizer, Windows(corpus.val, shape.block_size, seed=0)
 
 
 def validation_text(run, data=None):
-    """A run's validation text as one text, in which ends of documents are predicted like other tokens.
-    -> its name, [ids], and its bytes, if they are known."""
+    """The validation text of a run as one text, in which ends of documents are predicted like other tokens.
+
+    Args:
+        run, data: as validation_corpus.
+
+    Returns:
+        Its name, a list of its ids, and its bytes, None if they are not known.
+    """
     if not Path(run, "train.json").is_file():
-        raise UserError(f"{run} is no run, which has a text of its own: give a text, --data")
+        raise UserError(f"{run} is a model, not a run with a validation text: give a text with --data")
     _, _, corpus = validation_corpus(run, data, flag="--corpus")
     return f"validation text of {run}", [corpus.val], corpus.val_bytes
 
 
 def own_texts(data, tokenizer):
-    """The texts of a file or folder, each behind what texts begin with -> name, [ids, ..], bytes."""
+    """The texts of a file or folder, each behind the tokens that texts begin with.
+
+    Returns:
+        Their name, a list of the ids of each, and their bytes, None if the first tokens are not predicted.
+
+    Raises:
+        UserError: there is no text.
+    """
     found = [text for _, text in of_files(data)]
     if not found:
-        raise UserError(f"--data {data}: no file or folder with text")
-    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    before = begin_of(tokenizer) or end  # without any, the first token is not predicted: bytes are unknown
-    ids = [np.array([*before, *tokenizer.encode(text)], id_type(tokenizer.vocab_size)) for text in found]
-    return data, ids, sum(map(len, found)) if before else None
+        raise UserError(f"--data {data} has no text: give a text file or a folder of text files")
+    before = begin_of(tokenizer)
+    if not before and tokenizer.end_of_text is not None:
+        before = [tokenizer.end_of_text]
+    kind = id_type(tokenizer.vocab_size)
+    ids = [np.array([*before, *tokenizer.encode(text)], kind) for text in found]
+    size = sum(map(len, found)) if before else None
+    return data, ids, size
