@@ -1,20 +1,21 @@
-"""Figures beyond the paper's, which are in analyze.py at the root.
+"""Draw figures beyond the paper's, which `python analyze.py` draws.
 
-    python -m lab analyze explainer      a model itself on a page that runs it
-    python -m lab analyze difficulty --reference out/plain    buckets and shift by another model's losses
+    python -m lab analyze explainer      a page that runs a model in the browser
+    python -m lab analyze difficulty --reference out/plain    buckets and shift by the losses of another model
 
-Of several runs, written to out/analyze/:
+For several runs, written to out/analyze/:
 
     python -m lab analyze compare --runs out/pays/grid/*      losses over steps or costs, by pairs of seeds
-    python -m lab analyze depth --runs out/depth/any-*       how much deciding could gain
-    python -m lab analyze layers --runs out/layers/*          a step's worth in layers
-    python -m lab analyze lookup --runs out/lookup/*          accuracy where the difficulty is known
-    python -m lab analyze kinds --runs out/lookup/grown-?     which tokens take a step there, and need it
+    python -m lab analyze depth --runs out/depth/any-*        how much could be gained by deciding
+    python -m lab analyze layers --runs out/layers/*          how many layers an extra step is worth
+    python -m lab analyze lookup --runs out/lookup/*          accuracy on puzzles of known difficulty
+    python -m lab analyze kinds --runs out/lookup/grown-?     which tokens of a puzzle need their steps
     python -m lab analyze mixed --runs out/mixed/by-token-?   prose and puzzles by one model
-    python -m lab analyze where --runs out/mine               which kinds of tokens are thought about
+    python -m lab analyze where --runs out/mine               which kinds of tokens take extra steps
     python -m lab analyze within --runs out/mine              what the state after each layer would predict
 
-A figure comes with its numbers (<figure>.csv) and their table (.md); --runs <figure>.csv draws it again.
+A figure comes with its numbers (<figure>.csv) and a table of them (<figure>.md). --runs <figure>.csv draws it
+again.
 """
 
 import sys
@@ -37,7 +38,8 @@ FIGURES = Explainer, Difficulty, Compare, Depth, Layers, Lookup, Kinds, Mixed, W
 
 
 def reader(figure):
-    """A function that reads a figure's flags: given the class, tyro prints an error as a page."""
+    """A function that reads the flags of a figure; given the class itself, tyro would print errors as a
+    page."""
 
     def read(flags: Annotated[figure, tyro.conf.arg(name="")]):
         return flags
@@ -47,10 +49,15 @@ def reader(figure):
 
 
 def main(argv=None):
-    """Draw one figure. argv: its name and flags; by default those of the command line."""
+    """Draw one figure, by its name and flags in `argv`; None: those of the command line."""
     commands = {figure.__name__.lower(): reader(figure) for figure in FIGURES}
-    how = dict(prog="python -m lab analyze", description=__doc__)
-    tyro.extras.subcommand_cli_from_dict(commands, args=sys.argv[1:] if argv is None else argv, **how).draw()
+    figure = tyro.extras.subcommand_cli_from_dict(
+        commands,
+        args=sys.argv[1:] if argv is None else argv,
+        prog="python -m lab analyze",
+        description=__doc__,
+    )
+    figure.draw()
 
 
 if __name__ == "__main__":

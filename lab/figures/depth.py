@@ -1,14 +1,16 @@
-"""How much could deciding gain? A model that is good at every depth (methods/drawn.py) is given steps.
+"""How much could be gained by deciding which tokens take a step? A model that is good at every depth
+(methods/drawn.py) is told how many steps each token takes.
 
-The gain of step k is the loss with k - 1 steps for all tokens, minus that with k for all. A share of the
-tokens takes k steps, the others k - 1. Which ones, is told by one of three rules:
+The gain of step k at a token is the loss if all tokens take k - 1 steps, minus the loss if all take k. In
+each row a fraction of the tokens takes k steps, and the others take k - 1. Three rules say which tokens take
+k:
 
 column       meaning
-step, share  k, and the share of the tokens that take it
-predicted    loss, nats a token: those whose gain is the largest as a linear function of h^(0) predicts it,
-             fitted on the first half of the windows. All losses are of the second half
-random       as many at random
-largest      those whose gain is the largest: a bound, since nobody knows it before
+step, share  k, and the fraction of the tokens that take k steps
+predicted    loss, nats per token, if the tokens with the largest predicted gain take k; a linear function
+             of h^(0) predicts it, fitted on the first half of the windows. All losses are of the second half
+random       loss if as many random tokens take k steps
+largest      loss if the tokens with the largest gain take k steps: a bound, as nobody knows the gain before
 """
 
 from functools import partial
@@ -28,50 +30,68 @@ RULES = "predicted", "random", "largest"
 
 @torch.no_grad()
 def given(model, windows, steps):
-    """Every token takes its `steps` (W, T), whatever the router says. -> losses (W, T), h^(0) (W, T, D)"""
-    found = []
+    """Score windows (W, T+1) with given `steps` (W, T), whatever the router says.
+
+    Returns:
+        The losses (W, T) and h^(0) (W, T, D).
+    """
+    losses = []
+    first_states = []
     for rows, some in zip(windows.split(16), steps.to(windows).split(16), strict=True):
         with rerouted(model, partial(imposed, some)):
             out = model(rows[:, :-1], rows[:, 1:])
-        found.append((out.ce.cpu(), out.h[:, :, 0].cpu()))
-    return [torch.cat(part) for part in zip(*found, strict=True)]
+        losses.append(out.ce.cpu())
+        first_states.append(out.h[:, :, 0].cpu())
+    return torch.cat(losses), torch.cat(first_states)
 
 
 def predict(h0, gain, other):
-    """gain (n,) as a linear function of h0 (n, D), by least squares; its values at `other` (m, D). -> (m,)"""
-    h0, other = (torch.nn.functional.pad(x.double(), (0, 1), value=1) for x in (h0, other))  # and a constant
+    """Fit gain (n,) as a linear function of h0 (n, D) by least squares. -> its values at `other` (m, D),
+    (m,)"""
+    h0 = torch.nn.functional.pad(h0.double(), (0, 1), value=1)  # with a constant
+    other = torch.nn.functional.pad(other.double(), (0, 1), value=1)
     return other @ torch.linalg.lstsq(h0, gain.double()[:, None]).solution[:, 0]
 
 
 def take_most(values, share, k):
-    """k steps for this share of the tokens, those with the largest values (n,), k - 1 for the others."""
+    """Steps (n,): k for the tokens with the largest values (n,), as many as `share` says, and k - 1 for
+    others."""
     steps = torch.full(values.shape, k - 1)
     steps[values.argsort(descending=True, stable=True)[: round(share * len(values))]] = k
     return steps
 
 
 def depth_rows(model, windows):
-    """A row for each step and share."""
-    W, T, half = len(windows), windows.size(1) - 1, len(windows) // 2
-    at = [given(model, windows, torch.full((W, T), k)) for k in range(model.config.ponder_steps + 1)]
-    h0, generator = at[0][1], torch.Generator().manual_seed(0)
-    for k in range(1, len(at)):
-        gain = at[k - 1][0] - at[k][0]  # (W, T)
+    """Yield the row of each step and share, for windows (W, T+1)."""
+    W = len(windows)
+    T = windows.size(1) - 1
+    K = model.config.ponder_steps
+    half = W // 2
+    losses = []  # (W, T) if all tokens take k steps
+    for k in range(K + 1):
+        loss, first_states = given(model, windows, torch.full((W, T), k))
+        losses.append(loss)
+        if k == 0:
+            h0 = first_states  # (W, T, D)
+    generator = torch.Generator().manual_seed(0)
+    for k in range(1, K + 1):
+        gain = losses[k - 1] - losses[k]  # (W, T)
         predicted = predict(h0[:half].flatten(0, 1), gain[:half].flatten(), h0[half:].flatten(0, 1))
         random = torch.rand(predicted.shape, generator=generator)
         for share in SHARES:
             row = {"step": k, "share": share}
             for name, values in zip(RULES, (predicted, random, gain[half:].flatten()), strict=True):
                 steps = take_most(values, share, k).view(-1, T)
-                row[name] = given(model, windows[half:], steps)[0].double().mean().item()
+                loss, _ = given(model, windows[half:], steps)
+                row[name] = loss.double().mean().item()
             yield row
 
 
 @validated_dataclass
 class Depth(Comparison):
-    """What would steps gain that go to the right tokens? Of runs of --method drawn."""
+    """Draw how much steps would gain if they went to the right tokens. For runs of --method drawn."""
 
-    windows: Count = 512  # of validation text; by the first half gains are predicted
+    windows: Count = 512  # windows of validation text; gains are fitted on the first half
     sheet = "steps a token", "loss, nats a token"
     by = ["step", "share"]
     columns = {"K": "K", "seeds": "seeds", "step": "step", "share": "share:g"}
@@ -79,7 +99,7 @@ class Depth(Comparison):
 
     def measure(self, run):
         if not issubclass(run.method, Drawn):
-            raise UserError(f"{run.path} is a {run.method.title}: give runs of --method drawn")
+            raise UserError(f"{run.path} is a run of {run.method.title}: give runs of --method drawn")
         one = self.subject(run, self.windows)
         return list(depth_rows(one.model, one.windows))
 

@@ -1,5 +1,8 @@
-"""What each step gains, and the shifted router, by a difficulty that is no term of the gain: the losses of
-another model on the same windows (reading note 11)."""
+"""The paper's figures of easy and hard tokens, with the losses of another model as the difficulty.
+
+A token's own loss is a term of the gain of a step, so tokens sorted by their own loss would show a gain even
+where there is none (reading note 11). The losses of another model on the same windows are not.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,51 +21,70 @@ from model import Count, Fraction, validated_dataclass
 
 
 def reference_losses(subject, place):
-    """The losses (n,) of the model in `place` on a subject's windows. UserError: it cannot read them."""
+    """The losses (n,) of the model in `place` on the windows of a subject.
+
+    Raises:
+        UserError: the model has another tokenizer, or a shorter window.
+    """
     model = load(place).to(subject.windows.device)
     digest = load_tokenizer(place / "tokenizer.json").digest
-    if digest != subject.tokenizer.digest or model.config.block_size < subject.windows.size(1) - 1:
-        raise UserError(f"--reference {place} has another tokenizer than {subject.path}, or a shorter window")
-    return decoded(replace(subject, model=model))[0]
+    if digest != subject.tokenizer.digest:
+        raise UserError(
+            f"--reference {place} has another tokenizer than {subject.path}: give a model with the same"
+        )
+    T = subject.windows.size(1) - 1
+    if model.config.block_size < T:
+        raise UserError(
+            f"--reference {place} has a window of {model.config.block_size} tokens, but {subject.path} one "
+            f"of {T}: give a model with as large a window"
+        )
+    losses, _, _ = decoded(replace(subject, model=model))
+    return losses
 
 
 def gains(subject, difficulty):
-    """As analyze.buckets, by thirds of a difficulty (n,)."""
+    """The rows of analyze.buckets, by thirds of a difficulty (n,)."""
     ce, steps = analyze.losses_by_depth(subject.model, subject.windows, subject.tau)
-    columns = {f"gain_{i}": ce[:, i - 1] - ce[:, i] for i in range(1, ce.size(1))}
-    return [*analyze.by_bucket(difficulty, {"difficulty": difficulty, "steps": steps, **columns})]
+    columns = {"difficulty": difficulty, "steps": steps}
+    for k in range(1, ce.size(1)):
+        columns[f"gain_{k}"] = ce[:, k - 1] - ce[:, k]
+    return list(analyze.by_bucket(difficulty, columns))
 
 
 def shifts(subject, difficulty):
-    """As analyze.shift, by thirds of a difficulty (n,)."""
-    model, windows, tau = subject.model, subject.windows, subject.tau
-    found = {alpha: analyze.decoded(model, windows, tau, alpha) for alpha in analyze.ALPHAS}
-    return [
-        {"alpha": alpha, **row}
-        for alpha, (loss, steps) in found.items()
-        for row in analyze.by_bucket(difficulty, {"steps": steps, "change": loss - found[0][0]})
-    ]
+    """The rows of analyze.shift, by thirds of a difficulty (n,)."""
+    found = {}
+    for alpha in analyze.ALPHAS:
+        found[alpha] = analyze.decoded(subject.model, subject.windows, subject.tau, alpha)
+    unshifted, _ = found[0]
+    rows = []
+    for alpha, (loss, steps) in found.items():
+        for row in analyze.by_bucket(difficulty, {"steps": steps, "change": loss - unshifted}):
+            rows.append({"alpha": alpha, **row})
+    return rows
 
 
 @validated_dataclass
 class Difficulty:
-    """The paper's figures of easy and hard tokens, by the losses of another model."""
+    """Draw the paper's figures of easy and hard tokens, by the losses of another model."""
 
-    reference: Given  # another trained model on the same text
-    run: Given | None = None  # directory of a trained model; None: the newest in out/
-    windows: Count = 256  # of the validation text
-    tau: Fraction | None = None  # where pondering stops; None: where the run was scored
-    data: Given | None = None  # the text that it was scored on, if that is no named corpus
-    out: Path | None = None  # where the results go; None: <run>/report
+    reference: Given  # another model with the same tokenizer, whose losses are the difficulty
+    run: Given | None = None  # directory of a trained PonderLM-3; None: the newest run in out/
+    windows: Count = 256  # windows of validation text
+    tau: Fraction | None = None  # mask score below which pondering stops; None: that of the run's evaluation
+    data: Given | None = None  # the text that the run was trained on, unless that is pydocs or pysource
+    out: Path | None = None  # folder for the results; None: <run>/report
     device: str = "auto"  # auto, cpu, cuda or mps
 
     def draw(self):
         path = find_model(self.run)
         subject = open_subject(path, self.windows, self.tau, pick_device(self.device), self.data)
         if not subject.model.iterates or not subject.model.has_router:
-            raise UserError(f"{path} is of method {subject.model.method}: these are figures of a PonderLM-3")
-        difficulty, out = reference_losses(subject, find_model(self.reference)), self.out or path / "report"
-        for name, rows in (("buckets", gains(subject, difficulty)), ("shift", shifts(subject, difficulty))):
+            raise UserError(f"{path} is a model of method {subject.model.method}: give a PonderLM-3 to --run")
+        difficulty = reference_losses(subject, find_model(self.reference))
+        out = self.out or path / "report"
+        figures = {"buckets": gains(subject, difficulty), "shift": shifts(subject, difficulty)}
+        for name, rows in figures.items():
             title, _, draw = analyze.DRAWINGS[name]
             frame = pd.DataFrame(rows)
             cells = frame.map(lambda x: x if isinstance(x, str) else f"{x:.4g}")

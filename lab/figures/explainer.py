@@ -1,9 +1,9 @@
-"""Two trained models on one HTML page that runs them: puzzles whose difficulty is known, and the
-thinking time of a text, byte by byte, live as one types.
+"""Two trained models on one HTML page that runs them: one solves puzzles whose difficulty is known, the other
+shows the extra steps of a text, byte by byte, while you type.
 
-The page holds the weights and a PonderLM-3 in plain JavaScript (templates/model.js), and asks no
-other place for anything. worker.js runs each model in a thread of its own; puzzle.js and
-explainer.js show what they do. chains.js makes the puzzles.
+The page holds the weights and a PonderLM-3 in plain JavaScript (templates/model.js), and loads nothing from
+elsewhere. worker.js runs each model in a thread of its own; puzzle.js and explainer.js show what the models
+do; chains.js makes the puzzles.
 """
 
 import base64
@@ -20,7 +20,7 @@ from lab.interop.weights import INCLUDED, PUZZLES, find_model, load
 from model import Fraction, validated_dataclass
 
 ROOT = Path(__file__).parents[2]
-BYTES = 256  # tokens before the words of the puzzle, which has no use for them
+BYTES = 256  # tokens before the words of the puzzle, which does not use them
 PUZZLE_TAU = 1e-4
 TEXT = """\
 Return a copy of the array.
@@ -40,7 +40,7 @@ PAGES = jinja2.Environment(
 
 
 def write_page(file, template, **values):
-    """Fill in a template of templates/."""
+    """Write a file from a template of templates/ and its values."""
     text = PAGES.get_template(template).render(values)
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(file, lambda part: part.write_text(text, encoding="utf-8"))
@@ -48,15 +48,20 @@ def write_page(file, template, **values):
 
 
 def packed(model, first=0):
-    """A model, without the first tokens of its vocabulary -> its settings and [(name, shape), ..];
-    its weights in float16 and in that order, as base64."""
+    """A model for the page, without the first tokens of its vocabulary.
+
+    Returns:
+        A dict with its settings and [(name, shape), ..] of its tensors; and their numbers in that order, in
+        float16, as base64.
+    """
     tensors = {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     for name in tensors.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
         tensors[name] = tensors[name][first:]
     data = b"".join(tensor.numpy().astype("<f2").tobytes() for tensor in tensors.values())
-    c, config = model.config, asdict(model.config)
+    c = model.config
+    config = asdict(c)
     config |= dict(key_value_heads=c.kv_heads, head_width=c.head_width, scale=c.scale, offset=c.offset)
     config["vocab_size"] -= first
     shapes = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
@@ -64,25 +69,38 @@ def packed(model, first=0):
 
 
 def open_model(path, method, tokens):
-    """A model of this method for these tokens, and its tokenizer. UserError: it is another one."""
-    model, tokenizer = load(path), load_tokenizer(path / "tokenizer.json")
-    names = "method", "backbone", "tokenizer", "vocabulary"
-    found = model.method, model.config.backbone, tokenizer.name, model.config.vocab_size
-    needed = method, "llama", tokens, tokenizer.vocab_size
-    for what, a, b in zip(names, found, needed, strict=True):
-        if a != b:
-            raise UserError(f"{path} has the {what} {a}, not {b}")
+    """A Llama of some method, and its tokenizer.
+
+    Args:
+        path: its directory.
+        method: the name of the method.
+        tokens: the name of the tokenizer.
+
+    Raises:
+        UserError: it is another model.
+    """
+    model = load(path)
+    tokenizer = load_tokenizer(path / "tokenizer.json")
+    found_and_needed = {
+        "method": (model.method, method),
+        "backbone": (model.config.backbone, "llama"),
+        "tokenizer": (tokenizer.name, tokens),
+        "vocabulary": (model.config.vocab_size, tokenizer.vocab_size),
+    }
+    for what, (found, needed) in found_and_needed.items():
+        if found != needed:
+            raise UserError(f"{path} has the {what} {found}, but {needed} is needed: give another model")
     return model, tokenizer
 
 
 @validated_dataclass
 class Explainer:
-    """A page that runs models: one solves puzzles, one of bytes reads a text, live as one types."""
+    """Write a page that runs two models: one solves puzzles, the other reads a text while you type."""
 
-    # directory of a trained PonderLM-3; by default the newest in out/, else models/docstrings
+    # directory of a trained PonderLM-3 of bytes; None: the newest run in out/, or else models/docstrings
     run: Given | None = None
-    tau: Fraction | None = None  # where its slider starts; by default where the run scored it
-    # the page; by default <run>/report/explainer.html, of models/docstrings out/explainer.html
+    tau: Fraction | None = None  # where the slider for tau starts; None: the tau of the run's evaluation
+    # file of the page; None: <run>/report/explainer.html, or out/explainer.html for models/docstrings
     out: Path | None = None
 
     def draw(self):
@@ -91,7 +109,7 @@ class Explainer:
         file = self.out or of_run / "explainer.html"
         config = settings_of(path)
         if not {"tau", "data", "steps"} <= config.keys():
-            raise UserError(f"{path}/train.json does not hold the settings of a run")
+            raise UserError(f"{path}/train.json does not have the settings of a run: give a run to --run")
         model, _ = open_model(path, "ponderlm3", "bytes")
         puzzler, tokenizer = open_model(PUZZLES, "grid", "lookup")
         of_text, weights = packed(model)

@@ -1,15 +1,16 @@
-"""How many layers is a step of thinking worth? Losses of plain models with more layers, and of thinking ones.
+"""How many layers is an extra step worth? Losses of plain models with more layers, and of models that take
+extra steps.
 
 column       meaning
-model        plain: no thinking; always: all K steps for every token (PonderLM-2); decides (PonderLM-3)
-layers       of the model; K: its most steps
-loss, steps  nats a token as it decodes, hard-stopped at its tau, and steps executed, means over tokens
+model        plain: no extra steps; always: all K steps for every token (PonderLM-2); decides (PonderLM-3)
+layers, K    layers of the model, and its most steps
+loss, steps  nats per token as the model decodes, hard-stopped at its tau, and executed steps; both are means
 parameters   learned numbers
-training     seconds that its training took at the speed of its end
+training     seconds that the training took, at the speed of its end
 machine, precision, text   as in comparing.py
-decoding     milliseconds to decode a token, one after another, mean over some windows, the models in turns
-worth        layers that a plain model of the same seed needs more for the same loss, on the line between
-             its losses; a model that is ahead of the deepest counts as this one
+decoding     milliseconds to decode a token, one after another: mean over some windows, the models in turns
+worth        how many more layers a plain model of the same seed needs for the same loss, interpolated between
+             the losses of plain models; a model that is ahead of the deepest one counts as that one
 """
 
 import math
@@ -26,55 +27,74 @@ from model import validated_dataclass
 
 
 def layer_rows(runs, data=None):
-    """A row for each run: the columns above."""
+    """The frame of some runs, with the columns above and a row for each run."""
     check_comparable(runs)
     rows = []
-    for run, subject, time_ in timed(runs, 4, data=data):
-        read = run.config.steps * run.config.batch_size * run.shape.block_size
-        row = {"model": NAMES[run.shape.method], "layers": run.shape.num_hidden_layers}
-        row |= {"K": run.begun.ponder_steps, "seed": run.config.seed} | {
-            key: run.results["hard"][key] for key in ("loss", "steps")
+    for run, subject, seconds in timed(runs, 4, data=data):
+        tokens = run.config.steps * run.config.batch_size * run.shape.block_size
+        row = {
+            "model": NAMES[run.shape.method],
+            "layers": run.shape.num_hidden_layers,
+            "K": run.begun.ponder_steps,
+            "seed": run.config.seed,
+            "loss": run.results["hard"]["loss"],
+            "steps": run.results["hard"]["steps"],
+            "parameters": sum(p.numel() for p in subject.model.parameters()),
+            "training": tokens / run.speed,
+            "decoding": 1000 * seconds / run.shape.block_size,
         }
-        row |= {"parameters": sum(p.numel() for p in subject.model.parameters())}
-        row |= {"training": read / run.speed, "decoding": 1000 * time_ / run.shape.block_size}
         rows.append(row | run.origin)
     return with_worth(pd.DataFrame(rows))
 
 
 def with_worth(frame):
-    """The frame with the column worth, nan where the seed has no plain models of two depths."""
+    """The frame with the column `worth`, nan where a seed has no plain models of two depths."""
     worth = []
     for row in frame.itertuples():
         plain = frame[(frame.model == "plain") & (frame.seed == row.seed)].sort_values("layers")
-        plain = plain[plain.loss < plain.loss.cummin().shift(fill_value=math.inf)]  # that fewer do not reach
-        needed = np.interp(-row.loss, -plain.loss, plain.layers) if len(plain) > 1 else math.nan
+        best_of_fewer = plain.loss.cummin().shift(fill_value=math.inf)
+        plain = plain[plain.loss < best_of_fewer]  # depths that are better than all smaller ones
+        needed = math.nan
+        if len(plain) > 1:
+            needed = np.interp(-row.loss, -plain.loss, plain.layers)
         worth.append(needed - row.layers)
     return frame.assign(worth=worth)
 
 
 def summary(frame):
-    """A row for each model, its layers and K: means over seeds, and 95 % intervals of loss and worth."""
+    """The table: means over seeds for each model, its layers and K, with 95 % intervals of loss and worth."""
     rows = []
     deepest = frame[frame["model"] == "plain"].groupby("seed")["loss"].min()
     for (model, layers, K), group in frame.groupby(["model", "layers", "K"], sort=False):
-        means, deviations = (getattr(group, how)(numeric_only=True) for how in ("mean", "std"))
-        loss, worth = (
-            show(means[x], form, interval(deviations[x], group[x].notna().sum()))
-            for x, form in (("loss", ".4f"), ("worth", ".2f"))
-        )
-        known = group.worth.notna()  # of a seed with plain models of two depths
-        least = "≥ " if (group.loss < group.seed.map(deepest))[known].any() else ""
+        means = group.mean(numeric_only=True)
+        deviations = group.std(numeric_only=True)
+        half_intervals = {
+            key: interval(deviations[key], group[key].notna().sum()) for key in ("loss", "worth")
+        }
+        has_worth = group.worth.notna()
+        is_ahead = group.loss < group.seed.map(deepest)  # of the deepest plain model: worth is a lower bound
+        worth = show(means.worth, ".2f", half_intervals["worth"])
+        if is_ahead[has_worth].any():
+            worth = "≥ " + worth
         title = model if model == "plain" else f"{model}, K = {K}"
-        row = {"model": f"{title}, {layers} layers", "seeds": len(group), "steps": f"{means.steps:.2f}"}
-        row |= {"loss": loss, "layers worth": "" if model == "plain" else least + worth}
-        row |= {"parameters": f"{means.parameters:,.0f}", "training, s": f"{means.training:.0f}"}
-        rows.append(row | {"decoding, ms": f"{means.decoding:.2f}"})
+        rows.append(
+            {
+                "model": f"{title}, {layers} layers",
+                "seeds": len(group),
+                "steps": f"{means.steps:.2f}",
+                "loss": show(means.loss, ".4f", half_intervals["loss"]),
+                "layers worth": "" if model == "plain" else worth,
+                "parameters": f"{means.parameters:,.0f}",
+                "training, s": f"{means.training:.0f}",
+                "decoding, ms": f"{means.decoding:.2f}",
+            }
+        )
     return pd.DataFrame(rows)
 
 
 @validated_dataclass
 class Layers(Comparison):
-    """What a step is worth, in layers: table and figure."""
+    """Draw how many layers an extra step is worth, with a table."""
 
     device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
     sheet = "layers of a model without thinking", "nats per token"

@@ -1,13 +1,13 @@
-"""Does depth follow difficulty, where that is known, and what is thinking worth there? The lookup task
-(corpora/lookup.py), in which each question says how many lookups it takes.
+"""Three figures about the lookup task (corpora/lookup.py), in which each question says how many lookups it
+takes: whether depth follows difficulty, which tokens need their steps, and what extra steps are worth.
 
-column           meaning, of the table of `worth`
-model            plain: no thinking; always: all steps for every token (PonderLM-2); decides (PonderLM-3)
-layers           of the model
-learning_rate    of its training; of several the one with the most right answers counts, over all seeds
-steps            that its training took, in all stages; last_stage: those of the last one
-lookups, right   that a question takes, and the share of answers that are right
-passes           layers that a token passes, as it decodes, mean over all tokens of a line
+column           meaning, in the table of `worth`
+model            plain: no extra steps; always: all steps for every token (PonderLM-2); decides (PonderLM-3)
+layers           layers of the model
+learning_rate    of its training; of several, the one with the highest accuracy over all seeds counts
+steps            training steps of all stages; last_stage: those of the last stage
+lookups, right   lookups that a question takes, and the accuracy of the answers
+passes           layers that a token passes as it is decoded: mean over all tokens of a line
 seconds          to decode a line of 64 tokens, one after another: mean over 16 lines, the models in turns
 machine, precision, text   of the last stage, as in comparing.py
 """
@@ -32,31 +32,42 @@ from model import Fraction, validated_dataclass
 
 
 def answers(subject):
-    """Of each token that takes a known number of lookups: that number, whether the next token is
-    predicted, and the executed steps -> (n,) each, decoded at tau; and the steps of all tokens, (n,)."""
+    """How a model decodes the tokens that take a known number of lookups.
+
+    Returns:
+        For each of these tokens the number of lookups, whether the next token is predicted, and the executed
+        steps, (m,) each; and the executed steps of all tokens, (n,).
+    """
     asked = lookups_asked(subject.windows[:, :-1], subject.tokenizer).flatten().cpu()
     _, steps, right = decoded(subject)
-    return *(values[asked >= 0] for values in (asked, right, steps)), steps
+    known = asked >= 0
+    return asked[known], right[known], steps[known], steps
 
 
 @validated_dataclass
 class Lookup(Comparison):
-    """Does depth follow difficulty? Models that were trained on the lookup task."""
+    """Draw accuracy and steps by the number of lookups, for models that were trained on the lookup task."""
 
-    tau: Fraction | None = None  # where pondering stops; by default where each run scored it
-    # steps that each may take, instead of its K: what the router says of its last one holds for the new ones
+    tau: Fraction | None = None  # mask score below which pondering stops; None: that of each run's evaluation
+    # numbers of steps that the models may take, instead of their K; the router's last row holds for new steps
     most: tuple[PositiveInt, ...] = ()
-    other, by, keeps_means = True, ["most", "lookups"], True
+    other = True
+    by = ["most", "lookups"]
+    keeps_means = True
     sheet = "lookups that the next token takes (0: filler)", "", 2
     columns = {name: name for name in ("method", "K", "most", "seeds", "lookups")}
     columns |= {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"}
 
     def measure(self, run):
-        """A row for each number of steps and of lookups, 0 for filler; asked of at most 1024 lines."""
-        subject, shape, found = self.subject(run, 1024), run.shape, []
+        """The frame of one run: a row for each of `most` and each number of lookups, 0 for filler, on at most
+        1024 lines."""
+        subject = self.subject(run, 1024)
+        shape = run.shape
+        found = []
         for n in self.most or [shape.ponder_steps]:
             if n < shape.ponder_steps:
-                raise UserError(f"--most {n}: {run.path} takes {shape.ponder_steps} steps already")
+                K = shape.ponder_steps
+                raise UserError(f"--most {n}: {run.path} takes {K} steps already; give at least {K}")
             if n != shape.ponder_steps:
                 grown = replace(shape, ponder_steps=n, router_offset=longer(shape, n))
                 subject.model = start_from(run.path, grown).to(subject.windows.device).eval()
@@ -69,7 +80,7 @@ class Lookup(Comparison):
 
     def frame(self, runs):
         frame = super().frame(runs)
-        # grown models differ in what K says already
+        # The offsets of grown models differ in length only, which K says already.
         frame["method"] = frame.method.str.replace(r", router_offset( -?[\d.]+)+", "", regex=True)
         return frame.sort_values("K", kind="stable")
 
@@ -86,7 +97,7 @@ class Lookup(Comparison):
 
 
 def stilled(places):
-    """A change of s and log_w (B, T, S) by which some places of a line, (T,) bool, take no step."""
+    """A function for subject.rerouted that takes away the steps of some places of a line, (T,) booleans."""
 
     def change(s, log_w):
         still = places[:, None] & (torch.arange(s.size(-1), device=s.device) > 0)  # (T, S)
@@ -97,33 +108,51 @@ def stilled(places):
 
 
 def kind_rows(subject):
-    """A row for each kind of token: its share of a line and steps; then, with the steps of these tokens
-    taken away, the steps of all and the share of right answers, over all numbers of lookups and at the
-    one with the fewest. The first row is of all tokens as they are, the last without the steps that
-    neither read the table nor answer."""
+    """The frame of one run, a row for each kind of token.
+
+    column       meaning
+    kind         one of KINDS; all: all tokens, whose steps stay; idle: tokens that are no pairs or questions
+    tokens       the fraction of tokens of this kind
+    steps        executed steps of these tokens, mean
+    steps_left   executed steps of all tokens when those of this kind take none, mean
+    right_left   the accuracy then, mean over the numbers of lookups
+    worst_left   the accuracy then at the number of lookups where it is lowest
+    """
     *_, steps = answers(subject)
-    kinds = kinds_of(subject.windows.size(1) - 1, subject.tokenizer).to(subject.windows.device)
-    idle = [KINDS.index(kind) for kind in KINDS if kind not in ("pair", "question")]
+    kinds = kinds_of(subject.windows.size(1) - 1, subject.tokenizer).to(subject.windows.device)  # (T,)
+    groups = {"all": []}  # indices of KINDS
+    groups |= {kind: [i] for i, kind in enumerate(KINDS)}
+    groups["idle"] = [i for i, kind in enumerate(KINDS) if kind not in ("pair", "question")]
     rows = []
-    for name, chosen in [("all", []), *((kind, [i]) for i, kind in enumerate(KINDS)), ("idle", idle)]:
-        places = torch.isin(kinds, torch.tensor(chosen, device=kinds.device))
-        mine = (places if chosen else ~places).repeat(len(subject.windows)).cpu()
+    for name, chosen in groups.items():
+        places = torch.isin(kinds, torch.tensor(chosen, device=kinds.device))  # (T,)
+        counted = places if chosen else ~places
+        counted = counted.repeat(len(subject.windows)).cpu()  # (n,)
         with rerouted(subject.model, stilled(places)):
             asked, right, _, left = answers(subject)
-        found = pd.Series(right.double()).groupby(asked.numpy()).mean().drop(0, errors="ignore")
-        row = {"kind": name, "tokens": mine.double().mean().item()}
-        row |= {"steps": steps[mine].double().mean().item(), "steps_left": left.double().mean().item()}
-        rows.append(row | {"right_left": found.mean(), "worst_left": found.min()})
+        accuracy = pd.Series(right.double()).groupby(asked.numpy()).mean().drop(0, errors="ignore")
+        rows.append(
+            {
+                "kind": name,
+                "tokens": counted.double().mean().item(),
+                "steps": steps[counted].double().mean().item(),
+                "steps_left": left.double().mean().item(),
+                "right_left": accuracy.mean(),
+                "worst_left": accuracy.min(),
+            }
+        )
     return pd.DataFrame(rows)
 
 
 @validated_dataclass
 class Kinds(Comparison):
-    """Which tokens of the lookup task take steps, and which of these steps are used? A table."""
+    """Show which tokens of the lookup task take steps, and which of these steps are needed. A table."""
 
-    tau: Fraction | None = None  # where pondering stops; by default where each run scored it
+    tau: Fraction | None = None  # mask score below which pondering stops; None: that of each run's evaluation
 
-    other, by, keeps_means = True, ["kind"], True
+    other = True
+    by = ["kind"]
+    keeps_means = True
     columns = ABOUT | {"kind": "kind", "share of tokens": "tokens:.3f", "steps": "steps:.2f"}
     columns |= {"steps without": "steps_left:.2f", "right without": "right_left:.3f"}
     columns |= {"fewest right": "worst_left:.3f"}
@@ -133,28 +162,44 @@ class Kinds(Comparison):
         return kind_rows(self.subject(run, 400))
 
 
-# -- What thinking is worth ------------------------------------------------------------------------
+# -- What extra steps are worth --------------------------------------------------------------------
 
 NAMES = {"vanilla": "plain", "ponderlm2": "always thinks", "grid-fixed": "always thinks"}
 NAMES |= {"ponderlm3": "decides", "grid": "decides"}
-LINES_TIMED, ROUNDS = 16, 3
-ROW = ["model", "layers", "last_stage"]  # what makes a row of the table
+LINES_TIMED = 16
+ROUNDS = 3
+ROW = ["model", "layers", "last_stage"]  # runs that agree in these are one row of the table
 
 
 @torch.inference_mode()
 def decode(model, line, tau):
-    """Read a line of ids token by token. -> seconds"""
-    start, cache = time.perf_counter(), model.new_cache()
+    """The seconds that it takes to read a line of ids token by token."""
+    start = time.perf_counter()
+    cache = model.new_cache()
     for position, token in enumerate(line):
         model.ponder_token(token, position, cache, tau)
     return time.perf_counter() - start
 
 
 def timed(runs, windows, tau=None, data=None, other=False):
-    """Of each run the run, its Subject and the mean seconds to decode a line: the least of ROUNDS, in turns,
-    since other work only slows down. UserError: a run of another method than NAMES."""
-    if odd := [str(run.path) for run in runs if run.shape.method not in NAMES]:
-        raise UserError(f"{odd[0]}: only {', '.join(NAMES)} are compared here")
+    """Measure how long runs take to decode a line, in turns.
+
+    Args:
+        runs: of comparing.read_runs.
+        windows, tau, data, other: as subject.open_subject.
+
+    Returns:
+        (run, Subject, mean seconds per line) of each run. The least of ROUNDS counts, since other work on the
+        machine can only slow a run down.
+
+    Raises:
+        UserError: a run is of a method that is not in NAMES.
+    """
+    for run in runs:
+        if run.shape.method not in NAMES:
+            raise UserError(
+                f"{run.path} is of method {run.shape.method}: only {', '.join(NAMES)} are compared; omit it"
+            )
     subjects = [open_subject(run.path, windows, tau, torch.device("cpu"), data, other) for run in runs]
     found = [[] for _ in subjects]
     for _ in range(ROUNDS):
@@ -165,52 +210,72 @@ def timed(runs, windows, tau=None, data=None, other=False):
 
 
 def worth_rows(runs, tau, data):
-    """A row for each run and number of lookups: the columns above."""
+    """The frame of some runs, with the columns above and a row for each run and number of lookups."""
     rows = []
-    for run, subject, time_ in timed(runs, 1024, tau, data, other=True):
-        asked, right, _, steps = answers(subject)
-        layers, steps = run.shape.num_hidden_layers, steps.double().mean().item()
-        one = {"model": NAMES[run.shape.method], "layers": layers, "seed": run.config.seed}
-        one |= {"learning_rate": run.config.learning_rate, "steps": trained_steps(run)}
-        one |= {"last_stage": run.config.steps} | run.origin
+    for run, subject, seconds in timed(runs, 1024, tau, data, other=True):
+        asked, right, _, all_steps = answers(subject)
+        layers = run.shape.num_hidden_layers
+        steps = all_steps.double().mean().item()
+        of_run = {
+            "model": NAMES[run.shape.method],
+            "layers": layers,
+            "seed": run.config.seed,
+            "learning_rate": run.config.learning_rate,
+            "steps": trained_steps(run),
+            "last_stage": run.config.steps,
+        }
         for n in range(1, int(asked.max()) + 1):
-            row = {"lookups": n, "right": right[asked == n].double().mean().item()}
-            rows.append(one | row | {"passes": layers * (1 + steps), "seconds": time_})
+            accuracy = right[asked == n].double().mean().item()
+            row = {"lookups": n, "right": accuracy, "passes": layers * (1 + steps), "seconds": seconds}
+            rows.append(of_run | run.origin | row)
     return pd.DataFrame(rows)
 
 
 def trained_steps(run):
-    """Optimizer steps of a training and of those that it began from."""
+    """Training steps of a run and of the runs that it started from."""
     before = getattr(run.config, "init_from", None)
-    return run.config.steps + (trained_steps(*read_runs([before])) if before else 0)
+    if not before:
+        return run.config.steps
+    (run_before,) = read_runs([before])
+    return run.config.steps + trained_steps(run_before)
 
 
 def row_title(model, layers, last_stage, shortest):
+    """The title of a row of the table. shortest: training steps of the shortest last stage of all rows."""
     longer = f", stages {last_stage / shortest:g} times as long" if last_stage > shortest else ""
     return f"{model}, {layers} layer{'s' * (layers > 1)}{longer}"
 
 
 def summary(frame):
-    """A row for each model and length of its stages, with the learning rate that has most right answers."""
-    score = frame.groupby([*ROW, "learning_rate"]).right.mean().reset_index()
-    kept = frame.merge(score.loc[score.groupby(ROW).right.idxmax(), [*ROW, "learning_rate"]])
+    """The table: a row for each model and length of its stages.
+
+    Returns:
+        The table, and the rows of the frame with the learning rate of the highest accuracy, which it is made
+        from.
+    """
+    accuracy = frame.groupby([*ROW, "learning_rate"]).right.mean().reset_index()
+    best = accuracy.loc[accuracy.groupby(ROW).right.idxmax(), [*ROW, "learning_rate"]]
+    kept = frame.merge(best)
     rows = []
     for which, group in kept.groupby(ROW):
+        passes = group.passes.mean()
         row = {"model": row_title(*which, kept.last_stage.min()), "seeds": group.seed.nunique()}
-        right = group.groupby("lookups").right.mean()
-        row |= {f"{n} lookup{'s' * (n > 1)}": show(share, ".2f") for n, share in right.items()}
-        worst = group.groupby("seed").right.min().min()
-        row |= {"worst": f"{worst:.2f}", "steps of training": f"{group.steps.mean():,.0f}"}
-        row |= {"passes a token": f"{group.passes.mean():.2f}"}
-        rows.append(row | {"ms a line": f"{1000 * group.seconds.mean():.0f}", "order": group.passes.mean()})
+        for n, right in group.groupby("lookups").right.mean().items():
+            row[f"{n} lookup{'s' * (n > 1)}"] = show(right, ".2f")
+        row["worst"] = f"{group.right.min():.2f}"
+        row["steps of training"] = f"{group.steps.mean():,.0f}"
+        row["passes a token"] = f"{passes:.2f}"
+        row["ms a line"] = f"{1000 * group.seconds.mean():.0f}"
+        row["order"] = passes
+        rows.append(row)
     return pd.DataFrame(rows).sort_values("order").drop(columns="order"), kept
 
 
 @validated_dataclass
 class Worth(Comparison):
-    """What thinking is worth where the answer is known: table and figure."""
+    """Draw the accuracy of models with and without extra steps on puzzles, with a table of what they cost."""
 
-    tau: Fraction | None = None  # where pondering stops; by default where each run scored it
+    tau: Fraction | None = None  # mask score below which pondering stops; None: that of each run's evaluation
     device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
     sheet = "lookups that a question takes; passes: layers that a token passes", "share of right answers"
 
@@ -218,7 +283,8 @@ class Worth(Comparison):
         return worth_rows(runs, self.tau, self.data)
 
     def table(self, frame):
-        return summary(frame)[0]
+        table, _ = summary(frame)
+        return table
 
     def picture(self, frame, axes):
         _, kept = summary(frame)
@@ -233,7 +299,7 @@ class Worth(Comparison):
 
 
 def main(figure: Annotated[Worth, tyro.conf.arg(name="")]):
-    """What thinking is worth where the answer is known: table and figure."""
+    """Show what extra steps are worth on puzzles whose difficulty is known: a table and a figure."""
     figure.draw()
 
 

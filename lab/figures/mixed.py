@@ -1,11 +1,12 @@
-"""One model for two kinds of text (lab corpus lookup --prose): does it think where thinking pays?
+"""One model for two kinds of text (lab corpus lookup --prose): does it take extra steps where they pay?
 
 column       meaning
-kind         prose: a token of the docstrings; 1 .. 6: the question of a puzzle that takes so many lookups;
-             puzzles: a token of a line of the task, whatever it is
-loss         nats a token, hard-stopped at tau; all_steps: with every step taken
-right        the share of the questions whose answer is the most probable token
-steps        executed at tau, mean over these tokens
+kind         prose: tokens of the docstrings; puzzles: all tokens of the lines of the task; 1 .. 6: questions
+             that take so many lookups
+tokens       how many tokens of this kind there are
+loss         nats per token, hard-stopped at tau; all_steps: with all steps
+right        accuracy: the fraction of these tokens whose next token is the most probable one
+steps        executed steps at tau, mean over these tokens
 """
 
 from dataclasses import replace
@@ -20,36 +21,45 @@ from model import Fraction, validated_dataclass
 
 
 def is_line(rows, tokenizer):
-    """Which windows (W, T+1) are lines of the task: they begin with a table of pairs. -> (W,) bool"""
+    """Which of the windows (W, T+1) are lines of the task, which begin with a table of pairs: booleans
+    (W,)."""
     return (rows[:, : longest_of(tokenizer) + 7] >= tokenizer.encode(" ab")[0]).all(-1)
 
 
 def kind_rows(subject):
-    """A row for each kind, of one run."""
-    tokenizer, rows = subject.tokenizer, subject.windows.cpu()
-    puzzle = is_line(rows, tokenizer)
-    asked = torch.full((len(rows), rows.size(1) - 1), -1)
-    asked[puzzle] = lookups_asked(rows[puzzle, :-1], tokenizer)
-    asked, of_puzzle = asked.flatten(), puzzle.repeat_interleave(rows.size(1) - 1)
-    loss, steps, right = decoded(subject)
-    all_steps, *_ = decoded(replace(subject, tau=0.0))
+    """The frame of one run, a row for each kind of token."""
+    tokenizer = subject.tokenizer
+    windows = subject.windows.cpu()
+    T = windows.size(1) - 1
+    is_puzzle = is_line(windows, tokenizer)  # (W,)
+    asked = torch.full((len(windows), T), -1)
+    asked[is_puzzle] = lookups_asked(windows[is_puzzle, :-1], tokenizer)
+    asked = asked.flatten()  # (n,)
+    of_puzzle = is_puzzle.repeat_interleave(T)  # (n,)
     kinds = {"prose": ~of_puzzle, "puzzles": of_puzzle}
-    kinds |= {str(n): asked == n for n in range(1, longest_of(tokenizer) + 1)}
+    for n in range(1, longest_of(tokenizer) + 1):
+        kinds[str(n)] = asked == n
+
+    loss, steps, right = decoded(subject)
+    all_steps, _, _ = decoded(replace(subject, tau=0.0))
     columns = {"loss": loss, "all_steps": all_steps, "steps": steps, "right": right}
-    return pd.DataFrame(
-        {"kind": kind, "tokens": int(chosen.sum())}
-        | {name: x[chosen].double().mean().item() for name, x in columns.items()}
-        for kind, chosen in kinds.items()
-    )
+    rows = []
+    for kind, chosen in kinds.items():
+        row = {"kind": kind, "tokens": int(chosen.sum())}
+        for name, values in columns.items():
+            row[name] = values[chosen].double().mean().item()
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
 @validated_dataclass
 class Mixed(Comparison):
-    """Models that were trained on prose and puzzles: loss, steps and right answers of each. A table."""
+    """Show loss, steps and accuracy on prose and on puzzles of models that were trained on both. A table."""
 
-    tau: Fraction | None = None  # where pondering stops; by default where each run scored it
+    tau: Fraction | None = None  # mask score below which pondering stops; None: that of each run's evaluation
 
-    other, by = True, ["kind"]
+    other = True
+    by = ["kind"]
     columns = ABOUT | {"kind": "kind", "loss": "loss:.4f", "with all steps": "all_steps:.4f"}
     columns |= {"steps": "steps:.2f", "right": "right:.3f"}
 

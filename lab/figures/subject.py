@@ -1,7 +1,7 @@
-"""A trained model of any method and a text, and what each token costs and takes there.
+"""A trained model of any method on a text: the loss and the steps of each token.
 
 code         paper         shape         meaning
-windows                    (W, T+1)      token ids; n = W T tokens are read and as many predicted
+windows                    (W, T+1)      token ids; n = W T tokens are read, and as many are predicted
 steps        K-hat         (n,)          executed steps of each token, at tau
 """
 
@@ -31,17 +31,29 @@ class Subject:
 
 
 def open_subject(path, windows=256, tau=None, device="cpu", data=None, other=False):
-    """A run's model with the first `windows` of its validation text; tau None: where it was scored.
-    `data`, `other` and errors: see validation_windows."""
+    """The model of a run on the first windows of its validation text.
+
+    Args:
+        path: directory of the run.
+        windows: how many.
+        tau: where it stops; None: that of the run's evaluation.
+        device: of the model and the windows.
+        data, other: as texts.validation_corpus, whose errors it raises.
+    """
     config, tokenizer, val = validation_windows(path, data, other)
     rows = val.stack(0, min(windows, val.count))
-    tau = config.tau if tau is None else tau
+    if tau is None:
+        tau = config.tau
     return Subject(Path(path), load(path).to(device), tokenizer, rows.to(device), tau)
 
 
 def decoded(subject):
-    """Of each token as decoding has it, hard-stopped at tau: the loss, the steps, and whether the token that
-    follows is the most probable one. -> (n,) each"""
+    """Each token as decoding has it, hard-stopped at tau.
+
+    Returns:
+        The losses, the executed steps, and whether the token that follows is the most probable one: (n,)
+            each.
+    """
     model = subject.model
 
     def find(x, y):
@@ -54,8 +66,8 @@ def decoded(subject):
 
 @contextmanager
 def rerouted(model, change):
-    """Within it `change` has the last word on s and log_w (B, T, S) of the router: it takes both and gives
-    both. A pass may hold some of the windows alone."""
+    """A context in which `change` has the last word on the routing: it maps s and log_w (B, T, S) to others.
+    A pass may be about some of the windows only."""
     own = model.route
     model.route = lambda h, alpha=0.0: change(*own(h, alpha))
     try:

@@ -1,29 +1,35 @@
-"""Numbers of a figure: kept as CSV, shown as a table in Markdown; and the sheet that they fill.
+"""The numbers of a figure, kept as CSV and shown as a table in Markdown, and the sheet that the figure is
+drawn on.
 
-frame       a pandas.DataFrame, a row for each line of the table; NaN: nothing to measure
-columns     {title: "key:format"}, what a table shows of a frame
-cells       a frame of text, what the table has
+frame       a pandas.DataFrame with a row for each line of the table; NaN: there is no number
+columns     {title: "key:format"}: which columns of a frame a table shows, and how
+cells       a frame of texts: the content of the table
 """
 
 import pandas as pd
 
 from common import atomic_write
 
-# Okabe and Ito's colours, which the colour-blind can tell apart.
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLORS = ["#D55E00", "#0072B2", "#000000", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777"]
-MARKERS, LINES = "os^DvpPX", ("-", "--", ":", "-.")
+MARKERS = "os^DvpPX"
+LINES = "-", "--", ":", "-."
 
 
 def show(value, form, std=None):
-    """A number, with its standard deviation if there is one; '-' where there is no number."""
+    """A number as text, with its standard deviation, if there is one; '-' if there is no number."""
     if pd.isna(value):
         return "-"
-    return f"{value:{form}}" + ("" if pd.isna(std) else f" ± {std:{form.removeprefix('+')}}")
+    text = f"{value:{form}}"
+    if not pd.isna(std):
+        text += f" ± {std:{form.removeprefix('+')}}"
+    return text
 
 
 def tabulate(frame, columns):
     """The cells of a frame. A number is shown with its `<key>_std`, if there is such a column."""
-    cells, rows = {}, frame.to_dict("records")
+    cells = {}
+    rows = frame.to_dict("records")
     for title, column in columns.items():
         key, _, form = column.partition(":")
         cells[title] = [show(row[key], form, row.get(f"{key}_std")) for row in rows]
@@ -31,12 +37,14 @@ def tabulate(frame, columns):
 
 
 def markdown(cells):
+    """A table in Markdown."""
     lines = [cells.columns, ["---"] * cells.shape[1], *cells.to_numpy()]
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
 
 
 def save(out, name, frame, cells):
-    """Keep the numbers of a figure as out/<name>.csv, the cells of their table as .md, and print it."""
+    """Write the numbers of a figure to out/<name>.csv and their table to out/<name>.md, and print the
+    table."""
     text = markdown(cells)
     out.mkdir(parents=True, exist_ok=True)
     atomic_write(out / f"{name}.csv", lambda part: frame.to_csv(part, index=False))
@@ -45,6 +53,7 @@ def save(out, name, frame, cells):
 
 
 def new_figure(x, y, panels=1):
+    """A figure with panels side by side, all with the labels x and y. -> the figure, a list of its axes"""
     from matplotlib.figure import Figure
 
     size = (6.4 * panels, 4.8) if panels < 3 else (4.4 * panels, 3.6)
@@ -57,7 +66,7 @@ def new_figure(x, y, panels=1):
 
 
 def save_figure(figure, file):
-    """Write a figure, with the legend of its first panel, if it has one, below."""
+    """Write a figure to a PNG file. The legend of its first panel, if there is one, stands below."""
     look = {"loc": "outside lower center", "fontsize": 8, "handlelength": 5}
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:

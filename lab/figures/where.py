@@ -1,14 +1,14 @@
-"""Where does a model think? Executed steps and losses by the kind of token that was read.
+"""Where does a model take extra steps? Executed steps and losses by the kind of the token that was read.
 
-    group                kinds: of the token behind which the steps are taken, which predict the next one
-    character            what its last byte is
-    place in its word    a word is letters, digits, underscores and bytes beyond ASCII
-    frequency            thirds of the text: its most frequent tokens make up the first
+    group                kinds of tokens; the steps of a token predict the next one
+    character            the kind of its last byte
+    place in its word    a word consists of letters, digits, underscores and bytes beyond ASCII
+    frequency            thirds of the text, the most frequent tokens first
     steps taken          0 .. K
-    step distribution    its own, or that of another token of its window (a permutation): what is lost where
-                         the distributions are the same ones but fall to others
+    step distribution    the token's own, or that of another token of its window (a permutation): what is lost
+                         if the same distributions go to other tokens
 
-Losses are in nats a token, of the next token, hard-stopped at tau.
+Losses are those of the next token, in nats, hard-stopped at tau.
 """
 
 from itertools import pairwise
@@ -40,62 +40,97 @@ def character(byte):
 
 
 def in_word(byte):
+    """Whether a byte is part of a word."""
     return chr(byte).isalnum() or byte in b"_" or byte >= 128
 
 
 def kinds_of(windows, tokenizer):
-    """The kinds of each token of windows (W, T+1) but the last, in the first three groups: (n,) each."""
+    """The kind of each token of windows (W, T+1) except for the last one of each window.
+
+    Returns:
+        The kinds by character, by place in its word and by frequency: a list of n each.
+    """
     ids = windows[:, :-1].flatten().tolist()
-    pieces = {i: tokenizer.decode([i]) or b"\n" for i in {*ids, *windows[:, -1].tolist()}}
+    pieces = {}  # bytes of each token; without any it counts as the end of a line
+    for i in {*ids, *windows[:, -1].tolist()}:
+        pieces[i] = tokenizer.decode([i]) or b"\n"
+    characters = [character(pieces[i][-1]) for i in ids]
     places = []
     for row in windows.tolist():
-        word = [(in_word(pieces[i][0]), in_word(pieces[i][-1])) for i in row]
-        before = False  # whether the last token ends in a word; a window's first token begins one
-        for (begins, inside), (goes_on, _) in pairwise(word):
-            place = "first" if not (before and begins) else "inside" if goes_on else "last"
-            places.append(place if inside else "between words")
-            before = inside
+        places += places_of([pieces[i] for i in row])
+    thirds = thirds_of(ids)
+    return characters, places, [thirds[i] for i in ids]
+
+
+def places_of(pieces):
+    """The place in its word of each token of a window except for the last one; pieces: the bytes of each."""
+    places = []
+    before_in_word = False  # whether the token before ends in a word; the first token begins one
+    for piece, following in pairwise(pieces):
+        continues = before_in_word and in_word(piece[0])
+        ends_in_word = in_word(piece[-1])
+        if not ends_in_word:
+            places.append("between words")
+        elif not continues:
+            places.append("first")
+        elif in_word(following[0]):
+            places.append("inside")
+        else:
+            places.append("last")
+        before_in_word = ends_in_word
+    return places
+
+
+def thirds_of(ids):
+    """The third of the text that each token id belongs to, when tokens are sorted by their frequency."""
     counts = np.bincount(ids)
     order = np.argsort(-counts, kind="stable")
-    share = np.empty(len(counts))
-    share[order] = (np.cumsum(counts[order]) - counts[order] / 2) / len(ids)  # of its middle occurrence
-    thirds = np.array(["frequent", "between", "rare"])[(3 * share).astype(int).clip(max=2)]
-    return [character(pieces[i][-1]) for i in ids], places, [thirds[i] for i in ids]
+    middle = np.empty(len(counts))  # where the middle occurrence of a token stands in the sorted text, 0 to 1
+    middle[order] = (np.cumsum(counts[order]) - counts[order] / 2) / len(ids)
+    return np.array(["frequent", "between", "rare"])[(3 * middle).astype(int).clip(max=2)]
 
 
 def permuted(s, log_w):
-    """s and log_w (B, T, S) of another token of each window, always the same one."""
+    """s and log_w (B, T, S) in which each token has those of another token of its window, the same in all
+    windows."""
     place = torch.randperm(s.size(1), generator=torch.Generator().manual_seed(0)).to(s.device)  # (T,)
     return s[:, place], log_w[:, place]
 
 
 def where_rows(subject):
-    """{group, kind, tokens (the share of all), steps, loss}, a row for each kind."""
-    loss, steps, _ = (x.double().numpy() for x in decoded(subject))
+    """The frame of one run: group, kind, tokens (the fraction of all), steps and loss, a row for each
+    kind."""
+    loss, steps, _ = (values.double().numpy() for values in decoded(subject))
     K = subject.model.config.ponder_steps
     kinds = [*kinds_of(subject.windows.cpu(), subject.tokenizer), [f"{k:.0f}" for k in steps]]
     rows = []
-    for group, kind in zip(GROUPS, kinds, strict=False):
+    for group, kind in zip(GROUPS[:-1], kinds, strict=True):
         each = pd.DataFrame({"kind": kind, "steps": steps, "loss": loss}).groupby("kind")
         found = each.mean().assign(tokens=each.size() / len(loss)).reset_index()
-        if group == "steps taken":  # a mean of no tokens is none
+        if group == "steps taken":  # with a row for steps that no token takes, which has no means
             found = found.set_index("kind").reindex(map(str, range(K + 1))).reset_index()
             found.tokens = found.tokens.fillna(0)
         rows.append(found.assign(group=group))
     with rerouted(subject.model, permuted):
-        other_loss, other_steps, _ = (x.double().numpy() for x in decoded(subject))
-    control = {"kind": ["its own", "another token's"], "steps": [steps.mean(), other_steps.mean()]}
-    control |= {"loss": [loss.mean(), other_loss.mean()], "tokens": 1.0, "group": GROUPS[-1]}
+        other_loss, other_steps, _ = (values.double().numpy() for values in decoded(subject))
+    control = {
+        "kind": ["its own", "another token's"],
+        "steps": [steps.mean(), other_steps.mean()],
+        "loss": [loss.mean(), other_loss.mean()],
+        "tokens": 1.0,
+        "group": GROUPS[-1],
+    }
     return pd.concat([*rows, pd.DataFrame(control)])
 
 
 @validated_dataclass
 class Where(Comparison):
-    """Which kinds of tokens are thought about: table and figure."""
+    """Draw which kinds of tokens take extra steps, with a table."""
 
-    windows: Count = 512  # of the validation text
-    tau: Fraction | None = None  # where pondering stops; by default where each run scored it
-    by, keeps_means = ["group", "kind"], True
+    windows: Count = 512  # windows of validation text
+    tau: Fraction | None = None  # mask score below which pondering stops; None: that of each run's evaluation
+    by = ["group", "kind"]
+    keeps_means = True
     sheet = "executed steps after the token, mean", "", 3
     columns = ABOUT | {"group": "group", "kind": "kind", "share of tokens": "tokens:.3f"}
     columns |= {"steps": "steps:.2f", "loss": "loss:.3f"}

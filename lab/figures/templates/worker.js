@@ -100,7 +100,7 @@ class Reading {
   }
 }
 
-/** The token at which the cumulative probability passes u: lab/engine/request.py: choose. */
+/** The token at which the cumulative probability passes u: lab/engine/choosing.py: choose. */
 function pick(logits, u, temperature) {
   if (temperature < 1e-6) return logits.indexOf(Math.max(...logits));
   const p = softmax(times(logits, 1 / temperature)), whole = p.reduce((a, b) => a + b);
