@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# How much could deciding gain on a text, and can a router be brought to choose between no step and one? `tiny`
-# on the grid, 4,000 steps, one seed: models of any depth; half of the depths drawn at first, a price afterwards.
-#     bash lab/runs/depth.sh          PARTS="any tries", SEEDS=1 or both: these runs, no table
-# One core of an EPYC with AVX-512: 3 to 6 minutes a run.
+# How much could be gained on text by deciding which tokens take a step, and can a router be trained to choose
+# between no step and one? Trains `tiny` on the grid for 4,000 steps, one seed: models that are good at every depth
+# (any), and models whose depths are drawn at first and which pay a price per step later (tries).
+#     bash lab/runs/depth.sh          PARTS="any tries", SEEDS=1 or both: only these runs, without the tables
+# Time: 3 to 6 minutes per run on one core of an EPYC with AVX-512.
+# Writes: runs to out/depth, tables and CSVs to out/analyze.
 . "$(dirname "$0")/once.sh"
 
 run() { # name, flags

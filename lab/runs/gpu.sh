@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# What to run on a GPU, in parts meant to take less than ten minutes, without a network. What they print is the
-# report, with the goals that were met and those that were not; a test that fails ends with an error.
-#     bash lab/runs/gpu.sh a    is it right? equivalence tests on the GPU, forms of attention and float64
-#     bash lab/runs/gpu.sh b    is it good? `python train.py` as it stands, then vanilla and the grid (K = 1, 3)
+# What to run on a GPU: four parts, each meant to take less than ten minutes, none of which needs a network. They
+# print a report with the goals that are met and those that are not; a test that fails ends with an error.
+#     bash lab/runs/gpu.sh a    is it right? equivalence tests on the GPU, forms of attention, and float64
+#     bash lab/runs/gpu.sh b    is it good? `python train.py` as it stands, a vanilla model, and the grid (K = 1, 3)
 #     bash lab/runs/gpu.sh c    is it fast? attention and training steps against plain ones
-#     bash lab/runs/gpu.sh d    does it save? early exit, CUDA graphs and prompts, of part b's model
-#     TRY=1 bash lab/runs/gpu.sh a b c d      do they run? At toy sizes on a CPU, in a minute or two
-# DATA is a prepared corpus, or one is made of the source of Python's packages; STEPS those of vanilla and the grid.
-# MODEL is the directory of a Llama with its tokenizer (SmolLM2-135M), which part d decodes, too.
+#     bash lab/runs/gpu.sh d    does it save time? early exit, CUDA graphs and prompts, with the model of part b
+#     TRY=1 bash lab/runs/gpu.sh a b c d      does it run? At toy sizes on a CPU, in a minute or two
+# DATA: a prepared corpus; by default one is made from the source of Python's packages. STEPS: training steps of the
+# vanilla model and the grid. MODEL: directory of a Llama with its tokenizer (SmolLM2-135M), which part d decodes, too.
+# Writes: runs to out/gpu, results of benchmarks to out/gpu/bench. OUT names another folder.
 . "$(dirname "$0")/once.sh"
 ROUTER_RATE=3 # the default
 PRECISION=bfloat16

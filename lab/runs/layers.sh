@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# How many layers is a step of thinking worth? Plain models of 3 to 8 layers, and thinking ones of 3 on the grid,
-# which always take one, two or three steps or decide; the same text, by pairs.
-#     bash lab/runs/layers.sh          PARTS="tiny wide", SEEDS=1 or both: these runs, no table
-# On one core 20 minutes a seed for `tiny`, 17 for `wide` (twice its width), 30 for `long` (four times the steps).
+# How many layers is an extra step worth? Trains plain models of 3 to 8 layers, and models of 3 layers on the grid
+# that always take one, two or three steps, or decide; on the same text, by pairs of seeds.
+#     bash lab/runs/layers.sh          PARTS="tiny wide", SEEDS=1 or both: only these runs, without the tables
+# Time per seed on one core: 20 minutes for `tiny`, 17 for `wide` (twice the width), 30 for `long` (four times the
+# training steps).
+# Writes: runs to out/layers, out/layers-wide and out/layers-long, tables and CSVs to out/analyze.
 . "$(dirname "$0")/once.sh"
 
 train() { # name, flags

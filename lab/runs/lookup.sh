@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Does depth follow difficulty where the difficulty is known? One layer on the grid learns one step
-# after the other, and each step of a token costs 0.05 nats.
-#     bash lab/runs/lookup.sh      RUNS="grown once", SEEDS=1 or both: these alone, no table
+# Does depth follow difficulty, where the difficulty is known? Trains models of one layer on the grid that learn one
+# step after the other, while each step of a token costs 0.05 nats (grown), and models to compare them with.
+#     bash lab/runs/lookup.sh      RUNS="grown once", SEEDS=1 or both: only these runs, without the tables
+# Time: half an hour on one core for a model that is grown.
+# Writes: corpora to data/lookup-* and data/long-*, runs to out/lookup, figures, tables and CSVs to out/analyze.
 . "$(dirname "$0")/stages.sh"
 OUT=out/lookup
 

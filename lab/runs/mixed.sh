@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# One model for two kinds of text: docstrings, and puzzles whose difficulty differs. One layer on the grid, in stages:
-# questions of 1 and 2 lookups, then 3, and so on to 6.
-#     bash lab/runs/mixed.sh      MODELS="by-token", SEEDS=1 or both: these alone, no table
-# One core of an EPYC with AVX-512: 15 to 20 minutes a model and seed.
+# One model for two kinds of text: docstrings, and puzzles of different difficulty. Trains models of one layer on the
+# grid in stages: questions of 1 and 2 lookups, then 3, and so on to 6; three seeds.
+#     bash lab/runs/mixed.sh      MODELS="by-token", SEEDS=1 or both: only these runs, without the table
+# Time: 15 to 20 minutes per model and seed on one core of an EPYC with AVX-512.
+# Writes: corpora to data/mixed-*, runs to out/mixed, the table and its CSV to out/analyze.
 . "$(dirname "$0")/stages.sh"
 OUT=out/mixed FIRST=6000 LATER=1000
 

@@ -1,7 +1,7 @@
-# What the other scripts share: they stop at the first error, run at the root of the project, and train what is
-# not finished. The numbers on the pages are of a router that learns as fast as the rest, unless they say
-# otherwise; those of before 2026-11-27 of one whose weights decay, too. The precision is named, since --precision
-# auto is bfloat16 on one CPU and float32 on another, where the same seed gives another model.
+# What the other scripts share: they stop at the first error, run at the root of the project, and train only what is
+# not finished. The numbers on the pages are those of a router that learns as fast as the other weights, unless a
+# page says otherwise; before 2026-11-27 the weights of the router decayed, too. The precision is named, since
+# --precision auto is bfloat16 on one CPU and float32 on another, where the same seed gives another model.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 

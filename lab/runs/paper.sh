@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# The paper's sizes on the Pile, for those who have the hardware: 70M parameters on 15 B tokens, 410M
-# on 10 B, then the benchmarks of its table. Each part is skipped if it is done, and goes on if not.
+# The paper's sizes on the Pile, for those who have the hardware: trains 70M parameters on 15 B tokens or 410M on 10 B,
+# by four methods, and runs the benchmarks of the paper's table. A part that is done is skipped, and one that was
+# interrupted is resumed.
 #     SIZE=70m GPUS=8 bash lab/runs/paper.sh      SIZE=410m METHODS="ponderlm3 ponderlm2"
-#     TRY=1 bash lab/runs/paper.sh                do they run? Two layers, steps of one short window, on a CPU
+#     TRY=1 bash lab/runs/paper.sh                does it run? Two layers, training steps of one short window, on a CPU
+# Time: not measured, since nobody has run it; python -m lab bench memory --preset 70m computes hours by formula.
+# Writes: the corpus to data/pile-<size>, runs, converted models and results of tasks to out/paper/<size>.
 . "$(dirname "$0")/once.sh"
 
 SIZE=${SIZE:-70m}

@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# Every method at budgets of 1 to 4 extra steps: same data, tokens, optimiser, schedule, seeds.
-#     bash lab/runs/pareto.sh                  tiny, on a CPU
-#     SCALE=small bash lab/runs/pareto.sh      one GPU; SCALE=70m is the paper's
-#     SEEDS=1 bash lab/runs/pareto.sh          the runs of one seed, no figures: two shells share the work
+# Loss against compute: trains every method at budgets of 1 to 4 extra steps, with the same data, tokens, optimiser,
+# schedule and three seeds.
+#     bash lab/runs/pareto.sh                  `tiny`, on a CPU
+#     SCALE=small bash lab/runs/pareto.sh      on one GPU; SCALE=70m is the paper's size
+#     SEEDS=1 bash lab/runs/pareto.sh          only the runs of this seed, without figures: two shells share the work
+# Time: it goes by the slots per training token (the column training_forwards of docs/figures/pareto.csv): 1,000 steps
+# of `tiny` take 1 to 2 minutes on one core with one slot, 3 to 6 with four (docs/figures/layers.csv).
+# Writes: runs to out/pareto/<scale>, figures, tables and CSVs to out/analyze.
 . "$(dirname "$0")/once.sh"
 
 SCALE=${SCALE:-tiny}

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# What does a step have to cost, and from when on? The form of the price (on executed steps, on probability, on
-# half of each), its size, the router's rate, where the router starts.
-#     bash lab/runs/price.sh          PARTS="tiny long small", SEEDS=1 or both: these runs, no table
-# On one core of an EPYC with AVX-512 a run takes 2 minutes, of small 5 to 20.
+# What should a step cost, and from when on? Trains PonderLM-3 with prices of different form (on executed steps, on
+# probability, on half of each) and size, with different learning rates and starting points of the router.
+#     bash lab/runs/price.sh          PARTS="tiny long small", SEEDS=1 or both: only these runs, without the tables
+# Time per run on one core of an EPYC with AVX-512: 2 minutes, for `small` 5 to 20.
+# Writes: runs to out/price, tables and CSVs to out/analyze.
 . "$(dirname "$0")/once.sh"
 
 flags_of() { # form-price[-flat][-from share] -> flags

@@ -1,4 +1,4 @@
-# What the scripts of the lookup task share: models that are grown, from short questions to long ones.
+# What the scripts of the lookup task share: how models are grown, from short questions to long ones.
 . "$(dirname "${BASH_SOURCE[0]}")/once.sh"
 ROUTER_RATE=3 FIRST=3000 LATER=500 # steps of the first stage and of each later one
 

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# What is thinking worth? Lookup puzzles by models that do not think, always think, or decide, in the same stages:
-# questions of 1 and 2 lookups, then 3, and so on to 6.
-#     bash lab/runs/worth.sh      MODELS="decides plain-6", SEEDS=1 or both: these alone, no table
-#     TIMES=4 MODELS=plain-6 SEEDS=0 bash lab/runs/worth.sh      later stages that are four times as long
-# A first stage that does not answer 95 of 100 questions of two lookups goes on, to twice its steps at most. Of two
-# learning rates a model without thinking has the one with the lower loss after the first stage of seed 0.
-# One core of an EPYC without AVX-512: decides 27 minutes a seed, always 30, plain-1 10, plain-6 50, with TIMES=4 100.
+# What are extra steps worth on puzzles? Trains models without extra steps, models that always take them and models
+# that decide, in the same stages: questions of 1 and 2 lookups, then 3, and so on to 6.
+#     bash lab/runs/worth.sh      MODELS="decides plain-6", SEEDS=1 or both: only these runs, without the table
+#     TIMES=4 MODELS=plain-6 SEEDS=0 bash lab/runs/worth.sh      with later stages that are four times as long
+# A first stage after which fewer than 95 of 100 questions of two lookups are answered is continued, to at most twice
+# its training steps. For models without extra steps two learning rates are tried, and the one with the lower loss
+# after the first stage of seed 0 is kept.
+# Time per seed on one core of an EPYC without AVX-512: decides 27 minutes, always 30, plain-1 10, plain-6 50, with
+# TIMES=4 100.
+# Writes: corpora to data/lookup-*, runs to out/worth, the table, the figure and the CSV to out/analyze.
 . "$(dirname "$0")/stages.sh"
 OUT=out/worth/stages LAST=5
 
