@@ -37,6 +37,7 @@ import torch
 import tyro
 from matplotlib import rc
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
 
 from checkpoint import newest_run, open_model
 from common import (
@@ -243,6 +244,12 @@ def show_token(token):
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def drawable(text):
+    """A text in which characters that the figure's font lacks, such as Chinese ones, are spelled out."""
+    font = get_font(findfont(FontProperties()))
+    return "".join(c if font.get_char_index(ord(c)) else f"U+{ord(c):04X}" for c in text)
+
+
 def tokens(model, windows, tokenizer, tau=TAU, words=WORDS, least=50):
     """How many steps are taken after tokens and words.
 
@@ -285,6 +292,8 @@ def tokens(model, windows, tokenizer, tau=TAU, words=WORDS, least=50):
     for token, places in token_places.items():
         if len(places) >= least:
             rows.append(row("token", show_token(pieces[token]), places))
+    if not rows:
+        print(f"note: no token occurs {least} times, so none is drawn: use more --windows")
     for word, places in word_places.items():
         rows.append(row("word", word, places))
     rows.append(row("compound", "inside a word", inside))
@@ -489,7 +498,7 @@ def draw_tokens(rows, left, right, most=12):
     fewest_steps = ranked[:most]
     most_steps = ranked[most:][-most:]
     for name, part, color in (("fewest", fewest_steps, COLORS[0]), ("most", most_steps, COLORS[2])):
-        labels = [f"“{text}”" for _, text in part]
+        labels = [f"“{drawable(text)}”" for _, text in part]
         widths = [steps for steps, _ in part]
         left.barh(labels, widths, color=color, label=f"{name} steps")
     left.set(xlabel="executed steps after the token, mean")

@@ -68,7 +68,9 @@ def load(directory):
         OSError, SafetensorError, ValueError, RuntimeError: files are missing, damaged, or of another kind
             of model.
     """
-    content = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
+    config_file = Path(directory, "config.json")
+    refuse_lfs_pointer(config_file)
+    content = json.loads(config_file.read_text(encoding="utf-8"))
     if content.pop("format", None) != FORMAT or content.pop("method", None) != PonderLM.method:
         raise ValueError(
             "its config.json is not that of a PonderLM-3 (python -m lab reads and converts others)"

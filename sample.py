@@ -2,6 +2,7 @@
 
     python sample.py                                   the newest run in out/, else the included model
     python sample.py --run models/docstrings --prompt "Return the" --show-steps --seed 1
+    python sample.py --show-steps --out steps.svg      a picture of the text, shaded by its steps
     echo "Return the" | python sample.py --prompt - --tau 0
 
 --show-steps marks each token with the number of steps that were taken before it was chosen: by a digit
@@ -9,9 +10,11 @@ behind it, or by its colour on a terminal.
 """
 
 import codecs
+import html
 import os
 import sys
 import time
+import unicodedata
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +23,15 @@ import torch
 from pydantic import Field
 
 from checkpoint import newest_run, open_model
-from common import UserError, command_line, join, parse_groups, split_into
+from common import (
+    UserError,
+    atomic_write,
+    check_writable,
+    command_line,
+    join,
+    parse_groups,
+    split_into,
+)
 from model import Count, Finite, Fraction, Seed, validated_dataclass
 from router import TAU
 
@@ -149,28 +160,115 @@ def mark(text, steps, K, color):
     return on + text + off
 
 
-def show(pairs, tokenizer, K, hidden=(), marked=False):
-    """Print tokens as they come.
+def as_text(pairs, tokenizer, hidden=()):
+    """Turn (token, steps), as `stream` yields them, into (text, steps) as they come. A character that
+    takes several tokens comes with the last of them. The text of hidden tokens is empty."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token, steps in pairs:
+        text = "" if token in hidden else decoder.decode(tokenizer.decode([token]))
+        yield text, steps
+    rest = decoder.decode(b"", final=True)
+    if rest:  # a character that was cut
+        yield rest, None
+
+
+def show(pieces, K, marked=False):
+    """Print pieces of text, (text, steps), as they come.
 
     Args:
-        pairs: (token, steps), as `stream` yields them.
         K: the largest number of steps.
-        hidden: tokens that are not printed.
-        marked: mark each token with its steps.
+        marked: mark each piece with its steps.
 
     Returns:
-        How many tokens came.
+        The pieces, a list: one for each token, and perhaps the rest of a character, whose steps are None.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
-    count = 0
-    for token, steps in pairs:
-        count += 1
-        text = "" if token in hidden else decoder.decode(tokenizer.decode([token]))
-        if marked and text:
+    shown = []
+    for text, steps in pieces:
+        shown.append((text, steps))
+        if marked and text and steps is not None:
             text = mark(text, steps, K, sys.stdout.isatty())
         print(text, end="", flush=True)
-    print(decoder.decode(b"", final=True))
-    return count
+    print()
+    return shown
+
+
+# -- A picture -------------------------------------------------------------------------------------
+
+SHADES = "#ffffff", "#d7e9fb", "#a9cff5", "#74aeea", "#3d87d6", "#1b5fae", "#0c3d7a"  # no steps to all steps
+COLUMNS, CHAR_WIDTH, LINE_HEIGHT, MARGIN = 80, 8.43, 21, 14  # of the picture; all but the first in pixels
+
+
+def draw_svg(prompt, pieces, K):
+    """A picture of a text in which each token is shaded by its number of steps.
+
+    Args:
+        prompt: str, which is not shaded.
+        pieces: a list of (text, steps).
+        K: the largest number of steps.
+
+    Returns:
+        The text of an SVG file.
+    """
+    boxes = []
+    letters = []
+    column = 0
+    line = 2  # the legend stands on line 0
+    for text, steps in [(prompt, None), *pieces]:
+        for character in text:
+            width = 2 if unicodedata.east_asian_width(character) in "WF" else 1
+            if character == "\n" or column + width > COLUMNS:
+                line += 1
+                column = 0
+            if character == "\n":
+                continue
+            if not character.isprintable():  # XML has no control characters
+                character = "\ufffd"
+            x, y = MARGIN + column * CHAR_WIDTH, MARGIN + line * LINE_HEIGHT
+            boxes.append(svg_box(x, y, width, steps, K))
+            letters.append(svg_letters(x, y, character, steps, K))
+            column += width
+
+    x = MARGIN
+    letters.append(svg_letters(x, MARGIN, "extra steps before each token was chosen:", None, K))
+    x += 42 * CHAR_WIDTH
+    for k in range(K + 1):
+        label = f" {k} "
+        boxes.append(svg_box(x, MARGIN, len(label), k, K))
+        letters.append(svg_letters(x, MARGIN, label, k, K))
+        x += (len(label) + 1) * CHAR_WIDTH
+
+    width = 2 * MARGIN + COLUMNS * CHAR_WIDTH
+    height = 2 * MARGIN + (line + 1) * LINE_HEIGHT
+    title = f"Each token is shaded by its number of extra steps, from 0 (white) to {K} (dark blue)."
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
+        f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14" role="img">\n'
+        f'<title>{title}</title>\n<rect width="100%" height="100%" fill="#ffffff"/>\n'
+        + "\n".join(boxes + letters)
+        + "\n</svg>\n"
+    )
+
+
+def shade(steps, K):
+    """The colour of a number of steps; None is white."""
+    return SHADES[0] if steps is None else SHADES[round((len(SHADES) - 1) * steps / max(K, 1))]
+
+
+def svg_box(x, y, width, steps, K):
+    """The background of some characters."""
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width * CHAR_WIDTH:.1f}" height="{LINE_HEIGHT - 2}" '
+        f'fill="{shade(steps, K)}"/>'
+    )
+
+
+def svg_letters(x, y, text, steps, K):
+    """Characters, white on dark shades."""
+    is_dark = steps is not None and SHADES.index(shade(steps, K)) >= 4
+    color = "#ffffff" if is_dark else "#1f2328"
+    return (
+        f'<text x="{x:.1f}" y="{y + 14:.1f}" xml:space="preserve" fill="{color}">{html.escape(text)}</text>'
+    )
 
 
 # -- The command -----------------------------------------------------------------------------------
@@ -187,6 +285,7 @@ class Text:
     max_new_tokens: Count = 200  # number of tokens to generate
     num_samples: Count = 1  # number of texts; with --seed, the i-th text (from 0) uses seed + i
     show_steps: bool = False  # mark each token with the steps that were taken before it was chosen
+    out: Path | None = None  # with --show-steps: write the shaded text to this file, .svg or .html
     device: str = "auto"  # auto, cpu, cuda or mps
 
 
@@ -212,8 +311,24 @@ def read_prompt(prompt):
     return os.fsencode(prompt)
 
 
+def check_out(options):
+    """
+    Raises:
+        UserError: the picture could not be made, or would be one of several texts.
+    """
+    if not options.show_steps:
+        raise UserError(f"--out {options.out} is a picture of the steps: add --show-steps")
+    if options.out.suffix not in (".svg", ".html"):
+        raise UserError(f"--out {options.out} must end in .svg or .html")
+    if options.num_samples > 1:
+        raise UserError(f"--out {options.out} takes one text: drop --num-samples {options.num_samples}")
+    check_writable(options.out.parent, "use another --out")
+
+
 def main(options):
     """Generate and print texts, as the flags say."""
+    if options.out:
+        check_out(options)
     prompt = read_prompt(options.prompt)
     directory = Path(options.run) if options.run else newest_run(default=INCLUDED)
     print(f"model: {directory}")
@@ -242,7 +357,8 @@ def main(options):
         pairs = stream(
             model, ids, options.max_new_tokens, ends={tokenizer.end_of_text}, read=read, **sampling
         )
-        new_tokens += show(pairs, tokenizer, K, hidden={tokenizer.end_of_text}, marked=options.show_steps)
+        pieces = show(as_text(pairs, tokenizer, {tokenizer.end_of_text}), K, marked=options.show_steps)
+        new_tokens += sum(steps is not None for _, steps in pieces)
     seconds = time.perf_counter() - start
 
     mean_steps = sum(read) / len(read)
@@ -251,6 +367,12 @@ def main(options):
         f"\n{mean_steps:.2f} of {K} pondering steps per token read, {saved:.0%} of the slots saved; "
         f"{new_tokens / seconds:.1f} tokens/s"
     )
+    if options.out:
+        picture = draw_svg(
+            prompt.decode("utf-8", "replace"), pieces, K
+        )  # a browser shows it within HTML, too
+        atomic_write(options.out, lambda temporary: temporary.write_text(picture, encoding="utf-8"))
+        print(f"written: {options.out}")
 
 
 def print_legend(K):

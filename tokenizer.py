@@ -27,7 +27,10 @@ GPT2_SPLIT_PATTERN = (
 # The tokenizers that a file may name. No other pattern is run, because a regular expression can take for
 # ever.
 PATTERNS = {"bytes": r"[\s\S]", "bpe": GPT2_SPLIT_PATTERN, "gpt2": GPT2_SPLIT_PATTERN}
-LONG_WHITESPACE = re.compile(r"(\s{100000})")  # a longer run overflows tiktoken's stack
+# tiktoken takes quadratic time in the length of a run of blanks, and a very long run overflows its stack. So
+# long runs are cut. The look-behind lets the search begin at the first blank of a run only.
+LONG_WHITESPACE = re.compile(r"((?<!\s)\s{500,})")
+WHITESPACE_PIECE = 500
 NOT_UTF8 = re.compile("([\udc80-\udcff]+)")  # how the error handler surrogateescape writes such bytes
 
 SINGLE_BYTES = [bytes([i]) for i in range(256)]
@@ -106,11 +109,21 @@ class Tokenizer:
         parts = NOT_UTF8.split(data.decode("utf-8", "surrogateescape"))
         for i, part in enumerate(parts):
             if i % 2 == 0:  # text; split() returns it at even places, and what matched at odd ones
-                for piece in LONG_WHITESPACE.split(part):
-                    ids.extend(self.encoding.encode_ordinary(piece))
+                ids.extend(self.encode_text(part))
             else:  # bytes that are not UTF-8: one token each
                 for byte in part.encode("utf-8", "surrogateescape"):
                     ids.append(self.encoding.encode_single_token(bytes([byte])))
+        return ids
+
+    def encode_text(self, text):
+        """str -> a list of ids, in time that is linear in the length of the text."""
+        ids = []
+        for i, part in enumerate(LONG_WHITESPACE.split(text)):
+            if i % 2 == 0:
+                ids.extend(self.encoding.encode_ordinary(part))
+            else:
+                for start in range(0, len(part), WHITESPACE_PIECE):
+                    ids.extend(self.encoding.encode_ordinary(part[start : start + WHITESPACE_PIECE]))
         return ids
 
     def decode(self, ids):

@@ -593,7 +593,9 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
             write_json(run / "results.json", report)
 
     print(f"unigram entropy {report['unigram_entropy']:.3f}")
-    print(f"next: {config.command.format('sample')} --run {shlex.quote(str(run))}", flush=True)
+    name = shlex.quote(str(run))
+    print(f"next: {config.command.format('sample')} --run {name}")
+    print(f"      python analyze.py curve --run {name}", flush=True)
     return run, report
 
 

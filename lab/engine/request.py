@@ -102,7 +102,9 @@ class Request:
         print(self.texts[i], end="", flush=True)
         hidden = {*self.begin, *self.ends}
         K = self.model.config.ponder_steps
-        return sample.show(pairs, self.tokenizer, K, hidden, self.options.show_steps)
+        pieces = sample.as_text(pairs, self.tokenizer, hidden)
+        shown = sample.show(pieces, K, self.options.show_steps)
+        return sum(steps is not None for _, steps in shown)
 
     def write(self, i, pairs, file):
         """Write sample i as one line of JSON. -> how many tokens were generated"""

@@ -233,6 +233,40 @@ def test_pareto_refuses(other, tmp_path):
             analyze.pareto(runs)
 
 
+def test_curve(tmp_path, capsys):
+    """Catches a point of another run or step, a run without a log, and one that has logged nothing."""
+    rows = [
+        {"step": 0, "torch": "2"},
+        {"step": 20, "loss": 3.0, "ce": 2.5, "K_hat": 2.9, "tokens_per_second": None},
+    ]
+    rows += [{"step": 20, "val": 2.6}, {"step": 40, "loss": 2.0, "ce": 1.5, "K_hat": 1.9}]
+    for name, kept in (("a", rows), ("b", rows[:2]), ("new", rows[:1])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    found = analyze.curve([tmp_path / "a", tmp_path / "b"])
+    assert [(row["run"], row["step"]) for row in found] == [("a", 20), ("a", 20), ("a", 40), ("b", 20)]
+    assert [row["ce"] for row in found if not math.isnan(row["ce"])] == [2.5, 1.5, 2.5]
+    left, right = draw("curve", found).axes
+    assert [line.get_xydata().tolist() for line in left.lines[:2]] == [[[20, 2.5], [40, 1.5]], [[20, 2.6]]]
+    assert right.lines[0].get_xydata().tolist() == [[20, 2.9], [40, 1.9]]
+    with pytest.raises(UserError, match=r"no log\.jsonl"):
+        analyze.curve([tmp_path])
+    with pytest.raises(UserError, match="nothing is logged yet"):
+        analyze.curve([tmp_path / "new"])
+    analyze.main(analyze.Options("curve", runs=(str(tmp_path / "a"),)))
+    assert (tmp_path / "a/report/curve.png").stat().st_size > 5000
+    analyze.main(analyze.Options("curve", runs=(str(tmp_path / "a"), str(tmp_path / "b"))))
+    assert (
+        Path("out/analyze/curve.csv").exists() and "written: out/analyze/curve.csv" in capsys.readouterr().out
+    )
+
+
+def test_glyphs_that_are_missing():
+    """Catches labels that are boxes, since the font has no such character."""
+    assert analyze.drawable("the é α") == "the é α"
+    assert analyze.drawable("中 a") == "U+4E2D a"
+
+
 # -- The command -----------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ import shutil
 import sys
 import types
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from helpers import small_model
 
 import sample
 from common import UserError, command_line
-from sample import Options, Sampling, main, make_sampler, mark, show, stream
+from sample import Options, Sampling, as_text, draw_svg, main, make_sampler, mark, shade, show, stream
 from tokenizer import Tokenizer
 
 
@@ -110,8 +111,10 @@ def test_show_steps(byte_model, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "\naf₁é₃x₂\n" in out
     assert "\n1.00 of 3 pondering steps per token read, 50% of the slots saved; " in out
-    assert show(iter([(255, 0), *pairs]), Tokenizer.named("bytes"), 3, {255, 256}) == 6
-    assert capsys.readouterr().out == "féx\n"
+    pieces = as_text(iter([(255, 0), *pairs, (0xC3, 1)]), Tokenizer.named("bytes"), {255, 256})
+    shown = show(pieces, 3)
+    assert [steps for _, steps in shown] == [0, 1, 0, 3, 2, 2, 1, None]
+    assert capsys.readouterr().out == "féx\ufffd\n" == "".join(text for text, _ in shown) + "\n"
 
 
 def test_samples_and_prompts(byte_model, monkeypatch, capsys):
@@ -154,3 +157,25 @@ def test_which_model(byte_model, monkeypatch, capsys):
     shutil.copytree(byte_model, "out/mine")
     sample_main(prompt="a", max_new_tokens=1)
     assert "model: out/mine\n" in capsys.readouterr().out
+
+
+def test_picture(byte_model, capsys):
+    """Catches a picture that is no XML, lacks a character or shade, or is written for what it cannot show."""
+    sample_main(run=byte_model, prompt="a<", show_steps=True, seed=0, out=Path("new/steps.svg"))
+    assert "written: new/steps.svg\n" in capsys.readouterr().out
+    ElementTree.parse("new/steps.svg")
+    picture = ElementTree.fromstring(draw_svg("<&", [("b", 0), ("\n", 1), ("日" * 50, 3), ("c", None)], 3))
+    space = "{http://www.w3.org/2000/svg}"
+    boxes = [(box.get("fill"), box.get("y")) for box in picture.iter(f"{space}rect")][1:]
+    letters = [x.text for x in picture.iter(f"{space}text")][:-5]  # the last are the legend
+    assert letters == [*"<&b", *("日" * 50), "c"]
+    assert [fill for fill, _ in boxes] == [shade(k, 3) for k in (None, None, 0, *[3] * 50, None, 0, 1, 2, 3)]
+    assert len({y for _, y in boxes[:-4]}) == 3  # a line break, and one where a line is full
+    assert len({shade(k, 3) for k in range(4)}) == 4
+    for wrong, message in (
+        (dict(out=Path("a.png"), show_steps=True), "a.png must end in .svg or .html"),
+        (dict(out=Path("a.svg")), "add --show-steps"),
+        (dict(out=Path("a.svg"), show_steps=True, num_samples=2), "drop --num-samples 2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            sample_main(run=byte_model, prompt="a", **wrong)

@@ -1,0 +1,212 @@
+"""What is wrong is said before minutes of work, by its name and with the way out; what is not wrong
+passes."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import small_model
+
+import analyze
+import checkpoint
+from checkpoint import load, locked, make_run_folder, save
+from common import UserError, check_writable
+from data import open_corpus, open_ids
+from sources import read_documents
+from tokenizer import WHITESPACE_PIECE, Tokenizer, load_tokenizer
+from train import parse
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+# -- Ids -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("written", ["int64", "int32", "uint32", "uint16"])
+@pytest.mark.parametrize("vocab_size", [257, 50_257, 128_000])
+def test_ids_of_another_type(written, vocab_size):
+    """Catches ids that are read as a narrower type than they were written in, so that a model is trained on
+    zeros; and right ones that are refused."""
+    if written == "uint16" and vocab_size > 2**16:
+        pytest.skip("such ids do not fit")
+    ids = np.random.default_rng(0).integers(1, vocab_size, 1000)
+    ids.astype(written).tofile("train.bin")
+    usual = "uint16" if vocab_size <= 2**16 else "uint32"
+    right = {"int64": "uint64", "int32": "uint32"}.get(written, written)
+    if right == usual:
+        assert (open_ids(Path("train.bin"), None, vocab_size) == ids).all()
+    else:
+        with pytest.raises(UserError, match=rf"looks like {right}, not {usual}: .*meta\.json"):
+            open_ids(Path("train.bin"), None, vocab_size)
+    assert (open_ids(Path("train.bin"), right, vocab_size) == ids).all()
+
+
+def test_a_header():
+    """Catches the header of a file of llm.c that is read as tokens."""
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, 500
+    ids = np.random.default_rng(0).integers(1, 50_000, 500).astype(np.uint16)
+    Path("train.bin").write_bytes(header.tobytes() + ids.tobytes())
+    with pytest.raises(UserError, match=r"header.*1,024 bytes"):
+        open_ids(Path("train.bin"), None, 50_257)
+
+
+# -- Files that are not text -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        *(("a.gz", "unpack"), ("a.jsonl.gz", "unpack"), ("b.tar", "unpack"), ("c.ZIP", "unpack")),
+        *(("d.arrow", "saved data set.*to_json"), ("e.ndjson", "lab corpus"), ("f.parquet", "lab corpus")),
+    ],
+)
+@pytest.mark.parametrize("alone", [True, False])
+def test_not_text(name, words, alone):
+    """Catches a compressed file, a data set or JSON lines that are trained on as they are, or left out."""
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("A text.")
+    Path("texts", name).write_bytes(b'{"text": "a"}\n' * 9)
+    with pytest.raises(UserError, match=words):
+        read_documents(Path("texts", name) if alone else Path("texts"))
+
+
+def test_git_lfs(byte_model):
+    """Catches the pointer of a file that git did not fetch which is read as the file itself."""
+    Path("text.txt").write_bytes(POINTER)
+    with pytest.raises(UserError, match="git lfs pull"):
+        read_documents(Path("text.txt"))
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        shutil.copytree(byte_model, name)
+        Path(name, name).write_bytes(POINTER)
+        with pytest.raises(UserError, match="git lfs pull"):
+            load_tokenizer(Path(name, name)) if name == "tokenizer.json" else checkpoint.open_model(name)
+
+
+def test_long_blanks(bpe_of_blanks, monkeypatch):
+    """Catches runs of blanks that take tiktoken quadratic time, wherever they stand; other ids for a text
+    without such runs; and a text that does not come back. What tiktoken is given is looked at, since time
+    is no test."""
+    tokenizer, given = bpe_of_blanks, []
+    real = tokenizer.encoding.encode_ordinary
+    monkeypatch.setattr(tokenizer.encoding, "encode_ordinary", lambda text: given.append(text) or real(text))
+    for n in (WHITESPACE_PIECE - 1, WHITESPACE_PIECE, 12_345):
+        text = "".join(f"a{' ' * n}b\n{' ' * n}" for _ in range(3)) + "\t" * n
+        given.clear()
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids).decode() == text
+        longest = max(max(len(run) for run in "".join("x" if c.isalpha() else " " for c in piece).split("x"))
+                      for piece in given)  # fmt: skip
+        assert longest <= WHITESPACE_PIECE + 1
+    short = "a   b\n\n   c" * 50
+    assert tokenizer.encode(short) == real(short)
+
+
+@pytest.fixture
+def bpe_of_blanks():
+    return Tokenizer.train([(" " * 64 + "a b\n").encode() * 50], 280)
+
+
+# -- Folders and file systems ----------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch):
+    """Catches docstrings that are read, or a model that is measured, before it is seen that the result
+    cannot be written (pretended: a file in the place of the folder, which stops root, too)."""
+    Path("data").touch()
+    Path("text.txt").write_text("A text. " * 100)
+    monkeypatch.setattr("data.SOURCES", {"pydocs": lambda: pytest.fail("was read")})
+    for source in ("pydocs", "text.txt"):
+        with pytest.raises(UserError, match=r"folder data .*folder of your own"):
+            open_corpus(source)
+    monkeypatch.setattr(analyze, "measure_run", lambda *_: pytest.fail("was measured"))
+    Path("run").mkdir()
+    Path("run/report").touch()
+    with pytest.raises(UserError, match=r"run/report .*--out"):
+        analyze.main(analyze.Options("tau", run=Path("run")))
+    check_writable("new/folder", "")
+    assert Path("new/folder").is_dir() and not list(Path("new/folder").iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, 524])
+def test_no_locks(number, monkeypatch, capsys):
+    """Catches a run that cannot be trained on a file system without locks (pretended: flock fails)."""
+
+    def acquire(self, *_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checkpoint.filelock.FileLock, "acquire", acquire)
+    with locked(Path("run")):
+        pass
+    assert "note: run cannot be locked" in capsys.readouterr().out
+    monkeypatch.setattr(checkpoint, "NO_LOCKS", set())
+    with pytest.raises(OSError, match="Errno"), locked(Path("run")):
+        pass
+
+
+def test_no_modes(monkeypatch):
+    """Catches a model that cannot be saved where files have no modes, and files that are left (pretended:
+    chmod fails, as on CIFS)."""
+
+    def copymode(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(checkpoint.shutil, "copymode", copymode)
+    save(small_model().float(), "run")
+    load("run")
+    assert sorted(os.listdir("run")) == ["config.json", "model.safetensors"]
+
+
+def test_names_of_the_same_second():
+    """Catches a training that fails since another one was begun in the same second."""
+    runs = [make_run_folder("out", "tiny-1128-120000") for _ in range(3)]
+    assert [run.name for run in runs] == ["tiny-1128-120000", "tiny-1128-120000-2", "tiny-1128-120000-3"]
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--ponder-steps 0 --step-price 0.1", "--step-price 0.1 needs pondering steps"),
+        ("--tokenizer bytes --vocab-size 300", "--vocab-size 300 is for --tokenizer bpe"),
+        ("--vocab-size 300", "--vocab-size 300 is for --tokenizer bpe"),
+        ("--tokenizer bpe", None),
+        ("--tokenizer bpe --vocab-size 300", None),
+        ("--preset small --ponder-steps 0", None),
+    ],
+)
+def test_flags_that_change_nothing(flags, message):
+    """Catches a setting that is taken, recorded and ignored; and the preset's price that is in the way."""
+    argv = ["--preset", "tiny", "--device", "cpu", *flags.split()]
+    if message:
+        with pytest.raises(UserError, match=message):
+            parse(argv)
+    else:
+        config, model_config = parse(argv)
+        sizes = {"--tokenizer bpe": 4096, "--tokenizer bpe --vocab-size 300": 300}
+        assert model_config.vocab_size == sizes.get(flags, 4096)
+        assert config.step_price == 0
+
+
+@pytest.mark.parametrize(
+    "figure, flags, message",
+    [
+        ("pareto", dict(tau=0.1), "pareto does not use --tau"),
+        ("pareto", dict(run=Path("a")), "pareto does not use --run:"),
+        ("pareto", dict(windows=8), "pareto does not use --windows"),
+        ("converge", dict(tau=0.1), "converge does not use --tau"),
+        ("converge", dict(windows=9), "--windows 9 is too many"),
+        ("tau", dict(runs=("a",)), "tau does not use --runs"),
+        ("curve", dict(data="a"), "curve does not use --data"),
+        ("curve", dict(run=Path("a"), runs=("a",)), "not both"),
+    ],
+)
+def test_flags_of_another_figure(figure, flags, message):
+    """Catches a flag that a figure takes and ignores."""
+    with pytest.raises(UserError, match=message):
+        analyze.main(analyze.Options(figure, **flags))
