@@ -34,6 +34,7 @@ from pydantic import Field
 
 from common import UserError, read_json, write_json
 from data import id_type, new_folder, split_documents, write_corpus
+from lab.corpora import tokenizers  # noqa: F401 - which knows the words of this task
 from model import Seed
 from sources import pydocs
 from tokenizer import Tokenizer
