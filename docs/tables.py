@@ -11,7 +11,8 @@ rows       {title: {column: value}}, or {title: method}: the rows of the file th
 columns    {title: "COLUMN FORMAT"}: their mean; with ± the standard deviation over seeds, too; with - TITLE
            the mean difference to the row of that title, by pairs of runs that agree in seed, machine,
            precision and text (as far as the file says them), and its 95 % interval; with ~ TITLE the
-           difference of the means of all runs, and its 95 % interval by Welch's t
+           difference of the means of all runs, and its 95 % interval by Welch's t. "seed count" is
+           the number of runs
 
 A table of numbers without such a comment has one that says where they are from: <!-- by hand: .. -->.
 """
@@ -53,6 +54,8 @@ def cell(frame, rows, title, spec):
     column, form, *more = spec.split(" ", 3)
     sign, other = [*more, None, None][:2]
     mine = chosen(frame, rows[title])[column]
+    if form == "count":
+        return str(len(mine))
     value, within = mine.mean(), None
     if sign in ("-", "~") and other == title:
         return ""

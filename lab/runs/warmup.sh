@@ -67,4 +67,5 @@ lab analyze compare --choose 2048 --out out/analyze/warmup-choice --runs out/war
 table grid out/warmup/grid/*-[0-9]
 table noise out/warmup/{grid,noise/*}/{always-1,shared-depth,by-token}-[01]
 table jacobi out/warmup/jacobi/*-[0-9] out/warmup/grid/none-[0-2]
+lab analyze within --out out/analyze/warmup-within --runs out/warmup/grid/{none,warmup-300,always-1}-[0-9]
 for part in longer wide; do table $part out/warmup/$part/*-[0-9]; done

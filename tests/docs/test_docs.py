@@ -183,6 +183,7 @@ def test_differences_in_tables():
         assert tables.cell(frame, titles, "B", f"loss +.2f {sign} B") == ""
     difference, half = unpaired([1, 2, 9], [1.5, 2.7, 3])
     assert tables.cell(frame, titles, "A", "loss +.2f ~ B") == f"+{difference:.2f} ± {half:.2f}"
+    assert tables.cell(frame, titles, "A", "seed count") == "3"
     older = frame.drop(columns="machine")  # of a file that does not say it
     assert tables.cell(older, titles, "A", "loss +.2f - B").startswith("+1.60 ±")
 

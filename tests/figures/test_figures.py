@@ -15,6 +15,7 @@ from lab.figures.mixed import Mixed
 from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import save, tabulate
 from lab.figures.where import Where
+from lab.figures.within import Within
 
 
 def test_difficulty(trained, tmp_path, subject):
@@ -55,8 +56,10 @@ PUBLISHED = {
     Lookup: ["lookup", "lookup-long", "lookup-rivals"],
     Mixed: ["mixed"],
     Where: ["where", "where-long"],
+    Within: ["warmup-within"],
     Worth: ["worth"],
 }
+PUBLISHED[Compare] += ["warmup", "warmup-choice", "warmup-noise"]
 PUBLISHED[Compare] += ["price", "price-long", "price-small", "price-tau"]
 
 
