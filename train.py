@@ -11,9 +11,9 @@ price per executed step (--step-price; not in the paper; used by the preset `sma
 
     preset    parameters    takes
     tiny      0.33 M        2 minutes on 2 CPU cores
-    small     14 M          minutes on one GPU with bfloat16
-    70m       71 M          days on one GPU: the paper's smaller size
-    410m      405 M         weeks on one GPU: the paper's larger size
+    small     13 M          minutes on one GPU with bfloat16
+    70m       70 M          days on one GPU: the paper's smaller size
+    410m      407 M         weeks on one GPU: the paper's larger size
 
 Ctrl-C saves. A run is a directory, out/NAME:
 

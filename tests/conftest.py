@@ -19,7 +19,7 @@ def missing_packages():
     """Which packages the tests of the lab want, and are not here."""
     lists = [(ROOT / folder / "requirements.txt").read_text("utf-8") for folder in ("lab", "tests")]
     names = {name for text in lists for name in re.findall(r"(?m)^([\w-]+)==", text)}
-    names -= {"pytest-xdist", "ruff"}  # which no test imports
+    names -= {"pytest-xdist", "pyyaml", "ruff"}  # which no test imports
     modules = {name: name.replace("-", "_") for name in names} | {"mini-racer": "py_mini_racer"}
     return sorted(name for name in names if not find_spec(modules[name]))
 

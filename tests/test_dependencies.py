@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 GROUPS = PROJECT["dependency-groups"]
 # Packages whose module has another name.
-MODULES = {"lm-eval": "lm_eval", "mini-racer": "py_mini_racer", "flash-attn": "flash_attn"}
+MODULES = {"lm-eval": "lm_eval", "pyyaml": "yaml", "mini-racer": "py_mini_racer", "flash-attn": "flash_attn"}
 NOT_IMPORTED = {"pytest-xdist", "ruff", "selenium", "ipykernel", "accelerate", "ctranslate2"}
 # What a declared package is certain to bring: transformers these two, datasets the last.
 BROUGHT = {"tokenizers", "huggingface_hub", "fsspec"}

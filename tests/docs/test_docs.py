@@ -8,6 +8,7 @@ most of them. The corpus is a small text in place of the default one.
 import contextlib
 import re
 import shlex
+import shutil
 
 import pandas as pd
 import pytest
@@ -59,6 +60,7 @@ COMMANDS = [
 def directory(tmp_path_factory):
     """Where the commands run: with some texts."""
     directory = tmp_path_factory.mktemp("pages")
+    shutil.copytree(ROOT / "models/docstrings", directory / "models/docstrings")
     (directory / "my_texts").mkdir()
     for i in range(40):
         (directory / "my_texts" / f"{i}.txt").write_text(f"{i}: Once upon a time.\n" * 40)
