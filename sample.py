@@ -46,13 +46,11 @@ BLUES = 231, 225, 153, 117, 75, 33, 26, 19  # pale to dark, among a terminal's 2
 class Sampling:
     """How long to ponder, and how to choose a token."""
 
-    tau: Fraction = (
-        TAU  # early-exit threshold: stop pondering when the mask score w is below; 0 takes every step
-    )
+    # early-exit threshold: stop pondering when the mask score w is below; 0 takes every step
+    tau: Fraction = TAU
     alpha: Finite = 0.0  # shift the router to more (> 0) or fewer (< 0) steps
-    temperature: Annotated[float, Field(ge=0, le=1e6)] = (
-        0.8  # randomness; 0 always takes the most probable token
-    )
+    # randomness; 0 always takes the most probable token
+    temperature: Annotated[float, Field(ge=0, le=1e6)] = 0.8
     top_k: Count | None = None  # choose among the k most probable tokens only
     seed: Seed | None = None  # random seed, which makes the text repeatable
 
@@ -278,9 +276,8 @@ def svg_letters(x, y, text, steps, K):
 class Text:
     """What to write."""
 
-    run: str | None = (
-        None  # directory of a model or run; None: the newest run in out/, else the included model
-    )
+    # directory of a model or run; None: the newest run in out/, else the included model
+    run: str | None = None
     prompt: str = ""  # text to continue; - reads it from standard input; if empty, a new document begins
     max_new_tokens: Count = 200  # number of tokens to generate
     num_samples: Count = 1  # number of texts; with --seed, the i-th text (from 0) uses seed + i

@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import pytest
 from lab_helpers import ROOT, python, run_command
 
 from lab.__main__ import COMMANDS
@@ -49,6 +50,28 @@ def test_lab_lists_its_commands():
     assert run_command("lab nothing", [], ".")[0].startswith("error: there is no command 'nothing'")
     for name in COMMANDS:
         assert f"python -m lab {name}" in run_command(f"lab {name}", ["--help"], ".")[1], name
+
+
+def flags_without_help(text):
+    """The flags that a --help says nothing about."""
+    lines = [line.strip("│ ") for line in text.splitlines() if line.startswith("│")]
+    found = []
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        flag, _, explained = line.partition("  ")
+        explained = explained.strip() or following  # behind a long flag the text stands on the next line
+        if flag.startswith("--") and explained.startswith(("(", "--")):
+            found.append(flag)
+    return found
+
+
+@pytest.mark.parametrize(
+    "command", ["sample.py", "train.py", "lab train", "lab sample", "lab bench decoding"]
+)
+def test_every_flag_is_explained(command):
+    """Catches a comment beside a field that has moved to where the command line does not look for it."""
+    _, printed, _ = run_command(command, ["--help"], ".")
+    assert printed.count("--") > 10
+    assert flags_without_help(printed) == []
 
 
 def test_a_package_that_is_missing(tmp_path):

@@ -67,7 +67,7 @@ from train import objective as of_paper
 class PonderConfig(Config):
     """The settings of any method: which one, on which transformer."""
 
-    method: str = "ponderlm3"
+    method: str = "ponderlm3"  # the method, a file of lab/methods or a part of one
     backbone: str = "llama"  # the transformer: llama, gpt_neox or llama3
     backbone_options: dict = field(default_factory=dict)  # settings of that transformer
     reread: bool = False  # feed back e(x_t) + g h, not h: for models initialised from a Llama
