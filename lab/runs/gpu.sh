@@ -6,6 +6,8 @@
 #     bash lab/runs/gpu.sh c    is it fast? attention and training steps against plain ones
 #     bash lab/runs/gpu.sh d    does it save time? early exit, CUDA graphs and prompts, with the model of part b
 #     TRY=1 bash lab/runs/gpu.sh a b c d      does it run? At toy sizes on a CPU, in a minute or two
+# If there is not time for all of it, leave out what follows `python train.py` and `sample.py` in part b first, then part d.
+# Part b writes to out/gpu/recompiles.txt how often torch compiled a graph anew, which should be never.
 # DATA: a prepared corpus; by default one is made from the source of Python's packages. STEPS: training steps of the
 # vanilla model and the grid. MODEL: directory of a Llama with its tokenizer (SmolLM2-135M), which part d decodes, too.
 # Writes: runs to out/gpu, results of benchmarks to out/gpu/bench. OUT names another folder.
@@ -51,7 +53,8 @@ for part in "${@:?which part: a, b, c or d}"; do
   case $part in
     a) PONDERLM_TEST_DEVICE=$test_device "$PYTHON" -m pytest -q "${tests[@]}" ;;
     b) [ -f "$out/small/results.json" ] ||
-         "$PYTHON" train.py --data "$data" --out "$out" --name small "${device[@]}" "${toy_training[@]}"
+         TORCH_LOGS=recompiles "$PYTHON" train.py --data "$data" --out "$out" --name small "${device[@]}" \
+           "${toy_training[@]}" 2> >(tee recompiles.txt >&2) && mkdir -p "$out" && mv recompiles.txt "$out"
        "$PYTHON" sample.py --run "$out/small" --tau 1e-4 --max-new-tokens "${NEW:-500}" "${device[@]}"
        train vanilla --method vanilla
        for K in 1 3; do train grid-$K --method grid --ponder-steps $K; done
