@@ -13,7 +13,10 @@ puzzle     show how a model solves puzzles, one lookup per extra step
 
 import runpy
 import sys
+from pathlib import Path
 
+# `python -OO` drops docstrings.
+HELP = (__doc__ or "python -m lab COMMAND --help").strip()
 COMMANDS = {
     "train": "lab.train",
     "sample": "lab.engine",
@@ -30,14 +33,15 @@ COMMANDS = {
 def main():
     name, *flags = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        return print(__doc__.strip())
+        return print(HELP)
     if name not in COMMANDS:
         sys.exit(f"error: there is no command {name!r}: give one of {', '.join(COMMANDS)}")
     sys.argv = [f"python -m lab {name}", *flags]
     try:
         runpy.run_module(COMMANDS[name], run_name="__main__", alter_sys=True)
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] in ("lab", "model", "data", "train", ""):
+        package = (error.name or "").split(".")[0]
+        if package in ("", "lab") or Path(__file__).parents[1].joinpath(f"{package}.py").exists():
             raise  # a bug of this project
         needs = f"python -m lab {name} needs the package {error.name}"
         sys.exit(f"error: {needs}: pip install -r lab/requirements.txt")

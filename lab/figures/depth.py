@@ -107,4 +107,10 @@ class Depth(Comparison):
         for (K, step), curve in over_seeds(frame, self.by).groupby(["K", "step"], sort=False):
             for name, look in zip(RULES, LINES, strict=False):
                 label = f"K = {K}: {name}" if step == 1 else None
-                axes.plot(curve.step - 1 + curve.share, curve[name], look, color=COLORS[K], label=label)
+                axes.plot(
+                    curve.step - 1 + curve.share,
+                    curve[name],
+                    look,
+                    color=COLORS[K % len(COLORS)],
+                    label=label,
+                )

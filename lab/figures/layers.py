@@ -65,6 +65,7 @@ def summary(frame):
     """The table: means over seeds for each model, its layers and K, with 95 % intervals of loss and worth."""
     rows = []
     deepest = frame[frame["model"] == "plain"].groupby("seed")["loss"].min()
+    shallowest = frame[frame["model"] == "plain"].groupby("seed")["loss"].max()
     for (model, layers, K), group in frame.groupby(["model", "layers", "K"], sort=False):
         means = group.mean(numeric_only=True)
         deviations = group.std(numeric_only=True)
@@ -73,9 +74,10 @@ def summary(frame):
         }
         has_worth = group.worth.notna()
         is_ahead = group.loss < group.seed.map(deepest)  # of the deepest plain model: worth is a lower bound
+        is_behind = group.loss > group.seed.map(shallowest)  # of every plain model: worth is an upper bound
         worth = show(means.worth, ".2f", half_intervals["worth"])
-        if is_ahead[has_worth].any():
-            worth = "≥ " + worth
+        bounds = {(True, False): "≥ ", (False, True): "≤ ", (True, True): "≈ ", (False, False): ""}
+        worth = bounds[is_ahead[has_worth].any(), is_behind[has_worth].any()] + worth
         title = model if model == "plain" else f"{model}, K = {K}"
         rows.append(
             {

@@ -26,7 +26,7 @@ from common import UserError, command_line
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, Comparison, draw_curves, needs_router, read_runs
 from lab.figures.subject import decoded, open_subject, rerouted
-from lab.figures.tables import COLORS, LINES, MARKERS, show
+from lab.figures.tables import look_of, show
 from lab.interop.warm_start import longer, start_from
 from model import Fraction, validated_dataclass
 
@@ -62,12 +62,14 @@ class Lookup(Comparison):
         """The frame of one run: a row for each of `most` and each number of lookups, 0 for filler, on at most
         1024 lines."""
         subject = self.subject(run, 1024)
+        trained = subject.model
         shape = run.shape
         found = []
         for n in self.most or [shape.ponder_steps]:
             if n < shape.ponder_steps:
                 K = shape.ponder_steps
                 raise UserError(f"--most {n}: {run.path} takes {K} steps already; give at least {K}")
+            subject.model = trained
             if n != shape.ponder_steps:
                 grown = replace(shape, ponder_steps=n, router_offset=longer(shape, n))
                 subject.model = start_from(run.path, grown).to(subject.windows.device).eval()
@@ -290,10 +292,10 @@ class Worth(Comparison):
         _, kept = summary(frame)
         for i, (which, group) in enumerate(kept.groupby(ROW)):
             curve = group.groupby("lookups").right.agg(["mean", "min", "max"])
-            look = {"color": COLORS[i], "marker": MARKERS[i], "linestyle": LINES[i % len(LINES)]}
+            look = look_of(i)
             label = f"{row_title(*which, kept.last_stage.min())}: {group.passes.mean():.2f} passes"
             axes.plot(curve.index, curve["mean"], label=label, **look)
-            axes.fill_between(curve.index, curve["min"], curve["max"], color=COLORS[i], alpha=0.15)
+            axes.fill_between(curve.index, curve["min"], curve["max"], color=look["color"], alpha=0.15)
         axes.axhline(0.25, color="#777777", linestyle=":", label="a guess among the ends of four chains")
         axes.set_ylim(0, 1.05)
 

@@ -16,6 +16,16 @@ MARKERS = "os^DvpPX"
 LINES = "-", "--", ":", "-."
 
 
+def look_of(i):
+    """The look of the i-th line of a figure: another one for each, also where there are more lines than
+    colours."""
+    return {
+        "color": COLORS[i % len(COLORS)],
+        "marker": MARKERS[i % len(MARKERS)],
+        "linestyle": LINES[(i + i // len(COLORS)) % len(LINES)],
+    }
+
+
 def show(value, form, std=None):
     """A number as text, with its standard deviation, if there is one; '-' if there is no number."""
     if pd.isna(value):

@@ -45,6 +45,8 @@ def check_flags(to, half, transformers, tau):
         raise UserError(f"{to} exists already: give a new directory to --to")
     if to is None and (half or transformers):
         raise UserError("--half and --transformers say how to write the model: add --to DIR")
+    if tau is not None and not 0 <= tau <= 1:
+        raise UserError(f"--tau {tau} must lie between 0 and 1")
     if tau is not None and not transformers:
         raise UserError(f"--tau {tau} is a setting of the model for transformers: add --transformers")
 

@@ -51,5 +51,11 @@ def test_worth(capsys):
     assert known["always, K = 1, 3 layers"]["layers worth"] == f"1.25 ± {half:.2f}"
     assert cells["always, K = 2, 3 layers"]["layers worth"] == "≥ 3.00"
     assert cells["plain, 4 layers"]["layers worth"] == ""
+    worse = with_worth(pd.concat([frame, frame[frame.K == 2].iloc[:1].assign(K=9, loss=7.0)]))
+    known = {row["model"]: row for row in summary(worse).to_dict("records")}
+    assert known["always, K = 9, 3 layers"]["layers worth"] == "≤ 0.00"  # worse than the shallowest plain one
+    both = with_worth(pd.concat([worse, worse[worse.K == 9].assign(seed=1, loss=2.0)]))
+    known = {row["model"]: row for row in summary(both).to_dict("records")}
+    assert known["always, K = 9, 3 layers"]["layers worth"].startswith("≈ ")  # cut at both ends
     one = with_worth(frame[(frame.seed == 0) & (frame.layers == 3)])  # plain models of one depth
     assert [row["layers worth"] for row in summary(one).to_dict("records")] == ["", "-", "-"]

@@ -81,6 +81,8 @@ def test_more_steps_than_learned(trained):
     how = dict(device="cpu", data=str(trained.parent / "data/lookup"))
     rows = lookup_rows(runs, tau=0.0, **how, most=(2, 4))
     assert rows.most.tolist() == 7 * [2] + 7 * [4] and set(rows.K) == {2}
+    other = lookup_rows(runs, tau=0.0, **how, most=(4, 2))  # the second is not of the grown model
+    assert other[7:].reset_index(drop=True).equals(rows[:7].reset_index(drop=True))
     assert rows[:7].drop(columns="most").equals(lookup_rows(runs, tau=0.0, **how).drop(columns="most"))
     taken = rows.steps[rows.accuracy.notna()]
     assert taken.tolist() == [n for n in rows.most[rows.accuracy.notna()]]

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -342,3 +343,10 @@ def test_llama_for_others(tmp_path, for_transformers):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "llama")
     assert tokenizer.encode("ab") == [97, 98]
     assert tokenizer.bos_token == tokenizer.eos_token == "<|endoftext|>"
+
+
+@pytest.mark.parametrize("tau", [2.0, -1.0, float("nan")])
+def test_a_tau_that_is_none(tau):
+    """Catches an exported model that fails in every `generate`, since nobody checked its tau."""
+    with pytest.raises(UserError, match=rf"--tau {tau} must lie between 0 and 1"):
+        convert("nowhere", Path("new"), transformers=True, tau=tau)
