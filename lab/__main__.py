@@ -15,8 +15,6 @@ import runpy
 import sys
 from pathlib import Path
 
-# `python -OO` drops docstrings.
-HELP = (__doc__ or "python -m lab COMMAND --help").strip()
 COMMANDS = {
     "train": "lab.train",
     "sample": "lab.engine",
@@ -28,6 +26,9 @@ COMMANDS = {
     "worth": "lab.figures.lookup",
     "puzzle": "lab.figures.puzzle",
 }
+
+# `python -OO` drops docstrings.
+HELP = __doc__.strip() if __doc__ else f"python -m lab COMMAND --help; commands: {', '.join(COMMANDS)}"
 
 
 def main():

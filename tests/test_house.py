@@ -74,6 +74,12 @@ def test_every_flag_is_explained(command):
     assert flags_without_help(printed) == []
 
 
+def test_without_docstrings():
+    """Catches a command that needs its docstring, which python -OO drops."""
+    done = python("-OO", "-m", "lab")
+    assert not done.returncode and all(name in done.stdout for name in COMMANDS), done.stderr
+
+
 def test_a_package_that_is_missing(tmp_path):
     """Catches a traceback where a sentence says what to install."""
     (tmp_path / "pydantic.py").write_text(

@@ -16,7 +16,15 @@ def test_more_lines_than_colours():
 def test_depth_of_many_steps(tmp_path):
     """Catches a figure of K = 8 that ends in an IndexError."""
     rows = [
-        {"seed": 0, "K": K, "step": step, "share": share, "loss": 1.0, **dict.fromkeys(RULES, 1.0)}
+        {
+            "method": "drawn",
+            "seed": 0,
+            "K": K,
+            "step": step,
+            "share": share,
+            "loss": 1.0,
+            **dict.fromkeys(RULES, 1.0),
+        }
         for K in (1, 8)
         for step in (1, 2)
         for share in (0.0, 1.0)
