@@ -462,8 +462,7 @@ class Decoding(Options):
 
 
 def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
-    """Measure early exit against all steps and sample.py, and a Llama of the same shape against
-    transformers."""
+    """Measure early exit against all steps and sample.py, and a plain Llama against transformers."""
     device = pick_device(o.device)
     dtype = getattr(torch, o.precision)
     directory = find_model(o.run)

@@ -10,8 +10,7 @@ LEAST = 100  # windows that a text has to have for an interval
 
 
 def interval(std, n):
-    """Half the interval of the mean of n independent numbers with the standard deviation `std`; nan for
-    one."""
+    """Half the interval of the mean of n independent numbers of standard deviation `std`; nan if n < 2."""
     if n < 2:
         return math.nan
     if n - 2 < len(STUDENT):

@@ -53,8 +53,7 @@ def key_channels(log_w, d, dtype):
 
 
 def augment(q, k, v, log_w):
-    """As attention.augment, with two channels. (B, *, N, d) -> (B, *, N, d'); without log w nothing
-    changes."""
+    """As attention.augment, with two channels: (B, *, N, d) -> (B, *, N, d')."""
     if log_w is None:
         return q, k, v
     d = q.size(-1)

@@ -1,6 +1,6 @@
 """Early-exit decoding of many sequences at once, so that every skipped slot saves time.
 
-It computes what sample.stream computes for one sequence, with the same results. Five things make it fast:
+It computes what simple.stream computes for one sequence, with the same results. Five things make it fast:
 
 - Slot-level batching. Tokens stop at different depths, so sequences drift apart. A pass advances each
   sequence by one slot, whichever slot that is. No sequence waits for the slowest one, and a sequence that
@@ -53,6 +53,7 @@ from lab.methods import PonderLM3
 from lab.methods.grid import Grid
 
 PLACES = 16  # on a CPU, passes see a multiple of this many places
+PREFILL = "jacobi", "sequential", "auto"
 MANY = 4  # from so many rows on, a CPU reads prompts faster slot by slot than by the Jacobi iteration
 
 # What a method may override: what the engine asks the model for, and what has nothing to do with decoding.
@@ -166,11 +167,18 @@ class Engine:
         self.stats = Stats()
 
     def check(self, compile):
-        """Raise a UserError for what the engine cannot do with this model on this device."""
+        """Refuse what the engine cannot do with this model on this device.
+
+        Raises:
+            UserError: as the class says.
+            ValueError: `prefill` is none of PREFILL.
+        """
         if not serves(self.model):
             method = self.model.config.method
             raise UserError(f"{method} decodes in a way that the engine does not know: use simple.generate")
         check_request(self.model, [], tau=self.tau, alpha=self.alpha)
+        if self.prefill not in PREFILL:
+            raise ValueError(f"prefill = {self.prefill!r}: give one of {', '.join(PREFILL)}")
         if self.device.type == "mps":
             raise UserError("the engine chooses tokens in float64, which MPS does not have: use --device cpu")
         in_float32 = self.dtype not in HALF and self.dtype == self.model.lm_head.weight.dtype
@@ -395,8 +403,7 @@ class Engine:
     # -- Passes ------------------------------------------------------------------------------------
 
     def places_of(self, tokens):
-        """The places of the cache that so many tokens may fill, and one behind them for rows that stand
-        still."""
+        """The places that so many tokens may fill, and one behind them for rows that stand still."""
         return tokens * (self.model.config.ponder_steps + 1) + 1
 
     def launch(self, choice):

@@ -217,8 +217,7 @@ class SlotStep:
         return self.norm(x) * self.weight
 
     def channels(self, A, of_key, of_query):
-        """Room for queries, keys and values of A slots, in which the channels are filled in. -> (A, H+2G,
-        d')"""
+        """Room for the queries, keys and values of A slots, with their channels filled in: (A, H+2G, d')."""
         H = self.H
         first = self.d
         last = self.d + of_key.size(-1)

@@ -38,8 +38,7 @@ FIGURES = Explainer, Difficulty, Compare, Depth, Layers, Lookup, Kinds, Mixed, W
 
 
 def reader(figure):
-    """A function that reads the flags of a figure; given the class itself, tyro would print errors as a
-    page."""
+    """A function that reads the flags of a figure: given the class, tyro prints errors as a whole page."""
 
     def read(flags: Annotated[figure, tyro.conf.arg(name="")]):
         return flags

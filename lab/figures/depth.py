@@ -46,16 +46,18 @@ def given(model, windows, steps):
 
 
 def predict(h0, gain, other):
-    """Fit gain (n,) as a linear function of h0 (n, D) by least squares. -> its values at `other` (m, D),
-    (m,)"""
+    """Fit gain (n,) as a linear function of h0 (n, D) by least squares.
+
+    Returns:
+        (m,) its values at `other` (m, D).
+    """
     h0 = torch.nn.functional.pad(h0.double(), (0, 1), value=1)  # with a constant
     other = torch.nn.functional.pad(other.double(), (0, 1), value=1)
     return other @ torch.linalg.lstsq(h0, gain.double()[:, None]).solution[:, 0]
 
 
 def take_most(values, share, k):
-    """Steps (n,): k for the tokens with the largest values (n,), as many as `share` says, and k - 1 for
-    others."""
+    """Steps (n,): k for the fraction `share` of the tokens that has the largest values (n,), else k - 1."""
     steps = torch.full(values.shape, k - 1)
     steps[values.argsort(descending=True, stable=True)[: round(share * len(values))]] = k
     return steps

@@ -21,8 +21,7 @@ from model import Fraction, validated_dataclass
 
 
 def is_line(rows, tokenizer):
-    """Which of the windows (W, T+1) are lines of the task, which begin with a table of pairs: booleans
-    (W,)."""
+    """Which windows (W, T+1) are lines of the task, that is, begin with a table of pairs: booleans (W,)."""
     return (rows[:, : longest_of(tokenizer) + 7] >= tokenizer.encode(" ab")[0]).all(-1)
 
 

@@ -53,8 +53,7 @@ def markdown(cells):
 
 
 def save(out, name, frame, cells):
-    """Write the numbers of a figure to out/<name>.csv and their table to out/<name>.md, and print the
-    table."""
+    """Write the numbers of a figure to out/<name>.csv; print their table, and write it to out/<name>.md."""
     text = markdown(cells)
     out.mkdir(parents=True, exist_ok=True)
     atomic_write(out / f"{name}.csv", lambda part: frame.to_csv(part, index=False))

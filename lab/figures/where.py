@@ -91,15 +91,13 @@ def thirds_of(ids):
 
 
 def permuted(s, log_w):
-    """s and log_w (B, T, S) in which each token has those of another token of its window, the same in all
-    windows."""
+    """s and log_w (B, T, S) with tokens permuted within their windows, in the same way in all windows."""
     place = torch.randperm(s.size(1), generator=torch.Generator().manual_seed(0)).to(s.device)  # (T,)
     return s[:, place], log_w[:, place]
 
 
 def where_rows(subject):
-    """The frame of one run: group, kind, tokens (the fraction of all), steps and loss, a row for each
-    kind."""
+    """The frame of one run: group, kind, tokens (fraction of all), steps, loss; a row for each kind."""
     loss, steps, _ = (values.double().numpy() for values in decoded(subject))
     K = subject.model.config.ponder_steps
     kinds = [*kinds_of(subject.windows.cpu(), subject.tokenizer), [f"{k:.0f}" for k in steps]]

@@ -480,7 +480,8 @@ def test_refusals(decoder, prompts, call, words):
 
 
 def test_what_cannot_be(model, monkeypatch):
-    """Catches what would fail later: other numbers than float32, no compiler, no router to shift."""
+    """Catches what would fail later: other numbers than float32, no compiler, no router to shift,
+    a way to read prompts that is misspelt and would be slot by slot."""
     neox, fixed = small_model(**NEOX), small_model(method="ponderlm2")
     for wrong, how, words in (
         *((model, dict(compile=True, dtype=x), "float32") for x in (torch.bfloat16, torch.float32)),
@@ -488,6 +489,8 @@ def test_what_cannot_be(model, monkeypatch):
     ):
         with pytest.raises(UserError, match=words):
             Engine(wrong, **how)
+    with pytest.raises(ValueError, match="prefill = 'fast': give one of jacobi, sequential, auto"):
+        Engine(model, prefill="fast")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=r"C\+\+ compiler"):
         Engine(model, compile=True)
