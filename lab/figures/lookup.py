@@ -94,7 +94,7 @@ class Lookup(Comparison):
             draw_curves(axes, frame.assign(name=names), "name", "lookups", y, "most")
         longest = frame.lookups.max()
         right.plot([1, longest], [0, longest - 1], color="#777777", linestyle=":", label="lookups - 1")
-        left.set_ylabel("share of right answers")
+        left.set_ylabel("accuracy")
         right.set_ylabel("executed steps")
 
 
@@ -168,6 +168,7 @@ class Kinds(Comparison):
 
 NAMES = {"vanilla": "plain", "ponderlm2": "always thinks", "grid-fixed": "always thinks"}
 NAMES |= {"ponderlm3": "decides", "grid": "decides"}
+LEGEND = {"always thinks": "PonderLM-2, every step", "decides": "PonderLM-3"}  # of the picture
 LINES_TIMED = 16
 ROUNDS = 3
 ROW = ["model", "layers", "last_stage"]  # runs that agree in these are one row of the table
@@ -279,7 +280,7 @@ class Worth(Comparison):
 
     tau: Fraction | None = None  # mask score below which pondering stops; None: that of each run's evaluation
     device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
-    sheet = "lookups that a question takes; passes: layers that a token passes", "share of right answers"
+    sheet = "lookups that a question takes", "accuracy"
 
     def frame(self, runs):
         return worth_rows(runs, self.tau, self.data)
@@ -293,7 +294,9 @@ class Worth(Comparison):
         for i, (which, group) in enumerate(kept.groupby(ROW)):
             curve = group.groupby("lookups").right.agg(["mean", "min", "max"])
             look = look_of(i)
-            label = f"{row_title(*which, kept.last_stage.min())}: {group.passes.mean():.2f} passes"
+            model, *rest = which
+            title = row_title(LEGEND.get(model, model), *rest, kept.last_stage.min())
+            label = f"{title}: {group.passes.mean():.2f} passes"
             axes.plot(curve.index, curve["mean"], label=label, **look)
             axes.fill_between(curve.index, curve["min"], curve["max"], color=look["color"], alpha=0.15)
         axes.axhline(0.25, color="#777777", linestyle=":", label="a guess among the ends of four chains")

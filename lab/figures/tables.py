@@ -63,8 +63,10 @@ def save(out, name, frame, cells):
 
 def new_figure(x, y, panels=1):
     """A figure with panels side by side, all with the labels x and y. -> the figure, a list of its axes"""
+    from matplotlib import rc
     from matplotlib.figure import Figure
 
+    rc("font", size=12)
     size = (6.4 * panels, 4.8) if panels < 3 else (4.4 * panels, 3.6)
     figure = Figure(figsize=size, layout="constrained")
     (axes,) = figure.subplots(1, panels, squeeze=False)
@@ -76,9 +78,10 @@ def new_figure(x, y, panels=1):
 
 def save_figure(figure, file):
     """Write a figure to a PNG file. The legend of its first panel, if there is one, stands below."""
-    look = {"loc": "outside lower center", "fontsize": 8, "handlelength": 5}
+    font_size = 7 if len(figure.axes) == 1 else 8
+    look = {"loc": "outside lower center", "fontsize": font_size, "handlelength": 3}
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, ncols=2 * len(figure.axes), **look)
-    atomic_write(file, lambda part: figure.savefig(part, dpi=300, format="png"))
+    atomic_write(file, lambda part: figure.savefig(part, dpi=150, format="png"))
     print(f"written: {file}")
