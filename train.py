@@ -514,7 +514,9 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     model.backend = BACKENDS[config.attention]
     model.recompute = config.recompute
     loss_module = LossModule(model, objective, config.precision)
-    config, micro_batch_size = fit_to_hardware(config, model, loss_module, train_windows, device, world_size)
+    config, micro_batch_size, compiled = fit_to_hardware(
+        config, model, loss_module, train_windows, device, world_size
+    )
     if world_size > 1:
         loss_module = DistributedDataParallel(loss_module, gradient_as_bucket_view=True)
 
@@ -522,7 +524,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     config = replace(config, name=run.name)
     with locked(run) if is_main else nullcontext():
         first_step, log = start_or_resume(run, config, model_config, model, optimizer, corpus)
-        print_start(run, config, model, corpus, train_windows, first_step, micro_batch_size)
+        print_start(run, config, model, corpus, train_windows, first_step, micro_batch_size, compiled)
         clock = Clock(config)
 
         with defer_signals() as received:  # Ctrl-C ends the training when its last step has been saved
@@ -663,7 +665,8 @@ def fit_to_hardware(config, model, loss_module, windows, device, world_size):
     """Choose the size of the micro-batches, and compile the blocks where that is asked for.
 
     Returns:
-        The settings with what was chosen, and the windows that this process computes at once.
+        The settings with the micro-batches that were chosen, the windows that this process computes at
+        once, and whether the blocks are compiled.
     """
     share = config.batch_size // world_size  # windows per training step of this process
     most_refinements = max(model.config.refinements)
@@ -687,11 +690,11 @@ def fit_to_hardware(config, model, loss_module, windows, device, world_size):
     else:
         micro_batch_size = share
 
-    compiles = should_compile(config.compile, device)
-    if compiles:
+    compiled = should_compile(config.compile, device)
+    if compiled:
         print("compiling the blocks, which takes about a minute", flush=True)
         compile_blocks(model)
-    if compiles and is_chosen_here and device.type == "cuda" and micro_batch_size < share:
+    if compiled and is_chosen_here and device.type == "cuda" and micro_batch_size < share:
         # Compiled blocks keep fewer activations, so perhaps twice as many windows fit.
         larger = parts_that_fit(share, 2 * fitting)
         fits = peak_memory(model, loss_of, larger) <= free_memory(model)
@@ -700,7 +703,7 @@ def fit_to_hardware(config, model, loss_module, windows, device, world_size):
         torch.cuda.empty_cache()
     if is_chosen_here:
         config = replace(config, micro_batch_size=micro_batch_size)
-    return replace(config, compile="on" if compiles else "off"), micro_batch_size
+    return config, micro_batch_size, compiled
 
 
 def run_folder(config, rank):
@@ -754,14 +757,14 @@ def start_or_resume(run, config, model_config, model, optimizer, corpus):
     return first_step, log
 
 
-def print_start(run, config, model, corpus, windows, first_step, micro_batch_size):
+def print_start(run, config, model, corpus, windows, first_step, micro_batch_size, compiled):
     parameters = sum(p.numel() for p in model.parameters())
-    compiled = ", blocks compiled" if config.compile == "on" else ""
+    blocks = ", blocks compiled" if compiled else ""
     begins = f"resumed at step {first_step} of {config.steps}" if first_step else "a new training"
     print(corpus.source)
     print(f"{windows.count:,} windows of {windows.block_size} tokens")
     print(f"{parameters:,} parameters, {config.precision}")
-    print(f"{config.batch_size} windows per step, {micro_batch_size} at a time{compiled}")
+    print(f"{config.batch_size} windows per step, {micro_batch_size} at a time{blocks}")
     print(f"{run}: {begins}", flush=True)
 
 

@@ -409,6 +409,31 @@ def test_interrupted_evaluation(monkeypatch, capsys):
     assert torch.equal(load(run).lm_head.weight, load(whole).lm_head.weight)
 
 
+def test_a_signal_between_micro_batches(monkeypatch):
+    """Catches a signal that is not obeyed until a step ends, which may take minutes, and weights that a
+    part of a step has changed."""
+    whole, _ = go("--name whole")
+    real, calls = train.relaxed_steps, []
+
+    def relaxed_steps(log_w):  # which runs once for each micro-batch, of which a step has two
+        calls.append(1)
+        if len(calls) == 2 * 5 + 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(log_w)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "relaxed_steps", relaxed_steps)
+        run, nothing = go()
+    assert nothing is None and len(calls) == 11 and checkpoint(run)["step"] == 5
+    assert_same(whole, go("--resume --name x")[0])
+
+
+def test_compile_is_recorded_as_asked():
+    """Catches a run of a GPU that a CPU, on which it is resumed, compiles too."""
+    run, _ = go("--steps 1")
+    assert read_run(run)[0].compile == "auto"
+
+
 def test_a_signal_in_the_last_save(monkeypatch):
     """Catches a Ctrl-C that is answered with "stopping", and then not obeyed."""
     interrupt_at(monkeypatch, 0, function="save_checkpoint")
