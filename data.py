@@ -145,7 +145,7 @@ def prepare(data, tokenizer_name, vocab_size):
     Raises:
         UserError: there is no text, or the tokenizer cannot be had.
     """
-    # What is it the folder of?
+    # Name the folder after its source, its tokenizer and a hash of both.
     path = Path(data)
     if data in SOURCES:
         documents = None  # reading them takes a while, so only if the folder does not exist
@@ -372,7 +372,7 @@ class Windows:
         self.block_size = block_size
         self.seed = seed
         self.count = (len(ids) - 1) // block_size
-        self.epoch = None  # that `order` is of
+        self.epoch = None  # the epoch of `order`
         self.order = None
 
     def window(self, i):

@@ -107,11 +107,12 @@ class PonderingConfig:
     """How the model ponders."""
 
     ponder_steps: Annotated[int, Field(ge=0, le=1000)] = 3  # maximum number of pondering steps per token (K)
-    # K+1 numbers added to the router's logits, where it starts; None: rising linearly from 0 to 6
+    # K+1 numbers added to the router's logits, which set its initial output; None: linear from 0 to 6
     router_offset: tuple[Finite, ...] | None = None
     # range from which each training step draws R, its number of refinement passes
     refinements: tuple[int, int] = (2, 3)
-    # bottom-mass penalty: `printed` is the paper's, from the mean cross-entropy; `token` is from each token's
+    # bottom-mass penalty: `printed`, as in the paper, uses the mean cross-entropy; `token` uses that of
+    # each token
     penalty: Literal["printed", "token"] = "printed"
     penalty_weight: NonNegative = 0.5  # weight of the penalty (lambda; the paper gives no value)
 
@@ -213,7 +214,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    # The parts that another transformer may replace.
+    # The parts that another transformer may replace (lab/backbones).
     Block = Block
     Norm = nn.RMSNorm
     # The weights whose outputs are added to the residual stream.
@@ -361,7 +362,8 @@ class PonderLM(nn.Module):
         return out
 
     def states(self, idx, R=None, tau=None, alpha=0.0):
-        """h (B, T, S, D), and s and log_w (B, T, S), of all tokens. Arguments as in `forward`."""
+        """h (B, T, S, D), and s and log_w (B, T, S), of all tokens. Arguments as in `forward`. Methods
+        that compute their states otherwise (lab/methods) override this."""
         return self.jacobi(idx, R, tau, alpha)
 
     # -- The Jacobi iteration (section 3.4.1) ------------------------------------------------------
@@ -396,7 +398,7 @@ class PonderLM(nn.Module):
         # This is how PonderLM-2 begins (reading note 8).
         for _ in range(K):
             h, s, log_w = self.jacobi_pass(e, latents, key_log_w, alpha)
-            latents = self.feed_back(h, e[:, :, None])  # (B, T, 1 .. K, D): one slot more than before
+            latents = self.feed_back(h, e[:, :, None])  # h itself: (B, T, 1 .. K, D), one more each time
             key_log_w = self.mask_keys(log_w, tau)  # (B, T, S)
 
         # Refining: all slots, in every pass.

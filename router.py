@@ -52,7 +52,7 @@ class Router(nn.Module):
 
         Autocast is off here: bfloat16 has 8 significant bits, so near log tau = -9.2 its error is 0.03,
             enough
-        to change K-hat.
+        to change K-hat. (In attention, where log w is only added to scores, such an error does no harm.)
 
         Args:
             h0: (..., D).
@@ -98,7 +98,7 @@ def stop_step(log_w, tau):
     if tau is None or tau == 0:
         log_tau = -math.inf
     elif tau == 1:
-        log_tau = 0.0
+        log_tau = 0.0  # without a margin for rounding, which would admit w < 1
     else:
         log_tau = math.log(tau) - 1e-6  # so that rounding does not exclude w = tau
     return (log_w >= log_tau).sum(-1) - 1  # w never rises with k, so counting finds the last one
@@ -107,9 +107,9 @@ def stop_step(log_w, tau):
 def mask_keys(log_w, tau=None):
     """The bias that attention adds to the scores of the keys of a token's slots. (..., K+1) -> (..., K+1).
 
-    Slot k is the one that executes step k, so log w_k goes onto its key, and slot 0 gets 0. In the
-    paper's figure, log w_k is on slot k+1 (reading note 1). With a tau, the keys of slots beyond K-hat
-    are hidden from every query, their own included.
+    Slot k is the one that executes step k, and that is skipped if the step is. So log w_k goes onto its
+    key, and slot 0 gets 0. In the paper's figure, log w_k is on slot k+1 (reading note 1). With a tau,
+    the keys of slots beyond K-hat are hidden from every query, their own included.
     """
     if tau is None:
         return log_w
@@ -119,12 +119,14 @@ def mask_keys(log_w, tau=None):
 
 
 def resolved_fraction(ce, form="printed"):
-    """rho, the degree to which k steps suffice (section 3.4.2), for each k.
+    """rho, the degree to which k steps suffice (section 3.4.2), for each k. A token counts as resolved if
+    its loss is below about half a nat.
 
     Args:
         ce: (n, depths) in nats, the cross-entropy of n tokens.
-        form: 'printed' takes the sigmoid of the mean cross-entropy. 'token' takes the mean of the tokens'
-            sigmoids, which makes rho the fraction of tokens that are resolved (reading note 2).
+        form: 'printed', as the paper prints it, takes the sigmoid of the mean cross-entropy. 'token'
+            takes the mean of the tokens' sigmoids, which makes rho the fraction of tokens that are
+            resolved (reading note 2).
 
     Returns:
         (depths,), from 0 (not at all) to 1 (fully).
@@ -141,7 +143,11 @@ def resolved_fraction(ce, form="printed"):
 
 
 def bottom_mass_penalty(log_w, ce, form="printed"):
-    """The minimum-ponder penalty (section 3.4.2), without its weight lambda:
+    """The minimum-ponder penalty (section 3.4.2), without its weight lambda.
+
+    It should push w_k down where step k is not needed. If going from k-1 to k steps resolves a fraction
+    d_rho_k more of the tokens, it takes that many tokens, those that rely on step k the least, and lowers
+    their w_k:
 
         rho_k   = 1 - sigmoid(10 (CE_k - 0.5))             1: k steps suffice, 0: they do not
         d_rho_k = max(rho_k - rho_{k-1}, 0)                what step k adds to it

@@ -278,7 +278,7 @@ class FirstFlags:
 def new_settings(first):
     """The settings of a new run, before the other flags change them. -> a TrainConfig and a Config"""
     name = first.preset or usual_preset(first.device)
-    if name not in PRESETS:  # which is refused when all flags are read
+    if name not in PRESETS:  # tyro will refuse it when it reads all flags
         name = "tiny"
     config, model_config = preset_settings(name)
     if first.tokenizer == "bpe" and model_config.vocab_size <= 257:  # that is the size of a bytes tokenizer
@@ -510,6 +510,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     torch.manual_seed(config.seed)
     model = make_model(replace(model_config, vocab_size=corpus.vocab_size)).to(device).train()
     optimizer = make_optimizer(model, config)
+    # From here on, config says what "auto" has become; it is recorded like this.
     config = replace(config, precision=pick_precision(config.precision, device))
     model.backend = BACKENDS[config.attention]
     model.recompute = config.recompute
@@ -530,7 +531,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
         with defer_signals() as received:  # Ctrl-C ends the training when its last step has been saved
 
             def stop_requested():
-                return any(gather(bool(received)))  # if one process got a signal, all of them stop
+                """True if any process got a signal. All processes must ask at the same place."""
+                return any(gather(bool(received)))
 
             for step in range(first_step, config.steps):
                 clock.begin()
@@ -564,7 +566,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                 log_now = is_last or done % config.log_every == 0
                 checkpoint_now = is_last or done % config.eval_every == 0
                 if log_now:
-                    means = mean_over_processes(metrics)  # this waits for a GPU
+                    # This waits for a GPU, so it belongs to the time of the step.
+                    means = mean_over_processes(metrics)
                 clock.end_step()
                 if log_now:
                     check_finite(run, done, **means)
@@ -743,7 +746,8 @@ def start_or_resume(run, config, model_config, model, optimizer, corpus):
     )
     if rank == 0:
         if first_step < config.steps:
-            (run / "results.json").unlink(missing_ok=True)  # the results of the shorter training
+            # The run is resumed, so its final evaluation is out of date.
+            (run / "results.json").unlink(missing_ok=True)
         description = {
             "config": asdict(config),
             "model": {"method": model.method, **asdict(model_config)},
@@ -840,9 +844,9 @@ class Clock:
         self.config = config
         self.now = now
         self.began = None  # when what is measured now began
-        self.graphs = 0  # that were compiled by then
-        self.steps = 0  # since the last log line
-        self.step_seconds = 0.0  # of these steps
+        self.graphs = 0  # number of compiled graphs at that time
+        self.steps = 0  # number of training steps since the last log line
+        self.step_seconds = 0.0  # time that these steps took
         self.seconds_per_step = None  # as of the last log line; None: all steps so far have compiled
         self.evaluation_seconds = 0.0
         self.saving_seconds = 0.0
