@@ -138,8 +138,8 @@ class RunSettings:
     preset: Literal[tuple(PRESETS)] = "tiny"  # named set of defaults; any other flag overrides it
     name: str | None = None  # name of the run, i.e. its folder inside --out; None: preset and time
     out: str = "out"  # folder that holds the runs
-    resume: bool = False  # resume the run --name, or the newest one, with its settings
-    seed: Seed = 0  # random seed for initialisation, batch order and R
+    resume: bool = False  # resume the run given by --name, or the newest one, with its settings
+    seed: Seed = 0  # random seed for initialisation, batch order and the number of refinement passes
 
     def __post_init__(self):
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
@@ -163,11 +163,12 @@ class OptimisationSettings:
     """How it is trained."""
 
     steps: Count = 1000  # number of training steps
-    batch_size: Count = 8  # windows per training step
+    batch_size: Count = 8  # windows (sequences of --block-size tokens) per training step
     # windows that are computed at once; None: all of them on a CPU, as many as fit on a GPU
     micro_batch_size: Count | None = None
     learning_rate: NonNegative = 4e-3  # peak learning rate of AdamW; a cosine decays it to a tenth
-    warmup: Fraction = 0.05  # fraction of the training steps in which the learning rate rises to its peak
+    # learning-rate warm-up: fraction of the training steps in which it rises to its peak
+    warmup: Fraction = 0.05
     weight_decay: Fraction = 0.1  # weight decay on matrices, except the router's
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's beta 1 and beta 2
     clip: NonNegative = 1.0  # gradients are scaled down to this norm; 0 turns clipping off
@@ -189,7 +190,8 @@ class EvaluationSettings:
     log_every: Count = 20  # training steps between log lines
     eval_every: Count = 250  # training steps between checkpoints, each of which is evaluated
     eval_windows: Count = 512  # number of validation windows in the final evaluation
-    tau: Fraction = TAU  # early-exit threshold used when evaluating
+    # early-exit threshold when evaluating: a token stops before the first step whose w is below it
+    tau: Fraction = TAU
 
 
 @validated_dataclass
