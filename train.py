@@ -512,7 +512,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     torch.manual_seed(config.seed)
     model = make_model(replace(model_config, vocab_size=corpus.vocab_size)).to(device).train()
     optimizer = make_optimizer(model, config)
-    # From here on, config says what "auto" has become; it is recorded like this.
+    # The precision that "auto" has become is recorded, since a resumed run must not have another one unasked.
     config = replace(config, precision=pick_precision(config.precision, device))
     model.backend = BACKENDS[config.attention]
     model.recompute = config.recompute
