@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What do extra steps leave behind that a model takes early in its training only (a pondering warm-up), and which
 # difference is noise?
-#     bash lab/runs/warmup.sh          PARTS="grid noise", SEEDS=1 or both: these runs, no table
+#     bash lab/runs/warmup.sh          PARTS="grid noise", SEEDS=1, ROWS="none by-token" or all: these, no table
 # All of a seed's rows are trained before the next seed's; a run takes 1 to 4 minutes on one core of an EPYC with
 # AVX-512 on the grid, 3 to 9 by Jacobi, four times as long in the part longer.
 . "$(dirname "$0")/once.sh"
@@ -9,6 +9,7 @@ ROUTER_RATE=3
 export OMP_NUM_THREADS=1 # the number of threads changes the rounding, and so the model
 
 run() { # folder, name, flags
+  [[ " ${ROWS:-$2} " = *" $2 "* ]] || return 0
   once "out/warmup/$1" "$2" "$seed" --preset tiny --steps 4000 --eval-every 1000 --log-every 100 --device cpu "${@:3}"
 }
 control_rows() { # folder: always one step, shared depth and PonderLM-3
@@ -61,7 +62,7 @@ for part in ${PARTS:-grid noise jacobi embedding longer wide}; do
   done
 done
 
-[ -z "${PARTS:-}${SEEDS:-}" ] || exit 0 # a table is of all
+[ -z "${PARTS:-}${SEEDS:-}${ROWS:-}" ] || exit 0 # a table is of all
 table() { lab analyze compare --out "out/analyze/warmup-$1" --runs "${@:2}"; }
 lab analyze compare --choose 2048 --out out/analyze/warmup-choice --runs out/warmup/grid/{none,none-?e-3,warmup-?00}-0
 table grid out/warmup/grid/*-[0-9]
