@@ -570,7 +570,7 @@ class Options:
     windows: Count | None = None  # validation windows to measure; None: 256, and 8 for converge
     tau: Fraction | None = None  # early-exit threshold; None: 1e-4
     out: Path | None = None  # folder for the results; None: <run>/report, or out/analyze for several runs
-    device: str = "auto"  # auto, cpu, cuda or mps
+    device: str = "auto"  # cpu, cuda or mps; auto is a GPU if there is one, else the CPU
 
 
 # The flags that each figure follows.

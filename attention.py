@@ -59,9 +59,9 @@ def augment(q, k, v, log_w):
 
         q' . k' / sqrt(d) = q . k / sqrt(d) + log w,
 
-    exactly up to the rounding of sqrt(d) and of log w (reading note 4, docs/reading-notes.md). Kernels
-    require a head dimension that is a multiple of 8, so q and k are padded with zeros to d'. v gets no
-    extra channel, only padding.
+    up to the rounding of sqrt(d) and of log w (reading note 4, docs/reading-notes.md). Kernels require a
+    head dimension that is a multiple of 8, so q and k are padded with zeros to d'. They also require the
+    same head dimension of v, which gets no extra channel, only padding.
 
     Args:
         q: (B, H, N, d).

@@ -153,8 +153,10 @@ def check_free(run):
         UserError: it does.
     """
     names = {file.name.removesuffix(".tmp") for file in run.glob("*")} - {".lock"}
-    first_files = ["train.json", "tokenizer.json", "log.jsonl"]  # in the order in which they are written
-    beginnings = [set(first_files[:n]) for n in range(len(first_files) + 1)]
+    # A training writes these before its first checkpoint, in this order. If it ended in between, the folder
+    # has only the first few of them.
+    before_a_checkpoint = ["train.json", "tokenizer.json", "log.jsonl"]
+    beginnings = [set(before_a_checkpoint[:n]) for n in range(len(before_a_checkpoint) + 1)]
     if names not in beginnings:
         raise UserError(f"{run} exists: resume it with --resume, or choose another --name")
 

@@ -57,10 +57,11 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @validated_dataclass
 class BackboneConfig:
-    """The transformer. These are Hugging Face's names for a Llama."""
+    """The transformer, by the names that Hugging Face gives to the settings of a Llama."""
 
-    # The comment at a field is also its --help.
-    vocab_size: Size = 257  # vocabulary size; for a BPE that is trained here, its number of tokens
+    # The comment at a field, or right above it, is its --help.
+
+    vocab_size: Size = 257  # vocabulary size, for --tokenizer bpe only: other tokenizers have their own
     hidden_size: Size = 128  # model width (D)
     intermediate_size: Size = 344  # width of the SwiGLU MLP
     num_hidden_layers: Annotated[int, Field(ge=1, le=1000)] = 4  # transformer layers
@@ -97,8 +98,8 @@ class BackboneConfig:
 
     @property
     def scale(self):
-        """Factor on the embeddings. sqrt(2.5 D) gives them, at initialisation, the unit RMS of normed
-        states."""
+        """Factor on the embeddings. They start with a standard deviation of sqrt(2/(5D)), so sqrt(2.5 D)
+        gives them an RMS of 1, as the normalised states have that are fed back beside them."""
         return math.sqrt(2.5 * self.hidden_size) if self.embed_scale is None else self.embed_scale
 
 
@@ -107,14 +108,15 @@ class PonderingConfig:
     """How the model ponders."""
 
     ponder_steps: Annotated[int, Field(ge=0, le=1000)] = 3  # maximum number of pondering steps per token (K)
-    # K+1 numbers added to the router's logits, which set its initial output; None: linear from 0 to 6
+    # initial logits of the router: K+1 numbers, one for each number of steps from 0 to K. None: rising
+    # linearly from 0 to 6, which favours K steps
     router_offset: tuple[Finite, ...] | None = None
-    # range from which each training step draws R, its number of refinement passes
+    # lowest and highest number of refinement passes (R) of the Jacobi iteration; each training step draws one
     refinements: tuple[int, int] = (2, 3)
-    # bottom-mass penalty: `printed`, as in the paper, uses the mean cross-entropy; `token` uses that of
-    # each token
+    # form of the bottom-mass penalty. printed: the paper's formula, which uses the mean cross-entropy; token:
+    # a variant that uses the cross-entropy of each token
     penalty: Literal["printed", "token"] = "printed"
-    penalty_weight: NonNegative = 0.5  # weight of the penalty (lambda; the paper gives no value)
+    penalty_weight: NonNegative = 0.5  # weight of the bottom-mass penalty (lambda; the paper gives no value)
 
     def __post_init__(self):
         K = self.ponder_steps
@@ -214,7 +216,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    # The parts that another transformer may replace (lab/backbones).
+    # Other transformers (lab/backbones) are subclasses that replace some of these.
     Block = Block
     Norm = nn.RMSNorm
     # The weights whose outputs are added to the residual stream.
@@ -244,7 +246,8 @@ class Llama(nn.Module):
         return self.norm(self.stack(x, positions, log_w, backend, cache))
 
     def stack(self, x, positions, log_w=None, backend=auto, cache=None):
-        """The blocks, without the final norm. Arguments and shapes are those of `forward`."""
+        """The blocks, without the final norm. Arguments and shapes are those of `forward`. It is a method of
+        its own because other transformers (lab/backbones) replace it."""
         rope = self.rope_cos_sin(positions, x.dtype)
         for i, layer in enumerate(self.layers):
             layer_cache = None if cache is None else cache[i]
@@ -375,10 +378,9 @@ class PonderLM(nn.Module):
         previous pass, slot 0 always reads e, and the keys are biased by the log w of the previous pass.
         The gradient flows through all passes.
 
-        The K T latents depend on each other in one chain: first by token, then by step. The first K
-            passes make
-        the first K links exact, and each refinement at least one more. So K (T-1) refinements are exact,
-        and no more are ever run.
+        The K T latents depend on each other in one chain: first by token, then by step. The first K passes
+        make the first K links exact, and each refinement at least one more. So K (T-1) refinements are
+        exact, and no more are ever run.
 
         Args:
             idx, R, tau, alpha: as in `forward`. With R None, the iteration ends when a pass changes the
@@ -598,7 +600,7 @@ def runs_in_half_precision(x):
 
 
 def has_settled(previous, latents, tolerance=None):
-    """True if a pass changed the latents of the whole batch by less than the tolerance, in relative norm.
+    """True if a pass changed the latents of the batch by less than the tolerance, in relative norm.
     The default tolerance is 1e-2 in half precision, and 1e-4 otherwise."""
     if tolerance is None:
         tolerance = 1e-2 if runs_in_half_precision(latents) else 1e-4

@@ -8,7 +8,7 @@ stop_step     K-hat      (...)         the last step whose mask score is at leas
 tau           tau        scalar        decoding stops where w < tau; None: soft masks, no step is skipped
 alpha         alpha      scalar        shifts the distribution to more (> 0) or fewer (< 0) steps
 ce            ce_k       (..., K+1)    cross-entropy if integration stops after step k, in nats
-rho           rho_k      (K+1,)        degree to which k steps suffice, from 0 (not at all) to 1 (fully)
+rho           rho_k      (K+1,)        degree to which k steps suffice for a good prediction, from 0 to 1
 relaxed_steps            (...)         a differentiable lower bound of K-hat, which --step-price charges
 
 D: width of the model; K: maximum number of pondering steps. docs/reading-notes.md discusses what the paper
@@ -51,8 +51,8 @@ class Router(nn.Module):
         """Predict the step distribution.
 
         Autocast is off here: bfloat16 has 8 significant bits, so near log tau = -9.2 its error is 0.03,
-            enough
-        to change K-hat. (In attention, where log w is only added to scores, such an error does no harm.)
+        enough to change K-hat. (In attention, where log w is only added to scores, such an error does no
+        harm.)
 
         Args:
             h0: (..., D).
@@ -107,9 +107,10 @@ def stop_step(log_w, tau):
 def mask_keys(log_w, tau=None):
     """The bias that attention adds to the scores of the keys of a token's slots. (..., K+1) -> (..., K+1).
 
-    Slot k is the one that executes step k, and that is skipped if the step is. So log w_k goes onto its
-    key, and slot 0 gets 0. In the paper's figure, log w_k is on slot k+1 (reading note 1). With a tau,
-    the keys of slots beyond K-hat are hidden from every query, their own included.
+    Slot k executes step k, so if step k is skipped, so is slot k. That is why the key of slot k gets
+    log w_k, and the key of slot 0, which always runs, gets log w_0 = 0. In the paper's figure, log w_k is on
+    slot k+1 (reading note 1). With a tau, the keys of slots beyond K-hat are hidden from every query, their
+    own included.
     """
     if tau is None:
         return log_w
@@ -124,8 +125,8 @@ def resolved_fraction(ce, form="printed"):
 
     Args:
         ce: (n, depths) in nats, the cross-entropy of n tokens.
-        form: 'printed', as the paper prints it, takes the sigmoid of the mean cross-entropy. 'token'
-            takes the mean of the tokens' sigmoids, which makes rho the fraction of tokens that are
+        form: 'printed' is the formula that the paper prints: the sigmoid of the mean cross-entropy.
+            'token' is the mean of the tokens' sigmoids, which makes rho the fraction of tokens that are
             resolved (reading note 2).
 
     Returns:
@@ -145,9 +146,9 @@ def resolved_fraction(ce, form="printed"):
 def bottom_mass_penalty(log_w, ce, form="printed"):
     """The minimum-ponder penalty (section 3.4.2), without its weight lambda.
 
-    It should push w_k down where step k is not needed. If going from k-1 to k steps resolves a fraction
-    d_rho_k more of the tokens, it takes that many tokens, those that rely on step k the least, and lowers
-    their w_k:
+    It should push w_k down where step k is not needed. Say that going from k-1 to k steps resolves a
+    fraction d_rho_k more of the tokens. Then the penalty selects that fraction of the tokens, those whose
+    w_k is smallest, since they rely on step k the least, and lowers their w_k:
 
         rho_k   = 1 - sigmoid(10 (CE_k - 0.5))             1: k steps suffice, 0: they do not
         d_rho_k = max(rho_k - rho_{k-1}, 0)                what step k adds to it

@@ -46,10 +46,10 @@ BLUES = 231, 225, 153, 117, 75, 33, 26, 19  # pale to dark, among a terminal's 2
 class Sampling:
     """How long to ponder, and how to choose a token."""
 
-    # early-exit threshold: stop pondering when the mask score w is below; 0 takes every step
+    # early-exit threshold: stop pondering once the mask score w is below it; 0 takes all K steps
     tau: Fraction = TAU
-    alpha: Finite = 0.0  # shift the router to more (> 0) or fewer (< 0) steps
-    # randomness; 0 always takes the most probable token
+    alpha: Finite = 0.0  # shift of the router, towards more (> 0) or fewer (< 0) steps
+    # sampling temperature; 0 always takes the most probable token
     temperature: Annotated[float, Field(ge=0, le=1e6)] = 0.8
     top_k: Count | None = None  # choose among the k most probable tokens only
     seed: Seed | None = None  # random seed, which makes the text repeatable
@@ -149,8 +149,10 @@ def mark(text, steps, K, color):
         line, newline, rest = text.partition("\n")
         subscript = "".join(chr(ord("₀") + int(digit)) for digit in str(steps))
         return line + subscript + newline + rest
-    shade = BLUES[round(7 * steps / max(K, 1))]
-    foreground = 16 if shade > 60 else 231  # black on pale blue, white on dark blue
+    i = round((len(BLUES) - 1) * steps / max(K, 1))
+    shade = BLUES[i]
+    is_dark = i >= 5
+    foreground = 231 if is_dark else 16  # white or black
     on = f"\x1b[48;5;{shade};38;5;{foreground}m"
     off = "\x1b[0m"
     # Without this, a terminal would colour the rest of the line.
@@ -193,7 +195,8 @@ def show(pieces, K, marked=False):
 # -- A picture -------------------------------------------------------------------------------------
 
 SHADES = "#ffffff", "#d7e9fb", "#a9cff5", "#74aeea", "#3d87d6", "#1b5fae", "#0c3d7a"  # no steps to all steps
-COLUMNS, CHAR_WIDTH, LINE_HEIGHT, MARGIN = 80, 8.43, 21, 14  # of the picture; all but the first in pixels
+COLUMNS = 80  # characters per line of the picture
+FONT_SIZE, CHAR_WIDTH, LINE_HEIGHT, MARGIN = 14, 8.43, 21, 14  # in pixels
 
 
 def draw_svg(prompt, pieces, K):
@@ -226,9 +229,9 @@ def draw_svg(prompt, pieces, K):
             letters.append(svg_letters(x, y, character, steps, K))
             column += width
 
-    x = MARGIN
-    letters.append(svg_letters(x, MARGIN, "extra steps before each token was chosen:", None, K))
-    x += 42 * CHAR_WIDTH
+    legend = "extra steps before each token was chosen: "
+    letters.append(svg_letters(MARGIN, MARGIN, legend, None, K))
+    x = MARGIN + len(legend) * CHAR_WIDTH
     for k in range(K + 1):
         label = f" {k} "
         boxes.append(svg_box(x, MARGIN, len(label), k, K))
@@ -240,7 +243,7 @@ def draw_svg(prompt, pieces, K):
     title = f"Each token is shaded by its number of extra steps, from 0 (white) to {K} (dark blue)."
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
-        f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14" role="img">\n'
+        f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="{FONT_SIZE}" role="img">\n'
         f'<title>{title}</title>\n<rect width="100%" height="100%" fill="#ffffff"/>\n'
         + "\n".join(boxes + letters)
         + "\n</svg>\n"
@@ -264,8 +267,9 @@ def svg_letters(x, y, text, steps, K):
     """Characters, white on dark shades."""
     is_dark = steps is not None and SHADES.index(shade(steps, K)) >= 4
     color = "#ffffff" if is_dark else "#1f2328"
+    baseline = y + FONT_SIZE
     return (
-        f'<text x="{x:.1f}" y="{y + 14:.1f}" xml:space="preserve" fill="{color}">{html.escape(text)}</text>'
+        f'<text x="{x:.1f}" y="{baseline:.1f}" xml:space="preserve" fill="{color}">{html.escape(text)}</text>'
     )
 
 
@@ -283,7 +287,7 @@ class Text:
     num_samples: Count = 1  # number of texts; with --seed, the i-th text (from 0) uses seed + i
     show_steps: bool = False  # mark each token with the steps that were taken before it was chosen
     out: Path | None = None  # with --show-steps: write the shaded text to this file, .svg or .html
-    device: str = "auto"  # auto, cpu, cuda or mps
+    device: str = "auto"  # cpu, cuda or mps; auto is a GPU if there is one, else the CPU
 
 
 @validated_dataclass
@@ -365,9 +369,8 @@ def main(options):
         f"{new_tokens / seconds:.1f} tokens/s"
     )
     if options.out:
-        picture = draw_svg(
-            prompt.decode("utf-8", "replace"), pieces, K
-        )  # a browser shows it within HTML, too
+        # Also for .html: a browser shows an SVG element in a file of either kind.
+        picture = draw_svg(prompt.decode("utf-8", "replace"), pieces, K)
         atomic_write(options.out, lambda temporary: temporary.write_text(picture, encoding="utf-8"))
         print(f"written: {options.out}")
 

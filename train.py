@@ -136,10 +136,12 @@ class RunSettings:
 
     # The comment at a field, or right above it, is its --help.
     preset: Literal[tuple(PRESETS)] = "tiny"  # named set of defaults; any other flag overrides it
-    name: str | None = None  # name of the run, i.e. its folder inside --out; None: preset and time
+    name: str | None = None  # name of the run, which is its folder in --out; None: preset, date and time
     out: str = "out"  # folder that holds the runs
-    resume: bool = False  # resume the run given by --name, or the newest one, with its settings
-    seed: Seed = 0  # random seed for initialisation, batch order and the number of refinement passes
+    # resume a run with the settings it was begun with: the run --name, or else the newest one in --out
+    resume: bool = False
+    # random seed of the initial weights, the order of the windows, and the refinement passes of each step
+    seed: Seed = 0
 
     def __post_init__(self):
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
@@ -150,11 +152,11 @@ class RunSettings:
 class DataSettings:
     """What it reads."""
 
-    # pydocs or pysource (text that comes with Python), a text file, a folder of text files, or a folder with
-    # train.bin and val.bin
+    # what to train on: pydocs or pysource (docstrings or source files of the Python on this machine), a text
+    # file, a folder of text files, or a folder with train.bin and val.bin
     data: str = "pydocs"
-    # how text becomes tokens: bytes, bpe (trained on the text) or gpt2; auto is a .bin folder's own, else
-    # bytes for tiny, bpe for small, gpt2 for the larger presets
+    # how text is split into tokens: bytes, bpe (trained on the text) or gpt2. auto: bytes for the preset
+    # tiny, bpe for small, gpt2 for the larger ones; a folder with train.bin has its own
     tokenizer: str = "auto"
 
 
@@ -164,10 +166,11 @@ class OptimisationSettings:
 
     steps: Count = 1000  # number of training steps
     batch_size: Count = 8  # windows (sequences of --block-size tokens) per training step
-    # windows that are computed at once; None: all of them on a CPU, as many as fit on a GPU
+    # windows per forward and backward pass, whose gradients add up to those of --batch-size windows. None:
+    # all of them on a CPU, as many as fit into memory on a GPU
     micro_batch_size: Count | None = None
     learning_rate: NonNegative = 4e-3  # peak learning rate of AdamW; a cosine decays it to a tenth
-    # learning-rate warm-up: fraction of the training steps in which it rises to its peak
+    # fraction of the training steps during which the learning rate rises linearly to its peak
     warmup: Fraction = 0.05
     weight_decay: Fraction = 0.1  # weight decay on matrices, except the router's
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's beta 1 and beta 2
@@ -179,7 +182,9 @@ class RouterSettings:
     """How the router is trained."""
 
     router_rate: NonNegative = 3.0  # factor on the learning rate of the router
-    step_price: NonNegative = 0.0  # loss in nats that each executed pondering step costs; 0 turns it off
+    # price of a pondering step: a term of the loss, in nats per executed step; 0 turns it off (not in the
+    # paper)
+    step_price: NonNegative = 0.0
     price_from: Fraction = 0.0  # fraction of training after which --step-price applies
 
 
@@ -188,9 +193,10 @@ class EvaluationSettings:
     """When it is logged, saved and evaluated."""
 
     log_every: Count = 20  # training steps between log lines
-    eval_every: Count = 250  # training steps between checkpoints, each of which is evaluated
+    eval_every: Count = 250  # training steps between checkpoints; at each, 64 validation windows are scored
     eval_windows: Count = 512  # number of validation windows in the final evaluation
-    # early-exit threshold when evaluating: a token stops before the first step whose w is below it
+    # early-exit threshold, for the logged and the final number of steps: a token takes no further pondering
+    # step once the mask score w is below it
     tau: Fraction = TAU
 
 
@@ -198,14 +204,14 @@ class EvaluationSettings:
 class HardwareSettings:
     """What it runs on."""
 
-    device: str = "auto"  # auto, cpu, cuda or mps
+    device: str = "auto"  # cpu, cuda or mps; auto is a GPU if there is one, else the CPU
     # precision of matrix products; auto is bfloat16 where the hardware has it, else float32
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    # form of attention: eager (plain), sdpa (PyTorch's fused kernels), fa2 (the package flash-attn); auto
-    # picks
+    # form of attention: eager (the plain formula), sdpa (PyTorch's fused kernels) or fa2 (the package
+    # flash-attn); auto picks a fast one
     attention: Literal["auto", "eager", "sdpa", "fa2"] = "auto"
-    # compile the transformer's blocks: faster steps after a minute of compiling; auto is on for a GPU
-    # that can
+    # compile the transformer's blocks, which makes steps faster after about a minute of compiling; auto
+    # compiles on a GPU where that can work
     compile: Literal["auto", "on", "off"] = "auto"
     recompute: bool = False  # recompute activations in the backward pass: slower, but takes much less memory
 
@@ -216,7 +222,7 @@ class TrainConfig(
 ):
     """All settings that are not the model's. Each parent class is a group of flags in --help."""
 
-    command = "python {}.py"  # how messages spell a command
+    command = "python {}.py"  # not a setting: how messages spell a command (the lab's is python -m lab {})
 
 
 TRAIN_GROUPS = {
@@ -487,7 +493,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     Args:
         config: a TrainConfig.
         model_config: the settings of the model. Its vocab_size is replaced by that of the corpus.
-        make_model: builds the model from its settings.
+        make_model: builds the model from its settings. This argument and the next two have the paper's
+            method as their default; other methods (lab/train.py) pass their own.
         objective: the loss of one micro-batch; see the function of that name above.
         open_text: opens the corpus; takes the arguments of data.open_corpus.
 
@@ -499,6 +506,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     """
     rank, world_size, device = init_distributed(config.device)
     is_main = rank == 0  # only this process prints and writes files
+    # What "auto" stands for on this machine is recorded, so that a resumed run keeps it on another one.
+    config = replace(config, precision=pick_precision(config.precision, device))
     check_before_reading(config, model_config, device, world_size)
 
     # Data
@@ -512,35 +521,38 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     torch.manual_seed(config.seed)
     model = make_model(replace(model_config, vocab_size=corpus.vocab_size)).to(device).train()
     optimizer = make_optimizer(model, config)
-    # The precision that "auto" has become is recorded, since a resumed run must not have another one unasked.
-    config = replace(config, precision=pick_precision(config.precision, device))
     model.backend = BACKENDS[config.attention]
     model.recompute = config.recompute
     loss_module = LossModule(model, objective, config.precision)
-    config, micro_batch_size, compiled = fit_to_hardware(
+    micro_batch_size, compiled = fit_to_hardware(
         config, model, loss_module, train_windows, device, world_size
     )
     if world_size > 1:
         loss_module = DistributedDataParallel(loss_module, gradient_as_bucket_view=True)
 
+    # The run. What was decided above is recorded as well.
     run = run_folder(config, rank)
-    config = replace(config, name=run.name)
+    config = replace(config, name=run.name, micro_batch_size=config.micro_batch_size or micro_batch_size)
     with locked(run) if is_main else nullcontext():
         first_step, log = start_or_resume(run, config, model_config, model, optimizer, corpus)
         print_start(run, config, model, corpus, train_windows, first_step, micro_batch_size, compiled)
         clock = Clock(config)
 
-        with defer_signals() as received:  # Ctrl-C ends the training when its last step has been saved
+        with defer_signals() as signals:  # Ctrl-C ends the training when its last step has been saved
 
             def stop_requested():
-                """True if any process got a signal. All processes must ask at the same place."""
-                return any(gather(bool(received)))
+                """True if any process got a signal. They tell each other, so all must ask together."""
+                return any(gather(bool(signals)))
 
             for step in range(first_step, config.steps):
-                clock.begin()
+                done = step + 1
+                is_last = done == config.steps
+                log_now = is_last or done % config.log_every == 0
+                checkpoint_now = is_last or done % config.eval_every == 0
 
-                # Batch, R and price depend on the step alone. So a resumed run sees the same ones, and so
-                # does a run with another number of processes.
+                # Batch, R and price. They depend on the step alone, so a resumed run sees the same ones, and
+                # so does a run with another number of processes.
+                clock.begin()
                 batch = train_windows.share_of_batch(step, config.batch_size, rank, world_size)
                 if device.type == "cuda":
                     batch = batch.pin_memory()  # so that the copy need not wait for the previous step
@@ -561,16 +573,13 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     group["lr"] = group["lr_scale"] * learning_rate(step, config)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
-
-                # Log, evaluate, save
-                done = step + 1
-                is_last = done == config.steps
-                log_now = is_last or done % config.log_every == 0
-                checkpoint_now = is_last or done % config.eval_every == 0
                 if log_now:
-                    # This waits for a GPU, so it belongs to the time of the step.
+                    # A GPU may still be computing this step, and this line waits for it. So the clock stops
+                    # after it.
                     means = mean_over_processes(metrics)
                 clock.end_step()
+
+                # Log, evaluate, save
                 if log_now:
                     check_finite(run, done, **means)
                     log.append(log_step(done, means, clock, config, model_config))
@@ -580,7 +589,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     clock.begin()
                     log.append(log_validation(run, done, model, val_windows, config))
                     clock.end_evaluation()
-                stop_now = stop_requested()
+                stop_now = stop_requested()  # every process asks, also those that do not save
                 if is_main and (checkpoint_now or stop_now):
                     clock.begin()
                     save_checkpoint(run, model, optimizer, done, log)
@@ -590,7 +599,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
 
             report = None
             if not stop_requested():  # a signal may also have come during the last save
-                report = final_report(model, val_windows, config, received)
+                report = final_report(model, val_windows, config, signals)
 
         if report is None:
             print(f"stopped; resume with: {config.command.format('train')} {resume_flags(run)}", flush=True)
@@ -620,8 +629,7 @@ def check_before_reading(config, model_config, device, world_size):
             f"--batch-size {config.batch_size} cannot be shared equally by {world_size} processes: use a "
             f"multiple of {world_size}"
         )
-    precision = pick_precision(config.precision, device)
-    check_attention(config.attention, device, precision, model_config.head_width)
+    check_attention(config.attention, device, config.precision, model_config.head_width)
     rank, _ = rank_and_world_size()
     if rank == 0:
         check_writable(config.out, "use --out with a folder that can be written")
@@ -667,31 +675,29 @@ def make_optimizer(model, config):
 
 
 def fit_to_hardware(config, model, loss_module, windows, device, world_size):
-    """Choose the size of the micro-batches, and compile the blocks where that is asked for.
+    """Decide how many windows to compute at once, and compile the blocks where that is asked for.
 
     Returns:
-        The settings with the micro-batches that were chosen, the windows that this process computes at
-        once, and whether the blocks are compiled.
+        The size of a micro-batch in windows, and whether the blocks are compiled.
+
+    Raises:
+        UserError: not even one window fits into the memory of the GPU.
     """
     share = config.batch_size // world_size  # windows per training step of this process
     most_refinements = max(model.config.refinements)
 
     def loss_of(n):
+        """The loss of n windows, with as many passes as a training step can have."""
         loss, _, _ = loss_module(windows.stack(0, n).to(device), most_refinements)
         return loss
 
-    is_chosen_here = config.micro_batch_size is None
-    if not is_chosen_here:
-        micro_batch_size = min(config.micro_batch_size, share)
-        if config.resume and micro_batch_size < config.micro_batch_size:  # more processes than before
-            print(
-                f"note: micro-batches have {micro_batch_size} windows instead of {config.micro_batch_size}. "
-                "The penalty is computed per micro-batch, so it will differ slightly."
-            )
-    elif device.type == "cuda" and share > 1:
+    is_given = config.micro_batch_size is not None
+    is_measured = not is_given and device.type == "cuda" and share > 1
+    if is_given:
+        micro_batch_size = given_micro_batch_size(config, share)
+    elif is_measured:
         fitting = min(gather(windows_that_fit(model, loss_of)))
         micro_batch_size = parts_that_fit(share, fitting)
-        torch.cuda.empty_cache()
     else:
         micro_batch_size = share
 
@@ -699,16 +705,26 @@ def fit_to_hardware(config, model, loss_module, windows, device, world_size):
     if compiled:
         print("compiling the blocks, which takes about a minute", flush=True)
         compile_blocks(model)
-    if compiled and is_chosen_here and device.type == "cuda" and micro_batch_size < share:
+    if compiled and is_measured and micro_batch_size < share:
         # Compiled blocks keep fewer activations, so perhaps twice as many windows fit.
         larger = parts_that_fit(share, 2 * fitting)
         fits = peak_memory(model, loss_of, larger) <= free_memory(model)
         if all(gather(fits)):
             micro_batch_size = larger
+    if is_measured:
         torch.cuda.empty_cache()
-    if is_chosen_here:
-        config = replace(config, micro_batch_size=micro_batch_size)
-    return config, micro_batch_size, compiled
+    return micro_batch_size, compiled
+
+
+def given_micro_batch_size(config, share):
+    """--micro-batch-size, or this process's share of a training step if that is smaller."""
+    micro_batch_size = min(config.micro_batch_size, share)
+    if config.resume and micro_batch_size < config.micro_batch_size:  # more processes than before
+        print(
+            f"note: micro-batches have {micro_batch_size} windows instead of {config.micro_batch_size}. "
+            "The penalty is computed per micro-batch, so it will differ slightly."
+        )
+    return micro_batch_size
 
 
 def run_folder(config, rank):
@@ -937,7 +953,7 @@ def log_validation(run, done, model, windows, config):
 
 
 @torch.no_grad()
-def evaluate(model, windows, count, R=None, tau=None, first=0, received=()):
+def evaluate(model, windows, count, R=None, tau=None, first=0, signals=()):
     """Score validation windows, in float32. Several processes share the work.
 
     Args:
@@ -945,7 +961,7 @@ def evaluate(model, windows, count, R=None, tau=None, first=0, received=()):
         count: number of windows to score.
         R, tau: as in PonderLM.forward.
         first: index of the first window.
-        received: signals, a list that defer_signals fills. Once it is not empty, the evaluation is given up.
+        signals: the list that defer_signals fills. Once it is not empty, the evaluation is given up.
 
     Returns:
         Means over all tokens, a dict: `loss` in nats; `steps`, the mean of K-hat at tau (at TAU if tau is
@@ -966,7 +982,7 @@ def evaluate(model, windows, count, R=None, tau=None, first=0, received=()):
     weight_sums = torch.zeros(depths, dtype=torch.float64)  # sums of s_k
     end = first + count
     for i in range(first + rank * size, end, world_size * size):
-        if received:
+        if signals:  # of this process: the others may score fewer batches, so they are not asked here
             break
         batch = windows.stack(i, min(i + size, end)).to(device)
         out = model(batch[:, :-1], batch[:, 1:], R=R, tau=tau)
@@ -977,7 +993,7 @@ def evaluate(model, windows, count, R=None, tau=None, first=0, received=()):
     model.train(was_training)
     model.backend = backend
 
-    if any(gather(bool(received))):
+    if any(gather(bool(signals))):
         return None
     sums = torch.cat([loss_sum, stopped_sums, weight_sums])
     means = sum(gather(sums)) / (count * windows.block_size)
@@ -986,19 +1002,23 @@ def evaluate(model, windows, count, R=None, tau=None, first=0, received=()):
     return {"loss": loss.item(), "steps": mean_steps, "stopped": stopped.tolist(), "weight": weight.tolist()}
 
 
-def final_report(model, windows, config, received=()):
-    """Print the final losses and return what results.json stores; None if a signal was received meanwhile."""
+def final_report(model, windows, config, signals=()):
+    """Print the final losses. -> what results.json stores, or None if a signal came meanwhile
+
+    The model is scored in three ways: as it was trained; at the fixed point of the Jacobi iteration; and
+    at the fixed point with early exit, which is what decoding computes.
+    """
     R = max(model.config.refinements)
     count = min(config.eval_windows, windows.count)
     results = {"R": R, "windows": count}
     print(f"validation loss in nats per token, {count} windows of {windows.block_size} tokens")
-    for name, title, how in (
-        ("trained", f"as trained, R = {R}", {"R": R}),
-        ("fixed", "at the fixed point", {}),
-        ("hard", f"hard-stopped at tau = {config.tau:g}", {"tau": config.tau}),
+    for name, title, refinements, tau in (
+        ("trained", f"as trained, R = {R}", R, None),
+        ("fixed", "at the fixed point", None, None),
+        ("hard", f"hard-stopped at tau = {config.tau:g}", None, config.tau),
     ):
         print(f"  {title:30}", end="", flush=True)  # before it is computed, which takes a while
-        results[name] = evaluate(model, windows, count, **how, received=received)
+        results[name] = evaluate(model, windows, count, refinements, tau, signals=signals)
         if results[name] is None:
             print()  # ends the line
             return None

@@ -229,7 +229,7 @@ def fit(config, model, ran, fails_at=None):
         return model.weight.sum(), None, None
 
     device = torch.device("cuda")
-    return train_script.fit_to_hardware(config, model, loss_module, windows(), device, world_size=1)[1]
+    return train_script.fit_to_hardware(config, model, loss_module, windows(), device, world_size=1)[0]
 
 
 @pytest.mark.parametrize("method", ["ponderlm3", "grid"])

@@ -164,7 +164,7 @@ def test_micro_batch_of_processes(monkeypatch, capsys):
 
     def pick(share, micro=None, resume=False):
         config = TrainConfig(batch_size=8, micro_batch_size=micro, resume=resume)
-        return train.fit_to_hardware(config, small_model(), None, None, cpu, world_size=8 // share)[1]
+        return train.fit_to_hardware(config, small_model(), None, None, cpu, world_size=8 // share)[0]
 
     assert pick(8) == 8 and pick(8, 4) == pick(4) == pick(4, 4) == pick(4, 8) == 4
     assert pick(8, 3, resume=True) == 3 and not capsys.readouterr().out
