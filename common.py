@@ -3,13 +3,14 @@ signals, progress, and the command line."""
 
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import fields, make_dataclass
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -37,11 +38,16 @@ def one_line(error):
     parts = []
     for found in error.errors()[:3]:
         field = ".".join(str(part) for part in found["loc"])
-        if field:
-            parts.append(f"{field} = {found['input']!r:.80}: {found['msg']}")
-        else:
-            parts.append(found["msg"].removeprefix("Value error, "))
+        message = found["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
+        message = message.replace("less than or equal to", "at most")
+        message = message.replace("greater than or equal to", "at least")
+        parts.append(f"{field} = {found['input']!r:.80}: {message}" if field else message)
     return "; ".join(parts)
+
+
+def with_flags(message):
+    """A message about settings, such as "head_dim = 7 is odd", with the settings as flags: "--head-dim 7"."""
+    return re.sub(r"\b([a-z_]+)[.0-9]* = ", lambda match: f"--{match[1].replace('_', '-')} ", message)
 
 
 # What Python, numpy, torch and safetensors raise for a file that is missing or damaged.
@@ -240,7 +246,9 @@ def command_line(main):
         sys.exit(141)
     except KeyboardInterrupt:
         sys.exit(130)
-    except (UserError, pydantic.ValidationError, SafetensorError) as error:
+    except pydantic.ValidationError as error:
+        sys.exit(f"error: {with_flags(one_line(error))}")
+    except (UserError, SafetensorError) as error:
         sys.exit(f"error: {one_line(error)}")
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -283,11 +291,28 @@ def parse_groups(groups, argv, **how):
 
     Returns:
         {title: settings}, as the command line changes them.
+
+    Raises:
+        pydantic.ValidationError: a value is out of its range.
     """
-    kinds = [(title, type(settings)) for title, settings in groups.items()]
-    Flags = make_dataclass("Flags", kinds)
-    flags = tyro.cli(Flags, default=Flags(**groups), args=argv, config=(tyro.conf.OmitArgPrefixes,), **how)
-    return {title: getattr(flags, title) for title in groups}
+    # tyro would report a wrong value in pydantic's words. So it fills settings that check nothing, which are
+    # then made into settings that do.
+    unchecked_groups = {title: unchecked(settings) for title, settings in groups.items()}
+    Flags = make_dataclass("Flags", [(title, type(group)) for title, group in unchecked_groups.items()])
+    default = Flags(**unchecked_groups)
+    flags = tyro.cli(Flags, default=default, args=argv, config=(tyro.conf.OmitArgPrefixes,), **how)
+    return {title: type(settings)(**vars(getattr(flags, title))) for title, settings in groups.items()}
+
+
+def unchecked(settings):
+    """A copy of some settings, of a class that has the same fields and checks no values."""
+    kind = type(settings)
+    # The names say where the source is, whose comments are the help texts. Python 3.13 wants the line, too.
+    where = ("__module__", "__qualname__", "__doc__", "__firstlineno__")
+    namespace = {name: getattr(kind, name) for name in where if hasattr(kind, name)}
+    namespace["__post_init__"] = lambda self: None
+    copy = dataclass(type(kind.__name__, (kind,), namespace))
+    return copy(**{field.name: getattr(settings, field.name) for field in fields(kind)})
 
 
 def split_into(groups, config):

@@ -44,7 +44,7 @@ from common import (
 )
 from model import Size
 from sources import SOURCES, documents_version, read_documents, source_version
-from tokenizer import BPE_VOCAB_SIZE, Tokenizer, load_tokenizer, pieces_of
+from tokenizer import BPE_VOCAB_SIZE, Tokenizer, check_bpe_size, load_tokenizer, pieces_of
 
 ID_TYPES = ("uint8", "uint16", "uint32", "uint64")  # that a .bin file may have
 LLM_C_HEADER = (20240520).to_bytes(4, "little")  # how files of llm.c begin, before 1,020 bytes more
@@ -145,6 +145,9 @@ def prepare(data, tokenizer_name, vocab_size):
     Raises:
         UserError: there is no text, or the tokenizer cannot be had.
     """
+    if tokenizer_name == "bpe":
+        check_bpe_size(vocab_size)
+
     # Name the folder after its source, its tokenizer and a hash of both.
     path = Path(data)
     if data in SOURCES:

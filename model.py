@@ -80,10 +80,12 @@ class BackboneConfig:
         if H % G:
             raise ValueError(f"num_key_value_heads = {G}: it must divide num_attention_heads = {H}")
         if self.head_dim is None and D % H:
-            raise ValueError(f"hidden_size = {D} is not divisible by {H} heads: give head_dim")
+            raise ValueError(
+                f"hidden_size = {D} is not divisible by num_attention_heads = {H}: give head_dim, too"
+            )
         if self.head_width % 2:
             raise ValueError(
-                f"head_dim = {self.head_width} is odd, but RoPE rotates pairs: give an even number"
+                f"head_dim = {self.head_width} is odd, but RoPE rotates pairs: use an even number"
             )
 
     @property
@@ -122,12 +124,12 @@ class PonderingConfig:
         K = self.ponder_steps
         if len(self.offset) != K + 1:
             raise ValueError(
-                f"router_offset = {self.router_offset}: for {K} pondering steps it must have {K + 1} numbers"
+                f"router_offset = {self.router_offset}: for {K} pondering steps it needs {K + 1} numbers"
             )
         low, high = self.refinements
         if not 0 <= low <= high < 2**31:
             raise ValueError(
-                f"refinements = {self.refinements}: it must be two numbers with 0 <= low <= high"
+                f"refinements = {self.refinements}: the lowest must be at least 0, the highest not below it"
             )
 
     @property

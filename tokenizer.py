@@ -88,8 +88,7 @@ class Tokenizer:
         Raises:
             UserError: the vocabulary is too small.
         """
-        if vocab_size <= 257:  # the 256 bytes, the end of a text, and no merge
-            raise UserError(f"--vocab-size {vocab_size} is too small for a BPE: use more than 257")
+        check_bpe_size(vocab_size)
         pieces = []
         for text in texts:
             pieces.extend(pieces_of(text))
@@ -145,6 +144,15 @@ class Tokenizer:
     def digest(self):
         """8 hexadecimal digits that identify the tokenizer."""
         return hashlib.sha256(json.dumps(self.fields()).encode()).hexdigest()[:8]
+
+
+def check_bpe_size(vocab_size):
+    """
+    Raises:
+        UserError: the vocabulary is too small for a BPE.
+    """
+    if vocab_size <= 257:  # the 256 bytes, the end of a text, and no merge
+        raise UserError(f"--vocab-size {vocab_size} is too small for a BPE: use more than 257")
 
 
 def load_tokenizer(file):

@@ -145,7 +145,7 @@ class RunSettings:
 
     def __post_init__(self):
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
-            raise ValueError(f"name = {self.name!r} cannot be the name of a folder")
+            raise ValueError(f"name = {self.name!r} cannot be the name of a folder: use a name without /")
 
 
 @validated_dataclass

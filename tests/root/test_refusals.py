@@ -12,12 +12,46 @@ from helpers import small_model
 
 import analyze
 import checkpoint
+import data
+import sample
+import train
 from checkpoint import load, locked, make_run_folder, save
-from common import UserError, check_writable
+from common import UserError, check_writable, command_line
 from data import open_corpus, open_ids
 from sources import read_documents
 from tokenizer import WHITESPACE_PIECE, Tokenizer, load_tokenizer
 from train import parse
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "script, flags, said",
+    [
+        (train, ["--tau", "2"], "--tau 2.0: it must be at most 1"),
+        (train, ["--steps", "0"], "--steps 0: it must be at least 1"),
+        (train, ["--betas", "0.9", "3"], "--betas 3.0: it must be less than 1"),
+        (train, ["--hidden-size", "97", "--head-dim", "None"], "--hidden-size 97 is not divisible by"),
+        (train, ["--num-key-value-heads", "3"], "--num-key-value-heads 3: it must divide"),
+        (train, ["--router-offset", "1", "2"], "--router-offset (1.0, 2.0): for 3 pondering steps"),
+        (train, ["--name", "a/b"], "--name 'a/b' cannot be the name of a folder"),
+        (sample, ["--temperature", "-1"], "--temperature -1.0: it must be at least 0"),
+    ],
+)
+def test_a_value_out_of_range(script, flags, said):
+    """Catches an error that is not one line, or that names a setting and not the flag as it was typed:
+    parsed in groups, tyro printed pydantic's words in a box, with a link to its documentation."""
+    with pytest.raises(SystemExit) as caught:
+        command_line(lambda: script.parse(flags))
+    assert str(caught.value).startswith(f"error: {said}") and "\n" not in str(caught.value)
+
+
+def test_a_bpe_that_is_too_small(monkeypatch):
+    """Catches a refusal that comes after the text has been read, which takes a while."""
+    monkeypatch.setitem(data.SOURCES, "pydocs", lambda: pytest.fail("the text was read"))
+    with pytest.raises(UserError, match="--vocab-size 200 is too small for a BPE: use more than 257"):
+        open_corpus("pydocs", "bpe", 200)
+
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
