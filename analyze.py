@@ -400,7 +400,7 @@ def curve(runs):
                     columns = {key: logged.get(key, math.nan) for key in ("loss", "ce", "K_hat", "val")}
                     rows.append({"run": run.name, "step": logged["step"], **columns})
     if not rows:
-        raise UserError("nothing is logged yet: wait for the first line of the training")
+        raise UserError("nothing is logged yet: wait until the training has printed its first log line")
     return rows
 
 
@@ -695,7 +695,10 @@ def open_windows(run, model_config, count, data=None):
     fingerprint = corpus.fingerprint()
     for key in ("val_sha256", "tokenizer"):
         if fingerprint[key] != corpus_before.get(key):
-            raise UserError(f"{data} is not the text that {run} was evaluated on, or has other tokens")
+            raise UserError(
+                f"{data} is not the text that {run} was evaluated on, or has other tokens: pass that text "
+                "with --data"
+            )
     val = Windows(corpus.val, model_config.block_size, seed=0)
     return val.stack(0, min(count, val.count))
 

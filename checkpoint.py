@@ -99,7 +99,7 @@ def from_json(kind, content):
     """
     missing = kind.__dataclass_fields__.keys() - content.keys()
     if missing:
-        raise ValueError(f"{', '.join(sorted(missing))}: missing")
+        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     # Through JSON, because the strict mode accepts a list as a tuple only where it parses the JSON itself.
     return pydantic.TypeAdapter(kind).validate_json(json.dumps(content))
 

@@ -34,6 +34,8 @@ def one_line(error):
     """The message of an exception in one line. Of a ValidationError: each field, its value, what is wrong."""
     if not isinstance(error, pydantic.ValidationError):
         message = str(error) or repr(error)
+        if isinstance(error, OSError) and error.strerror:
+            message = error.strerror if error.filename is None else f"{error.strerror} ({error.filename})"
         return " ".join(message.split())[:400]
     parts = []
     for found in error.errors()[:3]:

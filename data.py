@@ -277,14 +277,17 @@ def tokenizer_of(folder, name):
         UserError: that tokenizer cannot be used.
     """
     if name == "bpe":
-        raise UserError(f"{folder} holds token ids already, so --tokenizer bpe cannot be trained: omit it")
+        raise UserError(
+            f"{folder} already holds token ids, so no BPE can be trained on it: omit --tokenizer bpe"
+        )
     if name is not None:
         return Tokenizer.named(name)
     if (folder / "tokenizer.json").exists():
         return load_tokenizer(folder / "tokenizer.json")
     if (folder / "meta.pkl").exists():
         raise UserError(
-            f"{folder / 'meta.pkl'} is not read, because it is a pickle: give the text itself, --data FILE"
+            f"{folder / 'meta.pkl'} is a pickle, which could run code, so it is not opened: use --data with "
+            "the text itself"
         )
     return Tokenizer.named("gpt2")
 

@@ -41,7 +41,7 @@ def package_files():
         else:
             missing.append(name)
     if missing:
-        print(f"note: {', '.join(missing)} not installed: the text is shorter")
+        print(f"note: not installed, so the text lacks what is in them: {', '.join(missing)}")
     skip = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
     for name, folder in folders.items():
         for file in sorted(folder.rglob("*.py")):

@@ -165,7 +165,9 @@ def load_tokenizer(file):
     with user_error_if_unreadable(file):
         name = fields.get("name")
         if name not in PATTERNS:
-            raise UserError(f"{file} is not a tokenizer of ours: python -m lab may be able to read it")
+            raise UserError(
+                f"{file} is not a tokenizer that train.py or data.py wrote: python -m lab may read it"
+            )
         if fields["pattern"] != PATTERNS[name]:
             raise ValueError(f"its pattern is not that of {name}")
         tokens = [base64.b64decode(token, validate=True) for token in fields["tokens"]]
@@ -228,8 +230,8 @@ def merge_pairs(words, size):
 def warn_if_slow(seconds):
     if seconds > 120:
         print(
-            f"note: this may take up to {seconds / 60:,.0f} minutes, because the text has few words that "
-            "repeat: a smaller --vocab-size or --tokenizer bytes takes less",
+            f"note: this may take up to {seconds / 60:,.0f} minutes, because few words of the text repeat. A "
+            "smaller --vocab-size takes less time, and so does --tokenizer bytes",
             flush=True,
         )
 

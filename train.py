@@ -339,11 +339,13 @@ def refuse_ignored(first, config, model_config):
     tokenizer = pick_tokenizer(config.preset, config.data, config.tokenizer)
     if first.vocab_size is not None and tokenizer in ("bytes", "gpt2"):
         raise UserError(
-            f"--vocab-size {first.vocab_size} is for --tokenizer bpe, and not for {tokenizer}: drop it"
+            f"--vocab-size {first.vocab_size} is the size of a BPE, but the tokenizer is {tokenizer}: drop "
+            "--vocab-size, or add --tokenizer bpe"
         )
     if config.step_price and model_config.ponder_steps == 0:
         raise UserError(
-            f"--step-price {config.step_price} needs pondering steps: drop it, or --ponder-steps 0"
+            f"--step-price {config.step_price} charges pondering steps, and --ponder-steps 0 allows none: "
+            "drop one of the two"
         )
 
 
@@ -753,7 +755,10 @@ def start_or_resume(run, config, model_config, model, optimizer, corpus):
     elif rank == 0:
         check_free(run)  # again: another training may have taken the folder while this one read its text
     if first_step > config.steps:
-        raise UserError(f"{run} has done {first_step} steps already: use --steps with a larger number")
+        raise UserError(
+            f"{run} has already done {first_step} training steps, more than --steps {config.steps}: use a "
+            "larger --steps"
+        )
     log.append(
         {
             "step": first_step,

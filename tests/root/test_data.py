@@ -88,9 +88,9 @@ def test_settings_in_one_line():
     """Catches a message of several lines, one that does not name the field, and one without an end."""
     with pytest.raises(SystemExit) as error:
         command_line(lambda: Config(rope_theta=-1.0, vocab_size="x" * 1000))
-    assert re.fullmatch(r"error: vocab_size = 'xxx.*; rope_theta = -1\.0: .{,100}", error.value.code)
+    assert re.fullmatch(r"error: --vocab-size 'xxx.*; --rope-theta -1\.0: .{,100}", error.value.code)
     assert len(error.value.code) < 300
-    with pytest.raises(SystemExit, match=r"^error: head_dim = 7 [^\n]*$"):
+    with pytest.raises(SystemExit, match=r"^error: --head-dim 7 [^\n]*$"):
         command_line(lambda: Config(head_dim=7))
 
 
@@ -518,7 +518,11 @@ PAIRS = b"\1\0" * 100
         ("tokenizer.json", BPE | {"tokens": [*OURS["tokens"], ""]}, "empty"),
         ("tokenizer.json", OURS | {"tokens": [5]}, ""),
         ("tokenizer.json", OURS | {"tokens": OURS["tokens"][::-1]}, "token i must be byte i"),
-        ("tokenizer.json", OURS | {"name": "../../x"}, "not a tokenizer of ours"),  # names are parts of paths
+        (
+            "tokenizer.json",
+            OURS | {"name": "../../x"},
+            "not a tokenizer that train.py or data.py wrote",
+        ),  # names are parts of paths
         ("tokenizer.json", OURS | {"name": "bpe"}, "pattern"),
         ("tokenizer.json", OURS | {"name": ["bytes"]}, ""),
         ("tokenizer.json", OURS | {"pattern": "(a+)+$"}, "pattern"),  # which runs for ever

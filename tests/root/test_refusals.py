@@ -206,9 +206,9 @@ def test_names_of_the_same_second():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--ponder-steps 0 --step-price 0.1", "--step-price 0.1 needs pondering steps"),
-        ("--tokenizer bytes --vocab-size 300", "--vocab-size 300 is for --tokenizer bpe"),
-        ("--vocab-size 300", "--vocab-size 300 is for --tokenizer bpe"),
+        ("--ponder-steps 0 --step-price 0.1", "--step-price 0.1 charges pondering steps"),
+        ("--tokenizer bytes --vocab-size 300", "--vocab-size 300 is the size of a BPE"),
+        ("--vocab-size 300", "--vocab-size 300 is the size of a BPE"),
         ("--tokenizer bpe", None),
         ("--tokenizer bpe --vocab-size 300", None),
         ("--preset small --ponder-steps 0", None),
