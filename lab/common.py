@@ -38,14 +38,19 @@ def locate(name, files=("*.json", "*.safetensors")):
     if path.exists():
         return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or path.parent.exists():
-        raise UserError(f"{name} does not exist")
+        raise UserError(
+            f"{name} does not exist: give a directory, or OWNER/NAME of a model on the Hugging Face Hub"
+        )
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(files)))
     except Exception as error:  # a download can fail with any error
         why = one_line(error)
-        raise UserError(f"{name} is not a directory, and it cannot be fetched from the Hub: {why}") from None
+        raise UserError(
+            f"{name} is not a directory, and cannot be fetched from the Hub ({why}): check the name and the "
+            "network"
+        ) from None
 
 
 def autocast(device, dtype):

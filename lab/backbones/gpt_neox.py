@@ -33,11 +33,12 @@ def rotary_width(config):
     Raises:
         UserError: it is not an even number, or 0.
     """
-    width = int(config.head_width * Options(**config.backbone_options).rotary_pct)
+    rotary_pct = Options(**config.backbone_options).rotary_pct
+    width = int(config.head_width * rotary_pct)
     if width % 2 or not width:
         raise UserError(
-            f"rotary_pct rotates {width} of the {config.head_width} numbers of a head, but RoPE rotates "
-            "pairs: give another rotary_pct to --backbone-options"
+            f"--backbone-options rotary_pct {rotary_pct:g} would rotate {width} of the {config.head_width} "
+            "numbers of a head, but RoPE rotates pairs: give one that makes this an even number above 0"
         )
     return width
 

@@ -20,7 +20,7 @@ from model import validated_dataclass
 class Sampling(sample.Sampling):
     """The keywords of every `generate`: the root's, and top_p."""
 
-    # choose among the most probable tokens that together hold this probability
+    # sample from the fewest tokens whose probabilities add up to this (nucleus sampling); None: from all
     top_p: Annotated[float, Field(ge=1e-30, le=1)] | None = None
 
 
@@ -99,7 +99,10 @@ def choose_finite(logits, u, temperature=1.0, top_k=None, top_p=None):
 
 def not_finite():
     """The error for logits that are not finite."""
-    return UserError("the logits are not finite: the weights are damaged, or --alpha is too large")
+    return UserError(
+        "the logits are not finite: use an --alpha closer to 0, or another copy of the weights if these are "
+        "damaged"
+    )
 
 
 def check_request(model, prompts, **sampling):

@@ -345,5 +345,7 @@ def make_step(model, batch_size, dtype, compiled=False):
     if overridden(type(model.model), Llama) <= {"__init__", "inverse_frequencies", "rope_cos_sin"}:
         return SlotStep(model, batch_size, dtype, compiled)
     if compiled:
-        raise UserError(f"compile is for llama, not {model.config.backbone}: omit it")
+        raise UserError(
+            f"--compile supports only the backbone llama, not {model.config.backbone}: omit --compile"
+        )
     return BackboneStep(model, dtype)

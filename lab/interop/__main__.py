@@ -42,13 +42,13 @@ def show(place, model):
 def check_flags(to, half, transformers, tau):
     """Raise a UserError for flags that contradict each other, or a folder that is not new."""
     if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
-        raise UserError(f"{to} exists already: give a new directory to --to")
+        raise UserError(f"--to {to} already exists: name a new directory")
     if to is None and (half or transformers):
-        raise UserError("--half and --transformers say how to write the model: add --to DIR")
+        raise UserError("--half and --transformers need a place to write the model to: add --to DIR")
     if tau is not None and not 0 <= tau <= 1:
         raise UserError(f"--tau {tau} must lie between 0 and 1")
     if tau is not None and not transformers:
-        raise UserError(f"--tau {tau} is a setting of the model for transformers: add --transformers")
+        raise UserError(f"--tau {tau} applies only to a model for transformers: add --transformers")
 
 
 def main(
@@ -66,7 +66,8 @@ def main(
             transformers loads, any other model a directory of this project
         half: write weights in float16, 2 bytes each; they are read as float32 again
         transformers: write a model of any method so that AutoModelForCausalLM and AutoTokenizer load it
-        tau: tau at which that model stops by default; None: the tau at which the run was evaluated, or 1e-4
+        tau: with --transformers, the mask score below which the written model stops by default; None: the tau
+            of the run's evaluation, or 1e-4
     """
     check_flags(to, half, transformers, tau)
     place = locate(directory)

@@ -86,8 +86,8 @@ def check_ids(place, data):
         print(f"note: {data} has no tokenizer.json: its ids are assumed to be those of {place}")
     elif load_tokenizer(file).digest != load_tokenizer(own_file).digest:
         raise UserError(
-            f"{data} was prepared with another tokenizer than that of {place}: prepare it again with "
-            f"--tokenizer {place}"
+            f"--data {data} was not prepared with the tokenizer of {place}: prepare its text again, with "
+            f"python -m lab corpus prepare --tokenizer {place}"
         )
 
 
@@ -112,8 +112,7 @@ def check_start(directory, config):
     T = base.block_size
     if base.method not in ("vanilla", config.method):
         raise UserError(
-            f"{directory} is a model of method {base.method}, which cannot be changed: give "
-            f"--method {base.method}"
+            f"{directory} has the method {base.method}, which cannot be changed: use --method {base.method}"
         )
     for name in BACKBONE:
         attribute = "scale" if name == "embed_scale" else name
@@ -124,12 +123,12 @@ def check_start(directory, config):
             raise UserError(f"{name} = {wanted}, but the weights of {directory} are for {has}: omit {flag}")
     if config.ponder_steps < K:
         raise UserError(
-            f"ponder_steps = {config.ponder_steps}, but {directory} takes {K}, and steps can only be added: "
-            f"give --ponder-steps {K} or more"
+            f"ponder_steps = {config.ponder_steps}, but {directory} takes {K} steps, and steps can only be "
+            f"added: use --ponder-steps {K} or more"
         )
     if config.block_size > T:
         raise UserError(
-            f"block_size = {config.block_size}, but {directory} was trained on windows of {T} tokens: give "
+            f"block_size = {config.block_size}, but {directory} was trained on windows of {T} tokens: use "
             f"--block-size {T} or less"
         )
 
@@ -161,6 +160,6 @@ def carried_over(base, config):
     except RuntimeError:
         raise UserError(
             f"ponder_steps = {config.ponder_steps}, but {config.method} has weights for each step, and this "
-            f"model for {K} steps: leave --ponder-steps at {K}"
+            f"model has them for {K} steps: leave --ponder-steps at {K}"
         ) from None
     return model

@@ -67,10 +67,16 @@ from train import objective as of_paper
 class PonderConfig(Config):
     """The settings of any method: which one, on which transformer."""
 
-    method: str = "ponderlm3"  # the method, a file of lab/methods or a part of one
+    # how the model ponders, for example ponderlm3, grid, ponderlm2, looped or vanilla; a wrong name lists all
+    method: str = "ponderlm3"
     backbone: str = "llama"  # the transformer: llama, gpt_neox or llama3
-    backbone_options: dict = field(default_factory=dict)  # settings of that transformer
-    reread: bool = False  # feed back e(x_t) + g h, not h: for models initialised from a Llama
+    # settings of the transformer, as names and numbers, for example rotary_pct 0.25. gpt_neox has rotary_pct
+    # and parallel_residual; llama3 has factor, low_freq_factor, high_freq_factor and
+    # original_max_position_embeddings
+    backbone_options: dict = field(default_factory=dict)
+    # feed back the token's embedding plus g times the state, with a learned g that starts at 0; off: the
+    # state alone. On by default for a Llama that learns to ponder
+    reread: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -213,7 +219,7 @@ def find(name):
     """
     known = {kind.method: kind for kind in all_methods()}
     if name not in known:
-        raise UserError(f"there is no method {name!r}: give one of {', '.join(known)}")
+        raise UserError(f"there is no method {name!r}: choose --method from {', '.join(known)}")
     return known[name]
 
 
@@ -227,7 +233,7 @@ def find_backbone(name):
     if name in others:
         return import_module(f"lab.backbones.{name}").Backbone
     if name != "llama":
-        raise UserError(f"there is no backbone {name!r}: give one of {', '.join(['llama', *others])}")
+        raise UserError(f"there is no backbone {name!r}: choose --backbone from llama, {', '.join(others)}")
     return Llama
 
 
@@ -272,12 +278,18 @@ def check_settings(config):
     kind = find(config.method)
     backbone = find_backbone(config.backbone)
     if backbone is Llama and config.backbone_options:
-        raise UserError(f"the backbone llama has no options, but got {config.backbone_options}: omit them")
+        given = " ".join(f"{name} {value}" for name, value in config.backbone_options.items())
+        raise UserError(
+            f"--backbone-options {given}: the backbone llama has no options: omit --backbone-options"
+        )
     if backbone is not Llama:
         try:
             backbone.Options(**config.backbone_options)
         except (TypeError, ValueError) as error:
-            raise UserError(f"backbone_options of {config.backbone}: {one_line(error)}") from None
+            known = ", ".join(option.name for option in fields(backbone.Options))
+            raise UserError(
+                f"--backbone-options for {config.backbone}: {one_line(error)}; the options are {known}"
+            ) from None
     if not isinstance(config, kind.Config):
         raise ValueError(f"{config.method} has a {kind.Config.__name__}; make it by configure()")
     ignored_by = dict.fromkeys(getattr(backbone, "unused", ()), config.backbone)
@@ -287,7 +299,7 @@ def check_settings(config):
         if setting.name in ignored_by and value != setting.default:
             flag = "--" + setting.name.replace("_", "-")
             raise UserError(
-                f"{setting.name} = {value}: {ignored_by[setting.name]} does not follow it; omit {flag}"
+                f"{setting.name} = {value}, but {ignored_by[setting.name]} does not use it: omit {flag}"
             )
 
 

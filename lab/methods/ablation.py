@@ -75,7 +75,9 @@ class PrintedIndex(PonderLM3):
 
 @validated_dataclass
 class PriceConfig(PonderConfig):
-    by_probability: Fraction = 1.0  # fraction of the price that is charged on the expected steps
+    # fraction of --step-price that is charged on the expected number of steps, w_1 + .. + w_K; the rest is
+    # charged as in train.py, on the steps that decoding executes
+    by_probability: Fraction = 1.0
 
 
 class ByProbability:

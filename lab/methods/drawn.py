@@ -20,10 +20,14 @@ from model import Count, Fraction, NonNegative, validated_dataclass
 
 @validated_dataclass
 class DrawnConfig(PriceConfig):
-    by_probability: Fraction = 0.0  # share of a price on steps that is on w_1 + .. + w_K
-    drawn: Fraction = 0.5  # share of the tokens whose depth is drawn
-    drawn_until: Count | None = None  # training steps until which that share falls to 0; None: it stays
-    entropy: NonNegative = 0.0  # what a nat of the entropy of s takes off the loss
+    # fraction of --step-price that is charged on the expected number of steps, w_1 + .. + w_K; the rest is
+    # charged as in train.py, on the steps that decoding executes
+    by_probability: Fraction = 0.0
+    drawn: Fraction = 0.5  # fraction of the tokens that take a random number of steps in training
+    # training step by which --drawn has fallen linearly to 0; None: it stays constant
+    drawn_until: Count | None = None
+    # weight of the entropy of the step distribution, a term that is subtracted from the loss
+    entropy: NonNegative = 0.0
 
 
 def imposed(steps, s, log_w):

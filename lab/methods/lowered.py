@@ -11,7 +11,7 @@ from model import Count, validated_dataclass
 
 @validated_dataclass
 class LoweredConfig(PonderConfig):
-    stage: Count = 1000  # training steps with each number of extra steps
+    stage: Count = 1000  # training steps after which the number of extra steps is lowered by one
 
 
 class Lowering(Scheduled):

@@ -36,7 +36,8 @@ from router import stop_step, upcast
 
 @validated_dataclass
 class OuroConfig(PonderConfig):
-    exit_entropy: NonNegative = 0.05  # beta, what a nat of the entropy of the exits takes off the loss
+    # weight (beta) of the entropy of the exit distribution, a term that is subtracted from the loss
+    exit_entropy: NonNegative = 0.05
 
 
 class Gate(nn.Module):

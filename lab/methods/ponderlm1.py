@@ -20,7 +20,8 @@ def mixture(model, h):
 
 @validated_dataclass
 class PonderLM1Config(PonderConfig):
-    accumulate: bool = True  # add each mixture to the last input, not to the first
+    # add each predicted embedding to the input of the previous pass; off: to the token's own embedding
+    accumulate: bool = True
 
 
 class PonderLM1(LoopedLM):

@@ -18,8 +18,8 @@ from model import validated_dataclass
 
 @validated_dataclass
 class WarmupConfig(LoweredConfig):
-    # what an extra step reads. embedding: its token's once more, so that as much is computed and nothing is
-    # passed on
+    # what an extra step reads: state, the output of the step before; embedding, the token's embedding again,
+    # a control that computes as much and passes nothing on
     fed_back: Literal["state", "embedding"] = "state"
 
 

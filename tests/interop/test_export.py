@@ -324,7 +324,7 @@ def test_command(tmp_path):
     assert written(run, "scored")["tau"] == 0.25
     assert written(run, "half", "config.json", half=True)["dtype"] == "float16"
     for source, flags, words in (
-        (run, dict(to=tmp_path / "exported", transformers=True), "exported exists"),
+        (run, dict(to=tmp_path / "exported", transformers=True), "exported already exists"),
         *((run, dict(half=True), "--half"), (run, dict(transformers=True), "--transformers")),
         *((run, dict(tau=0.5, to=to), "--tau"), (tmp_path / "large", dict(to=to, half=True), "float16")),
     ):
