@@ -1,10 +1,10 @@
-"""From a transformer to PonderLM-3 in ten steps, on four words and a small random model.
+"""From a transformer to PonderLM-3 in ten parts, on four words and a small random model.
 
     python -m docs.tour           all of them
     python -m docs.tour 4 6       these
 
-docs/tour.md tells the story; here is what its steps print. The weights are random: the numbers show
-how the parts fit together, not what a trained model does. The states of all steps but the first are
+docs/tour.md tells the story; here is what its parts print. The weights are random: the numbers show
+how the parts fit together, not what a trained model does. The states of all parts but the first are
 those of the whole model, router and mask included.
 """
 
@@ -116,7 +116,7 @@ def feed_back(model, idx):
     h = one_after_another(model, idx)[0]
     moved = (h[:, 1:] - h[:, :-1]).norm(dim=-1) / h[:, :-1].norm(dim=-1)  # (T, K)
     table(["change", *(f"to h({k + 1})" for k in range(K))], by_word(moved.tolist()))
-    print(f"{T} tokens took {T * S} passes of the transformer, each waiting for the one before")
+    print(f"{T} tokens took {T * S} runs of the transformer, each waiting for the one before")
 
 
 def jacobi(model, idx):

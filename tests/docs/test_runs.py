@@ -147,7 +147,7 @@ def test_lookup(run_script, tmp_path):
     calls = run_script("lookup.sh")
     asked = {args[2]: args for args in calls["lab corpus"]}
     flags = {args[args.index("--name") + 1]: args for args in calls["lab train"]}
-    assert len(flags) == 5 * 7 + 3 * (7 + 5 + 5 + 1 + 1)
+    assert len(flags) == 5 * 7 + 3 * (7 + 5 + 5 + 1 + 1) + 2 * (2 * 7 + 3)
     configs, before = {}, None
     for name, args in flags.items():
         if "--init-from" in args:  # which is not there: as if it was, but for what it would say
@@ -162,7 +162,12 @@ def test_lookup(run_script, tmp_path):
     for rival in ("fixed", "looped"):
         stages = (f"{rival}{stage}-1" for stage in ("-learns", "-K1", "-K2", "-K3", ""))
         assert sum(seen[stage] for stage in stages) == seen["once-1"] == seen["vanilla-1"]
-    assert [args[2] for args in calls["lab analyze"]] == 2 * ["data/lookup-all"] + ["data/long-all"]
+    assert [args[2] for args in calls["lab analyze"]] == 4 * ["data/lookup-all"] + ["data/long-all"]
+    deepest = {
+        name: max(configs[f"{name}-K{stage}-0"].model.ponder_steps for stage in range(1, 6))
+        for name in ("capped-1", "capped-3")
+    }
+    assert deepest == {"capped-1": 1, "capped-3": 3}
     for folder in asked:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "meta.json").touch()
