@@ -17,7 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from common import UserError, one_line, user_error_if_unreadable
-from sources import LINES, NOT_TEXT, PACKAGES, SOURCES, files_below
+from sources import LINES, NOT_TEXT, PACKAGES, SOURCES, files_below, refuse_packed
 from tokenizer import NOT_UTF8
 
 PIECE = 10**6  # bytes
@@ -33,6 +33,8 @@ def files_of(data):
     if not data or data in SOURCES or not path.exists():
         return []
     files = [path] if path.is_file() else files_below(path)
+    for file in files:
+        refuse_packed(file)
     of_rows = [file for file in files if file.suffix.lower() in LINES]
     if not of_rows:
         return files
@@ -106,7 +108,7 @@ def of_files(data, field="text", notes=None):
         kind = file.suffix.lower()
         if kind in LINES:
             with user_error_if_unreadable(file):
-                rows = json_rows(file, field) if kind == ".jsonl" else parquet_rows(file, field)
+                rows = parquet_rows(file, field) if kind == ".parquet" else json_rows(file, field)
                 for i, text in enumerate(rows, start=1):
                     if text.strip():
                         yield f"{name} {i}", text

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import checkpoint
 from checkpoint import FORMAT, from_json, newest_run
-from common import UserError, one_line, read_json, user_error_if_unreadable
+from common import UserError, one_line, read_json, refuse_lfs_pointer, user_error_if_unreadable
 from lab.common import locate
 from lab.methods import PonderConfig, build, check_settings, find
 from model import Config, PonderLM
@@ -118,6 +118,8 @@ def load(directory):
     """
     config = read_config(directory)
     directory = Path(directory)
+    for file in sorted(directory.glob("*.safetensors")):
+        refuse_lfs_pointer(file)
     with user_error_if_unreadable(directory):
         if our_form(directory) is None:
             tensors = read_others(directory)

@@ -79,6 +79,7 @@ def mixed(patch):
 SOURCES = {
     "folder": lambda patch: write_texts(Path("texts")),
     "json lines": lambda patch: write_rows(Path("texts.JSONL")),
+    "ndjson": lambda patch: write_rows(Path("texts.ndjson")),
     "parquet": lambda patch: write_rows(Path("texts.parquet")),
     "mixed": mixed,
     "hub": lambda patch: of_hub(patch, [None, *TEXTS]),
@@ -119,6 +120,18 @@ def test_texts_beside_rows():
     for read in (open_corpus, lambda name: prepare(Options(name, Path("out")))):
         with pytest.raises(UserError, match=r"README\.md"):
             read("rows")
+    assert not Path("out.part").exists()
+
+
+@pytest.mark.parametrize("name", ["texts/000.gz", "texts/z.ZIP", "texts/z.jsonl.zst", "texts/z.arrow"])
+def test_compressed_files(name):
+    """Catches files whose text is left out without a word, or read as if their bytes were text."""
+    write_texts(Path("texts"))
+    Path(name).write_bytes(b"not even a byte of 0")
+    for read in (open_corpus, lambda name: prepare(Options(name, Path("out")))):
+        for source in ("texts", name):
+            with pytest.raises(UserError, match=f"{name} (is a compressed|belongs to a saved)"):
+                read(source)
     assert not Path("out.part").exists()
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import checkpoint as root
 import lab.interop.weights as interop
-from common import UserError
+from common import LFS_POINTER, UserError
 from lab.engine.batching import Engine
 from lab.engine.simple import generate
 from lab.interop.__main__ import main as convert
@@ -176,6 +176,7 @@ REFUSED = {  # what is made: what becomes of it, and the words of the refusal
         (lambda d: (d / interop.SINGLE).unlink(), "has no model.safetensors"),
         (in_bytes(lambda _: b"{", "config.json"), "config.json"),
         (in_bytes(lambda b: b[: len(b) // 2]), "cannot be read"),
+        (in_bytes(lambda _: LFS_POINTER), "model.safetensors is a Git LFS pointer.*git lfs pull"),
         (in_tensors(lambda t: t.update({"model.norm.weight": torch.ones(5)})), "mismatched.*norm.weight"),
         (in_tensors(lambda t: t.update(odd=torch.ones(2))), "odd"),
     ],
@@ -185,7 +186,8 @@ REFUSED = {  # what is made: what becomes of it, and the words of the refusal
         (in_config(backbone="gpt"), "config.json.*backbone"),
         (in_config(backbone="gpt_neox", backbone_options={"rotary_pct": 2.0}), "config.json.*rotary_pct"),
         (in_config(odd=1), "config.json.*odd"),
-        (lambda d: write_json(d, {"format": "ponderlm-3", "method": "grid"}), "config.json.*missing"),
+        (in_bytes(lambda _: LFS_POINTER), "model.safetensors is a Git LFS pointer.*git lfs pull"),
+        (lambda d: write_json(d, {"format": "ponderlm-3", "method": "grid"}), "config.json.*lacks"),
     ],
 }
 
