@@ -38,6 +38,7 @@ import tyro
 from matplotlib import rc
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.text import Text
 
 from checkpoint import newest_run, open_model
 from common import (
@@ -505,7 +506,7 @@ def draw_tokens(rows, left, right, most=12):
     left.tick_params(axis="y", labelsize=7)
     for label in left.get_yticklabels():
         label.set_parse_math(False)  # a dollar is a dollar
-    left.legend(title="of the frequent tokens, those with the", loc="lower right")
+    left.legend(title="frequent tokens with the", loc="lower right")
 
     shares = [key for key in rows[0] if key.startswith("share")]
     for text, offset, color in (("inside a word", -0.2, COLORS[3]), ("at its end", 0.2, COLORS[4])):
@@ -515,19 +516,28 @@ def draw_tokens(rows, left, right, most=12):
         places = [k + offset for k in range(len(heights))]
         right.bar(places, heights, 0.38, color=color, label=text)
     right.set(xlabel="executed steps", ylabel="fraction of these tokens, %", xticks=range(len(shares)))
-    right.legend(title="of words of several tokens, those")
+    right.legend(title="tokens of words of several tokens")
 
 
-def draw_tau(rows, left, right):
-    for axes, key, color in ((left, "perplexity", COLORS[0]), (right, "steps", COLORS[2])):
-        axes.plot(column(rows, "tau"), column(rows, key), "o-", color=color)
-        axes.set_xscale("symlog", linthresh=1e-6)
-        axes.set(xlabel="tau; 0, at the left edge, takes all K steps", xlim=(0, 1.3))
-    lowest = min(column(rows, "perplexity"))
+def draw_tau(rows, axes):
+    steps = column(rows, "steps")
+    losses = column(rows, "loss")
+    axes.plot(steps, losses, "o-", color=COLORS[0])
+    for i, (tau, x, y) in enumerate(zip(column(rows, "tau"), steps, losses, strict=True)):
+        is_above = i % 2 == 0  # in turns, since small values of tau lie close together
+        axes.annotate(
+            f"{tau:g}", (x, y), (0, 6 if is_above else -6), textcoords="offset points", fontsize=8,
+            rotation=60, ha="left" if is_above else "right", va="bottom" if is_above else "top",
+        )  # fmt: skip
+    lowest = min(losses)
+    highest = min(max(losses), lowest + 0.05)  # a large tau may cost much more
     if math.isfinite(lowest):
-        left.set(ylim=(0.99 * lowest, 1.15 * lowest))
-    left.set(ylabel="perplexity per token; the axis ends 15 % above the lowest")
-    right.set(ylabel="executed steps per token, mean")
+        axes.set_ylim(lowest - 0.25 * (highest - lowest) - 1e-4, lowest + 1.3 * (highest - lowest) + 1e-4)
+    axes.set(
+        xlabel="executed steps per token, mean; at each point: tau (0 takes all K steps)",
+        ylabel="loss, nats per token",
+    )
+    axes.margins(x=0.1)
 
 
 def draw_pareto(rows, axes):
@@ -547,13 +557,19 @@ def draw_pareto(rows, axes):
     axes.margins(0.1)
 
 
+def name_unit(figure, unit):
+    """Write `unit` in place of "token" wherever it stands in a figure."""
+    for text in figure.findobj(Text):
+        text.set_text(text.get_text().replace("token", unit))
+
+
 DRAWINGS = {  # title, number of panels, and the function that draws rows into them
     "curve": ("Training", 2, draw_curve),
     "converge": ("How fast the Jacobi iteration reaches its fixed point", 1, draw_converge),
     "buckets": ("What each pondering step gains, for easy and for hard tokens", 1, draw_buckets),
     "shift": ("The router shifted to fewer and to more steps", 1, draw_shift),
     "tokens": ("Which tokens get how many pondering steps", 2, draw_tokens),
-    "tau": ("Pondering stops as soon as the mask score is below tau", 2, draw_tau),
+    "tau": ("Loss against steps, if pondering stops once the mask score is below tau", 1, draw_tau),
     "pareto": ("Perplexity against executed steps", 1, draw_pareto),
 }
 
@@ -599,15 +615,18 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
         out = options.out or (Path(runs[0], "report") if is_of_one else Path("out/analyze"))
         check_writable(out, "use --out with a folder that can be written")
         rows = OF_SEVERAL_RUNS[options.figure](runs)
+        unit = "token"
     else:
         run = options.run or newest_run()
         out = options.out or run / "report"
         check_writable(out, "use --out with a folder that can be written")
-        rows = measure_run(run, options)
+        rows, unit = measure_run(run, options)
 
     title, panels, draw = DRAWINGS[options.figure]
     figure, axes = sheet(title, panels)
     draw(rows, *axes)
+    if unit != "token":
+        name_unit(figure, unit)
     if options.figure != "curve":
         print_table(rows)
     table_file = out / f"{options.figure}.csv"
@@ -639,7 +658,10 @@ def check_flags(options):
 
 
 def measure_run(run, options):
-    """The rows of a figure that is of one run.
+    """Measure what a figure of one run shows.
+
+    Returns:
+        The rows of the figure, and what its tokens are called: "byte" if they are single bytes.
 
     Raises:
         UserError: the model or its text cannot be read, or the model does not ponder.
@@ -653,14 +675,17 @@ def measure_run(run, options):
     windows = open_windows(run, model.config, count, options.data).to(model.lm_head.weight.device)
     print(f"{run}: {len(windows)} validation windows", flush=True)
     if is_converge:
-        return converge(model, windows)
-    if options.figure == "buckets":
-        return buckets(model, windows, tau)
-    if options.figure == "shift":
-        return shift(model, windows, tau)
-    if options.figure == "tokens":
-        return tokens(model, windows, tokenizer, tau)
-    return tau_curve(model, windows, {*TAUS, tau})
+        rows = converge(model, windows)
+    elif options.figure == "buckets":
+        rows = buckets(model, windows, tau)
+    elif options.figure == "shift":
+        rows = shift(model, windows, tau)
+    elif options.figure == "tokens":
+        rows = tokens(model, windows, tokenizer, tau)
+    else:
+        rows = tau_curve(model, windows, {*TAUS, tau})
+    unit = "byte" if tokenizer.name == "bytes" else "token"
+    return rows, unit
 
 
 def open_windows(run, model_config, count, data=None):

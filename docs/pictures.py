@@ -1,0 +1,115 @@
+"""Two pictures of how PonderLM-3 computes, for docs/tour.md and docs/methods.md.
+
+    python -m docs.pictures       writes docs/figures/passes.png and docs/figures/masks.png
+
+passes.png   which slots run in which pass of the Jacobi iteration
+masks.png    which slots a slot attends to, by Jacobi iteration and on the grid
+"""
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from common import command_line
+
+FIGURES = Path(__file__).parent / "figures"
+WORDS = "the", "capital", "of", "France"
+K = 2  # pondering steps
+R = 2  # refinement passes
+SLOTS = K + 1
+WHITE, BLUE, ORANGE, GREEN = "#ffffff", "#74aeea", "#e69f00", "#009e73"
+
+
+def slots_of_passes(K, R):
+    """How many slots of each token run in each pass of PonderLM.jacobi, and the phase that the pass is of."""
+    growing = [(n, "growing") for n in range(1, K + 1)]
+    return growing + [(K + 1, "refining")] * R + [(K + 1, "final")]
+
+
+def visible(T, K, on_grid):
+    """Which keys a query sees, (T (K+1), T (K+1)) of bool: slot k of token t stands at t (K+1) + k.
+
+    By Jacobi iteration a slot sees all slots before it. On the grid it sees slot (t', k') if and only if
+    t' <= t and k' <= k.
+    """
+    place = np.arange(T * (K + 1))
+    token, slot = np.divmod(place, K + 1)
+    if on_grid:
+        return (token <= token[:, None]) & (slot <= slot[:, None])
+    return place <= place[:, None]
+
+
+def draw_cells(axes, colours, palette):
+    """Draw a matrix as coloured cells, with a line between any two and a thick one between tokens."""
+    axes.imshow(colours, cmap=ListedColormap(palette), vmin=0, vmax=len(palette) - 1, aspect="auto")
+    rows, columns = colours.shape
+    axes.set_xticks(np.arange(columns + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="#aaaaaa", linewidth=0.6)
+    axes.tick_params(which="both", length=0)
+    for start in range(0, columns, SLOTS):
+        axes.axvline(start - 0.5, color="black", linewidth=1.5)
+
+
+def label_slots(axes):
+    """Below each column the number of its slot, and above each group of columns its word."""
+    axes.set_xticks(range(len(WORDS) * SLOTS), [str(k) for _ in WORDS for k in range(SLOTS)])
+    above = axes.secondary_xaxis("top")
+    above.set_xticks([SLOTS * t + K / 2 for t in range(len(WORDS))], WORDS)
+    above.tick_params(length=0)
+
+
+def draw_passes():
+    passes = slots_of_passes(K, R)
+    phases = {"growing": BLUE, "refining": ORANGE, "final": GREEN}
+    numbers = {phase: i + 1 for i, phase in enumerate(phases)}
+    colours = np.zeros((len(passes), len(WORDS) * SLOTS))
+    for i, (slots, phase) in enumerate(passes):
+        for t in range(len(WORDS)):
+            colours[i, t * SLOTS : t * SLOTS + slots] = numbers[phase]
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    draw_cells(axes, colours, [WHITE, *phases.values()])
+    label_slots(axes)
+    axes.set_yticks(range(len(passes)), [f"pass {i + 1}" for i in range(len(passes))])
+    axes.set_xlabel(
+        "slot; slot 0 reads the embedding, and any other what the slot to its left put out in the pass above"
+    )
+    labels = f"growing: K = {K} passes", f"refining: R = {R} passes", "final: its outputs count"
+    handles = [
+        Patch(color=colour, label=label) for colour, label in zip(phases.values(), labels, strict=True)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9)
+    return figure
+
+
+def draw_masks():
+    figure = Figure(figsize=(8, 4.4), layout="constrained", dpi=150)
+    panels = figure.subplots(1, 2)
+    titles = "PonderLM-3: all slots before it", "the grid: no deeper slot than itself"
+    for axes, title, on_grid in zip(panels, titles, (False, True), strict=True):
+        draw_cells(axes, visible(len(WORDS), K, on_grid).astype(int), [WHITE, BLUE])
+        label_slots(axes)
+        axes.set_yticks(
+            range(len(WORDS) * SLOTS), [f"{word} {k}" for word in WORDS for k in range(SLOTS)], fontsize=8
+        )
+        for start in range(0, len(WORDS) * SLOTS, SLOTS):
+            axes.axhline(start - 0.5, color="black", linewidth=1.5)
+        axes.set_title(title, fontsize=11)
+        axes.set_xlabel("slot that is seen")
+    panels[0].set_ylabel("slot that attends")
+    return figure
+
+
+def main():
+    for name, draw in (("passes", draw_passes), ("masks", draw_masks)):
+        draw().savefig(FIGURES / f"{name}.png")
+        print(f"written: {FIGURES / name}.png")
+
+
+if __name__ == "__main__":
+    command_line(main)
