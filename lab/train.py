@@ -33,8 +33,8 @@ from train import TRAIN_GROUPS, HardwareSettings, TrainConfig, refuse_changes
 class InitSettings:
     """What it begins from."""
 
-    # model to start from: a directory (Llama, GPT-NeoX, PonderLM-2 or a run) or a name on the Hugging Face
-    # Hub; its settings, tokenizer and context length (at most the preset's) become the defaults
+    # model to start from: the directory of a Llama, GPT-NeoX, PonderLM-2 or run, or its name on the Hugging
+    # Face Hub. Its settings, tokenizer and context length (at most the preset's) become the defaults
     init_from: str | None = None
 
 
@@ -42,8 +42,8 @@ class InitSettings:
 class LabHardwareSettings(HardwareSettings):
     """What it runs on."""
 
-    # form of attention: eager (plain), sdpa (PyTorch's fused kernels), fa2 (the package flash-attn),
-    # exact (log w to 16 bits in half precision); auto picks
+    # form of attention: eager (the plain formula), sdpa (PyTorch's fused kernels), exact (sdpa, but in half
+    # precision log w keeps 16 bits, not 8) or fa2 (the package flash-attn); auto picks a fast one
     attention: Literal["auto", "eager", "sdpa", "fa2", "exact"] = "auto"
 
 
@@ -63,6 +63,11 @@ class FirstFlags(root.FirstFlags):
 
     method: str | None = None
     init_from: str | None = None
+    # Flags that not every method uses: None if they are not typed.
+    refinements: tuple[int, int] | None = None
+    router_rate: float | None = None
+    price_from: float | None = None
+    tau: float | None = None
 
 
 def parse(argv=None):
@@ -101,24 +106,59 @@ def parse(argv=None):
     new_model_config = parsed["model"]
     if first.resume:
         refuse_changes(run, (config, model_config), (new_config, new_model_config))
+    else:
+        if not first.init_from:  # a model has its own tokenizer and vocabulary
+            root.refuse_ignored(first, new_config, new_model_config)
+        refuse_ignored(first, config, new_model_config)
     check(new_config, new_model_config)
     return new_config, new_model_config
 
 
-def check(config, shape):
+def refuse_ignored(first, defaults, model_config):
+    """Refuse flags that the method would not use, also where they repeat the default.
+
+    Args:
+        first: the FirstFlags.
+        defaults: LabConfig before the flags changed it.
+        model_config: the settings of the method.
+
+    Raises:
+        UserError: it names the flag.
+    """
+    kind = find(model_config.method)
+    # The scripts in lab/runs give the same router rate, 1 or the default, to all methods that they compare.
+    is_common_rate = first.router_rate in (1, defaults.router_rate)
+    is_used = {
+        "refinements": kind.iterates and model_config.ponder_steps > 0,
+        "router_rate": kind.has_router or is_common_rate,
+        "price_from": kind.priced,
+        "tau": kind.has_router,
+    }
+    for name, used in is_used.items():
+        value = getattr(first, name)
+        if value is not None and not used:
+            flag = "--" + name.replace("_", "-")
+            typed = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise UserError(
+                f"{flag} {typed} has no effect on a model with --method {kind.method} --ponder-steps "
+                f"{model_config.ponder_steps}: omit {flag}"
+            )
+
+
+def check(config, model_config):
     """Raise a UserError for settings that the method would not follow."""
-    check_settings(shape)
-    kind = find(shape.method)
+    check_settings(model_config)
+    kind = find(model_config.method)
     if config.step_price and not kind.priced:
         raise UserError(
-            f"step_price = {config.step_price}, but {shape.method} has no price on steps: omit --step-price"
+            f"step_price = {config.step_price}, but {kind.method} has no price on steps: omit --step-price"
         )
     if config.attention != "auto" and kind.grid:
         raise UserError(
-            f"attention = {config.attention}, but {shape.method} has its own attention: omit --attention"
+            f"attention = {config.attention}, but {kind.method} has its own attention: omit --attention"
         )
     if config.init_from and not config.resume:
-        check_start(config.init_from, shape)  # before a text is prepared
+        check_start(config.init_from, model_config)  # before a text is prepared
 
 
 def read_run(run):
@@ -129,22 +169,25 @@ def read_run(run):
         fingerprint of its corpus.
     """
     kind = LabConfig if "init_from" in settings_of(run) else TrainConfig
-    config, shape, corpus = root.read_run(run, kind)
-    return config, parse_config(shape, Path(run, "train.json")), corpus
+    config, model_config, corpus = root.read_run(run, kind)
+    return config, parse_config(model_config, Path(run, "train.json")), corpus
 
 
-def train(config, shape):
+def train(config, model_config):
     """Train as a LabConfig and the settings of a method say. Returns what train.train returns."""
-    check(config, shape)
-    with ExitStack() as afterwards:
+    check(config, model_config)
+    objective = find(model_config.method).objective
+    with ExitStack() as at_the_end:
 
-        def make(shape):
-            model = make_model(config, shape)
+        def make(model_config):
+            model = make_model(config, model_config)
             if isinstance(model, Scheduled):
-                afterwards.callback(count_steps(model).remove)
+                # Counting is a hook on all optimizers of this process: it is removed when the training ends.
+                counting = count_steps(model)
+                at_the_end.callback(counting.remove)
             return model
 
-        return root.train(config, shape, make, find(shape.method).objective, partial(open_text, config))
+        return root.train(config, model_config, make, objective, partial(open_text, config))
 
 
 def open_text(config, data, tokenizer, vocab_size):
@@ -157,6 +200,11 @@ def open_text(config, data, tokenizer, vocab_size):
     Raises:
         UserError: as check_ids; or the text has ids that the model does not know.
     """
+    if config.init_from and tokenizer == "bpe" and vocab_size <= 257:  # as many as bytes have
+        raise UserError(
+            f"--tokenizer bpe needs more than the {vocab_size} tokens that {config.init_from} has: use "
+            "--tokenizer bytes"
+        )
     if config.init_from and config.tokenizer == "auto":
         # A run keeps a copy of the tokenizer, since the model that it started from may be gone.
         place = Path(config.out, config.name) if config.resume else locate(config.init_from)
@@ -169,21 +217,31 @@ def open_text(config, data, tokenizer, vocab_size):
         largest = max(corpus.train.max(), corpus.val.max())
         if largest >= vocab_size:
             raise UserError(
-                f"{data} has the token id {largest}, but {config.init_from} has only {vocab_size} tokens: "
-                "omit --tokenizer to use the model's own"
+                f"--data {data} has the token id {largest}, but {config.init_from} has only {vocab_size} "
+                f"tokens: {way_to_own_ids(config)}"
             )
     return replace(corpus, vocab_size=vocab_size)
 
 
-def make_model(config, shape):
+def way_to_own_ids(config):
+    """What to do, for a message, so that a text comes in the ids of the model of --init-from."""
+    if config.tokenizer == "auto":
+        return "give a text in the tokens of this model"
+    if Path(locate(config.init_from), "tokenizer.json").is_file():
+        return "omit --tokenizer to use the model's own"
+    return f"omit --tokenizer and add its tokenizer.json to {config.init_from}"
+
+
+def make_model(config, model_config):
     """The model of a training, new or with the weights of the model that it starts from."""
     has_checkpoint = config.resume and Path(config.out, config.name, "trainer.pt").exists()
     if config.init_from and not has_checkpoint:
-        model = start_from(config.init_from, shape)
+        model = start_from(config.init_from, model_config)
     else:
-        model = build(shape)
+        model = build(model_config)
     model = as_root(model)  # so that sample.py reads it, if it can
     if config.learning_rate:
+        # What multiplies the learning rate of g: its peak is FEEDBACK_RATE, whatever --learning-rate is.
         model.feedback_rate = FEEDBACK_RATE / config.learning_rate
     return model
 

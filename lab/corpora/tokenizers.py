@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import tokenizer
-from common import read_json, user_error_if_unreadable, write_json
+from common import UserError, read_json, user_error_if_unreadable, write_json
 from lab.common import locate
 from tokenizer import PATTERNS, Tokenizer
 
@@ -30,14 +30,21 @@ def begin_of(tokenizer):
 
 
 def open_tokenizer(name):
-    """A tokenizer by its name: "bytes", "gpt2", or the directory of a model or its name on the Hub.
+    """A tokenizer by its name: "bytes", "gpt2", or that of a model or corpus, by its directory or its name on
+    the Hub.
 
     Raises:
         UserError: there is no such model, or it has no tokenizer.
     """
     if name in ("bytes", "gpt2"):
         return Tokenizer.named(name)
-    return load_tokenizer(locate(name, FILES) / "tokenizer.json")
+    choice = "use bytes, bpe, gpt2, or the directory of a model or corpus that has a tokenizer.json"
+    if "/" not in str(name) and not Path(name).exists():  # with a slash it may be on the Hub
+        raise UserError(f"--tokenizer {name} does not exist: {choice}")
+    file = locate(name, FILES) / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"--tokenizer {name} has no tokenizer.json: {choice}")
+    return load_tokenizer(file)
 
 
 def load_tokenizer(file):

@@ -78,7 +78,10 @@ def check_ids(place, data):
     """
     own_file = place / "tokenizer.json"
     if not own_file.is_file():
-        raise UserError(f"{place} has no tokenizer.json: give a tokenizer, for instance --tokenizer bytes")
+        raise UserError(
+            f"{place} has no tokenizer.json: add that of the model, or name another tokenizer, for instance "
+            "--tokenizer bytes"
+        )
     if not is_prepared(data):
         return
     file = Path(data, "tokenizer.json")

@@ -243,6 +243,30 @@ def test_price_of_a_preset(kind):
         parse([*flags, "--step-price", "0.2"])
 
 
+@pytest.mark.parametrize("kind", all_methods(), ids=lambda kind: kind.method)
+def test_flags_without_effect(kind):
+    """Catches a flag that is taken although the method does not use it, also one that repeats the default;
+    and one that is refused although the method uses it."""
+    for flag, value, is_used in (
+        (["--refinements"], ["1", "1"], kind.iterates and kind.method != "vanilla"),
+        (["--router-rate"], ["2"], kind.has_router),
+        (["--price-from"], ["0.5"], kind.priced),
+        (["--tau"], ["0.1"], kind.has_router),
+    ):
+        (name,) = flag
+        wrong = nullcontext() if is_used else pytest.raises(UserError, match=f"^{name} .* omit {name}$")
+        with wrong:
+            parse(["--preset", "tiny", "--method", kind.method, *flag, *value])
+    parse(["--preset", "tiny", "--method", kind.method, "--router-rate", "3"])  # the default
+
+
+@pytest.mark.parametrize("flags", [["--vocab-size", "300"], ["--ponder-steps", "0", "--step-price", "0.1"]])
+def test_flags_without_effect_at_the_root(flags):
+    """Catches a flag that train.py refuses, and the lab takes without using it."""
+    with pytest.raises(UserError, match=flags[-2]):
+        parse(["--preset", "tiny", *flags])
+
+
 @pytest.mark.parametrize(
     "flags,message",
     [
@@ -286,6 +310,14 @@ def test_without_a_tokenizer(config, tmp_path, capsys):
     make_llama(tmp_path / "llama", vocab_size=300)
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         train(*going_on(config, "llama"))
+    with pytest.raises(UserError, match=r"add its tokenizer\.json to llama$"):  # it has none to go back to
+        config, shape = going_on(config, "llama", "--tokenizer", "bytes")
+        corpus_of(config, replace(shape, vocab_size=100))
+    with pytest.raises(UserError, match=r"--tokenizer bpe .* use --tokenizer bytes"):
+        corpus_of(replace(config, tokenizer="bpe"), replace(shape, vocab_size=257))
+    for name in ("byte", "llama"):
+        with pytest.raises(UserError, match=f"^--tokenizer {name} .* bytes, bpe, gpt2"):
+            corpus_of(replace(config, tokenizer=name), shape)
     assert corpus_of(*going_on(config, "llama", "--tokenizer", "bytes")).tokenizer.name == "bytes"
     make_tokenizer(tmp_path / "llama", "byte-level")
     corpus_of(*going_on(config, "llama"))
@@ -298,5 +330,5 @@ def test_without_a_tokenizer(config, tmp_path, capsys):
     (folder / "tokenizer.json").unlink()
     corpus_of(replace(config, data=str(folder)), shape)
     assert "its ids are assumed to be those of llama" in capsys.readouterr().out
-    with pytest.raises(UserError, match="--tokenizer"):
+    with pytest.raises(UserError, match="omit --tokenizer"):
         corpus_of(replace(config, tokenizer="bytes"), replace(shape, vocab_size=100))
