@@ -132,25 +132,28 @@ def should_compile(choice, device):
     return reason is None
 
 
-def compile_blocks(model):
-    """Compile the blocks of a model for training. Evaluation, whose shapes differ, stays uncompiled.
+def compile_for_training(model):
+    """Compile the blocks and the cross-entropy of a model. Evaluation, whose shapes differ, stays uncompiled.
 
-    One graph is compiled for each number of slots that a Jacobi pass can have, K+1 in all.
+    One graph of a block is compiled for each number of slots that a Jacobi pass can have, K+1 in all. The
+    compiled cross-entropy keeps 3 bytes per logit instead of 12 (measured on a CPU in bfloat16).
     """
     torch._dynamo.config.recompile_limit = 64
     # DistributedDataParallel would split each block at its buckets. That gains nothing here, because every
     # pass uses all weights, so their gradients are complete only at the end.
     torch._dynamo.config.optimize_ddp = False
 
-    def switch(block, plain, compiled):
-        def forward(*inputs):
-            return compiled(*inputs) if block.training else plain(*inputs)
+    def compiled_in_training(module, plain):
+        compiled = torch.compile(plain, dynamic=False)
 
-        return forward
+        def run(*inputs):
+            return compiled(*inputs) if module.training else plain(*inputs)
+
+        return run
 
     for block in model.model.layers:
-        compiled = torch.compile(block.forward, dynamic=False)
-        block.forward = switch(block, block.forward, compiled)
+        block.forward = compiled_in_training(block, block.forward)
+    model.cross_entropy = compiled_in_training(model, model.cross_entropy)
 
 
 # -- Memory ----------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ from data import Windows, open_corpus, pick_tokenizer, unigram_entropy
 from distributed import gather, init_distributed, rank_and_world_size, wait_for_all
 from hardware import (
     check_attention,
-    compile_blocks,
+    compile_for_training,
     describe_machine,
     eval_batch_size,
     free_memory,
@@ -210,7 +210,7 @@ class HardwareSettings:
     # form of attention: eager (the plain formula), sdpa (PyTorch's fused kernels) or fa2 (the package
     # flash-attn); auto picks a fast one
     attention: Literal["auto", "eager", "sdpa", "fa2"] = "auto"
-    # compile the transformer's blocks, which makes steps faster after about a minute of compiling; auto
+    # compile the blocks and the cross-entropy, which makes steps faster after about a minute of compiling; auto
     # compiles on a GPU where that can work
     compile: Literal["auto", "on", "off"] = "auto"
     recompute: bool = False  # recompute activations in the backward pass: slower, but takes much less memory
@@ -706,7 +706,7 @@ def fit_to_hardware(config, model, loss_module, windows, device, world_size):
     compiled = should_compile(config.compile, device)
     if compiled:
         print("compiling the blocks, which takes about a minute", flush=True)
-        compile_blocks(model)
+        compile_for_training(model)
     if compiled and is_measured and micro_batch_size < share:
         # Compiled blocks keep fewer activations, so perhaps twice as many windows fit.
         larger = parts_that_fit(share, 2 * fitting)

@@ -31,7 +31,7 @@ from torch.utils.benchmark import Timer
 import sample
 from attention import BACKENDS, auto, sdpa
 from common import UserError, command_line, one_line, read_json, user_error_if_unreadable, write_json
-from hardware import compile_blocks, pick_device, pick_precision
+from hardware import compile_for_training, pick_device, pick_precision
 from lab import kernels  # noqa: F401 - which adds `exact` to BACKENDS
 from lab.common import autocast, progress
 from lab.engine.batching import Engine, serves
@@ -196,7 +196,7 @@ def step_run(shape, B, R, device, dtype, *, plain=False, compiled=False, recompu
     model = PonderLM(shape).to(device).train()
     model.recompute = recompute
     if compiled:
-        compile_blocks(model)
+        compile_for_training(model)
     T = shape.block_size
     rows = torch.randint(shape.vocab_size, (B, T + 1), device=device)
     x = rows[:, :-1]

@@ -69,7 +69,7 @@ def test_blocks_are_not_split_by_ddp():
     """Catches blocks that DistributedDataParallel splits at its buckets: twice as many graphs, for
     nothing."""
     with torch._dynamo.config.patch(optimize_ddp=True, recompile_limit=8):
-        hardware.compile_blocks(small_model())
+        hardware.compile_for_training(small_model())
         assert torch._dynamo.config.optimize_ddp is False
 
 

@@ -264,7 +264,7 @@ def dynamo():
     counters = torch._dynamo.utils.counters
     torch._dynamo.reset()
     counters.clear()
-    with torch._dynamo.config.patch(recompile_limit=8):  # which compile_blocks sets
+    with torch._dynamo.config.patch(recompile_limit=8):  # which compile_for_training sets
         yield lambda: counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
 
@@ -283,7 +283,7 @@ def test_compiled_blocks(backend, recompute, dynamo, monkeypatch):
     compile_by(backend, monkeypatch)
     plain = small_model(penalty="token", penalty_weight=0.3).float().train()
     model, counts = deepcopy(plain), []
-    train.compile_blocks(model)
+    train.compile_for_training(model)
     model.recompute = recompute
     for R in (0, 2, 1, 3):
         idx, found = tokens(B=2, seed=R), []
@@ -297,7 +297,32 @@ def test_compiled_blocks(backend, recompute, dynamo, monkeypatch):
         counts.append(dynamo())
     with torch.no_grad():
         assert torch.equal(model.eval()(tokens(7)).logits, plain.eval()(tokens(7)).logits)
-    assert {*counts, dynamo()} == {counts[0]} and counts[0] >= 4  # 1, 2, 3 and 4 slots a token
+    # 1, 2, 3 and 4 slots a token; the cross-entropy with a gradient, and without one for the penalty
+    assert {*counts, dynamo()} == {counts[0]} and counts[0] >= 6
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a compiler")
+def test_compiled_cross_entropy(dynamo):
+    """In bfloat16, the loss to 1e-5 and the gradients to 1e-3 of their norm: a compiled form that sums the
+    exponentials in half precision."""
+    model = small_model(vocab_size=300).float().train()
+    plain = deepcopy(model)
+    train.compile_for_training(model)
+    torch.manual_seed(1)
+    targets = torch.randint(300, (4, 16))
+    states = torch.randn(4, 16, model.config.hidden_size)
+    found = []
+    for one in (plain, model):
+        x = states.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = one.cross_entropy(x, targets).mean()
+        loss.backward()
+        found.append((loss, x.grad, one.lm_head.weight.grad))
+    assert dynamo() == 1
+    (loss, *gradients), (compiled_loss, *compiled_gradients) = found
+    assert compiled_loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    for a, b in zip(compiled_gradients, gradients, strict=True):
+        assert (a - b).norm() < 1e-3 * b.norm()
 
 
 def test_compile(dynamo, monkeypatch, capsys):
