@@ -210,8 +210,8 @@ class HardwareSettings:
     # form of attention: eager (the plain formula), sdpa (PyTorch's fused kernels) or fa2 (the package
     # flash-attn); auto picks a fast one
     attention: Literal["auto", "eager", "sdpa", "fa2"] = "auto"
-    # compile the blocks and the cross-entropy, which makes steps faster after about a minute of compiling; auto
-    # compiles on a GPU where that can work
+    # compile the blocks and the cross-entropy, which makes steps faster after about a minute of compiling;
+    # auto compiles on a GPU where that can work
     compile: Literal["auto", "on", "off"] = "auto"
     recompute: bool = False  # recompute activations in the backward pass: slower, but takes much less memory
 
