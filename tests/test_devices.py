@@ -128,12 +128,48 @@ def test_a_run(config, shape):
     assert_close(*found)
 
 
+class PretendedDDP(torch.nn.Module):
+    """DistributedDataParallel of a process that is alone: gradients are already the mean."""
+
+    def __init__(self, module, **how):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+
+def pretend_two_processes(monkeypatch):
+    """Let train() be the first of two processes, the other of which does the same.
+
+    Returns:
+        What they tell each other, a list.
+    """
+    told = []
+
+    def gather(value):
+        told.append(value)
+        return [value, value]
+
+    device = torch.device("cuda")
+    monkeypatch.setattr(train_script, "init_distributed", lambda name: (0, 2, device))
+    monkeypatch.setattr(train_script, "rank_and_world_size", lambda: (0, 2))
+    monkeypatch.setattr(train_script, "gather", gather)
+    monkeypatch.setattr(train_script, "wait_for_all", lambda: None)
+    monkeypatch.setattr(train_script, "DistributedDataParallel", PretendedDDP)
+    return told
+
+
 @pytest.mark.parametrize("penalty_weight", [0.0, 0.5])
-@pytest.mark.parametrize("method", ["ponderlm3", "grid", "mor-expert", "ponderlm1"])
-def test_a_gpu_is_not_waited_for(config, shape, monkeypatch, method, penalty_weight):
+@pytest.mark.parametrize(
+    "method, processes",
+    [("ponderlm3", 1), ("ponderlm3", 2), ("grid", 1), ("mor-expert", 1), ("ponderlm1", 1)],
+)
+def test_a_gpu_is_not_waited_for(config, shape, monkeypatch, method, processes, penalty_weight):
     """Catches a step that stops the GPU. It is waited for where a line is logged, at the end, and in the
     objective: once a micro-batch to pick the tokens that have a target, and with a penalty twice more, to see
-    whether CE_0 can count and how many tokens are selected. It copies once a step, its rows of tokens."""
+    whether CE_0 can count and how many tokens are selected. It copies once a step, its rows of tokens. Two
+    processes tell each other nothing that is on the GPU."""
     monkeypatch.setattr(train_script, "evaluate", lambda *_, **__: {"loss": 1.0})
     monkeypatch.setattr(train_script, "final_report", lambda *_: {})
     config = replace(config, steps=3, log_every=100, eval_every=100, device="cuda", precision="bfloat16")
@@ -142,6 +178,7 @@ def test_a_gpu_is_not_waited_for(config, shape, monkeypatch, method, penalty_wei
         penalty_weight = 0.5  # its default
     shape = configure(shape, method, penalty_weight=penalty_weight)
     model = find(method)(shape)
+    told = pretend_two_processes(monkeypatch) if processes == 2 else []
     with pretended_cuda() as gpu:
         train(config, shape, make_model=find(method), objective=find(method).objective)
     waits = {f"{file} {function}": n for (file, function, _), n in gpu.seen("wait").items()}
@@ -153,6 +190,10 @@ def test_a_gpu_is_not_waited_for(config, shape, monkeypatch, method, penalty_wei
     assert set(objective.values()) <= {0, 3}
     assert objective["train.py depth_losses"] == (3 if has_objective and penalty_weight else 0)
     expected = {"hardware.py pick_device": 1, "train.py train": size, "train.py mean_over_processes": 1}
+    if processes == 2:
+        del expected["hardware.py pick_device"]  # its caller is pretended
+        assert sum(value is False for value in told) >= config.steps  # after each step: no signal came
+        assert not any(torch.is_tensor(value) and value.is_cuda for value in told)
     assert waits == expected, waits
     copies = {f"{file} {function}": n for (file, function, _), n in gpu.seen("h2d").items()}
     assert copies.get("train.py train") == size + 3, copies
