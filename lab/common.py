@@ -11,13 +11,13 @@ from tqdm import tqdm
 
 from common import UserError, one_line, read_json
 
-Given = Annotated[str, Field(min_length=1)]
+NonEmpty = Annotated[str, Field(min_length=1)]  # a flag's text; "" is refused
 
 progress = partial(tqdm, disable=None)  # a progress bar, if stderr is a terminal
 
 
 def settings_of(run):
-    """The settings of a run by its train.json, unchecked; {} if there is none."""
+    """The settings in the train.json of a run, unchecked; {} if it has no train.json."""
     file = Path(run, "train.json")
     config = read_json(file).get("config") if file.is_file() else None
     return config if isinstance(config, dict) else {}
@@ -27,17 +27,18 @@ def locate(name, files=("*.json", "*.safetensors")):
     """The directory of a model.
 
     Args:
-        name: a path, or a name on the Hugging Face Hub, from where the model is fetched.
-        files: patterns of the files to fetch; by default everything that is read here, without code or
-            pickles.
+        name: a path; or the name of a model on the Hugging Face Hub, which is then downloaded.
+        files: patterns of the files to download. The default is every file that this project reads; code and
+            pickles are left out.
 
     Raises:
-        UserError: there is no such path, or it cannot be fetched.
+        UserError: there is no such path, and the name is none of the Hub's or cannot be downloaded.
     """
     path = Path(name)
     if path.exists():
         return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or path.parent.exists():
+    is_name_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(name))
+    if not is_name_on_hub or path.parent.exists():  # if the folder above it exists, a path was meant
         raise UserError(
             f"{name} does not exist: give a directory, or OWNER/NAME of a model on the Hugging Face Hub"
         )
@@ -54,5 +55,7 @@ def locate(name, files=("*.json", "*.safetensors")):
 
 
 def autocast(device, dtype):
-    """The context in which a model computes in `dtype`; its weights stay in float32."""
-    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    """A context in which matrix products are computed in `dtype` if that is half precision, and otherwise in
+    the precision of the weights. The weights stay as they are."""
+    in_half_precision = dtype in (torch.float16, torch.bfloat16)
+    return torch.autocast(device.type, dtype if in_half_precision else None, enabled=in_half_precision)

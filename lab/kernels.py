@@ -1,12 +1,12 @@
 """Further forms of soft-mask attention, for half precision, for caches and for the grid.
 
-In bfloat16, the one channel for log w in attention.augment keeps 8 bits of it. Here log w has two channels,
-which together keep 16, and queries have a power of two in them instead of sqrt(d), which every precision
-holds exactly.
+attention.augment appends one channel for log w to each query and key; in bfloat16 it keeps 8 bits of log w.
+Here log w has two channels, which together keep 16 bits. In these channels a query holds 8, not sqrt(d):
+every precision represents a power of two exactly.
 
 code       shape                  meaning
-d, d'                             head width without and with the channels, a multiple of 8
-channels   (.., d'-d)             what stands behind the d numbers of a query or a key
+d, d'                             head width without and with the channels; d' is a multiple of 8
+channels   (.., d'-d)             the components of a query or a key after its own d
 """
 
 import math
@@ -19,28 +19,31 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention import BACKENDS, EAGER_MAX_SLOTS
 
 HALF = (torch.float16, torch.bfloat16)
-UNIT = 8.0  # what queries have in the channels of log w; about sqrt(d)
+UNIT = 8.0  # what a query holds in the channels of log w: a power of two, of the size of sqrt(d)
 
 
-def padded_width(d):
-    """The next multiple of 8 above d: d', if d includes the second channel."""
-    return d + 1 + -(d + 1) % 8
+def padded_width(d, more=0):
+    """d': room for two channels of log w and for so many `more`, rounded up to a multiple of 8, which fused
+    kernels require."""
+    return 8 * math.ceil((d + 2 + more) / 8)
 
 
 def query_channels(d, dtype, device=None):
-    """The channels of every query, (d'-d,)."""
+    """The channels of a query, (d'-d,): the same for all queries."""
     channels = torch.zeros(padded_width(d) - d, dtype=dtype, device=device)
     channels[:2] = UNIT
     return channels
 
 
 def log_w_channels(log_w, d, dtype):
-    """log w of keys in two channels, whose product with those of a query is sqrt(d) log w. (...) -> (..., 2)
+    """log w of keys in two channels, (...) -> (..., 2). Their dot product with the channels of a query is
+    sqrt(d) log w.
 
-    In half precision the second channel holds what rounding the first one loses; otherwise it is zero.
+    In half precision the second channel holds what is lost when the first one is rounded; otherwise it is
+    zero.
     """
     x = log_w.to(torch.promote_types(torch.float32, dtype)) * (math.sqrt(d) / UNIT)
-    if x.dtype == dtype:  # nothing is rounded
+    if x.dtype == dtype:  # not half precision: nothing is rounded
         return F.pad(x[..., None], (0, 1))
     high = x.to(dtype)
     low = (x - high).detach().to(dtype)  # all of the gradient flows through `high`
@@ -48,7 +51,7 @@ def log_w_channels(log_w, d, dtype):
 
 
 def key_channels(log_w, d, dtype):
-    """The channels of keys by their log w, (...) -> (..., d'-d)."""
+    """The channels of keys whose log w is given, (...) -> (..., d'-d)."""
     return F.pad(log_w_channels(log_w, d, dtype), (0, padded_width(d) - d - 2))
 
 
@@ -80,7 +83,8 @@ def attend(q, k, v, d, mask=None):
     G = k.size(1)
     grouped = G != H
     if grouped and q.is_cuda and (q.dtype not in HALF or mask is not None):
-        # Only the kernel for half precision without a mask shares keys; others would make N x N scores.
+        # Of a GPU's fused kernels, only the one for half precision without a mask lets queries share key
+        # heads. In other cases torch would fall back to a form that holds the N x M scores.
         k = k.repeat_interleave(H // G, dim=1)
         v = v.repeat_interleave(H // G, dim=1)
         grouped = False
@@ -101,11 +105,11 @@ BACKENDS["exact"] = exact  # for --attention
 def attend_to_slots(q, k, v, log_w):
     """Attention of one slot of all tokens to n slots of all tokens: token t sees the slots of tokens up to t.
 
-    On a CPU short texts go by the definition, everything else through torch's fused attention.
+    Short texts on a CPU are computed as the definition says, everything else by torch's fused attention.
 
     Args:
         q: (B, H, T, d).
-        k, v: (B, G, n T, d), first slot 0 of all tokens, then slot 1, and so on.
+        k, v: (B, G, n T, d): first slot 0 of all tokens, then slot 1 of all tokens, and so on.
         log_w: (B, n T), in the same order.
 
     Returns:
@@ -127,8 +131,9 @@ def attend_to_slots(q, k, v, log_w):
 
 
 def decoding_kernels(device):
-    """The context in which decoding attends. On CUDA it excludes cuDNN's kernel, which makes a new plan for
-    each shape: training has a handful of shapes, but decoding has a new one for almost every slot."""
+    """A context for the attention of decoding, in which CUDA does not use cuDNN's kernel. That kernel makes a
+    new plan for each shape: training has a handful of shapes, but decoding has a new one for almost every
+    slot."""
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])

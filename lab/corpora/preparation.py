@@ -24,7 +24,7 @@ import tyro
 import data as root
 from common import UserError, one_line, read_json, user_error_if_unreadable, write_json
 from data import id_type
-from lab.common import Given, progress
+from lab.common import NonEmpty, progress
 from lab.corpora.sources import describe, files_of, show, texts
 from lab.corpora.tokenizers import begin_of, load_tokenizer, open_tokenizer
 from model import Positive, validated_dataclass
@@ -41,7 +41,7 @@ class Options:
     """Prepare a corpus for train.py --data, or continue where an earlier command stopped."""
 
     # a text file, a .jsonl or .parquet file, a folder of them, pydocs, pysource, or a data set of the Hub
-    data: tyro.conf.Positional[Given]
+    data: tyro.conf.Positional[NonEmpty]
     to: Path  # new folder to write
     tokenizer: str = "bytes"  # bytes, bpe, gpt2, or the directory of a model or corpus that has a tokenizer
     vocab_size: int = 4096  # vocabulary size of a bpe tokenizer, which is trained on the text

@@ -4,7 +4,7 @@
     python -m lab sample --prompt "Return the" --num-samples 8 --batch-size 8
 
 Without --out, samples are printed in the order of the prompts, each as soon as all samples before it are
-finished. A seed gives the same text in any batch, up to rounding. Models of a method that the engine does not
+finished. A seed gives the same text in any batch, up to rounding. Models of methods that the engine does not
 know are decoded one text after the other.
 """
 
@@ -51,7 +51,7 @@ def by_engine(request, options):
     """Decode in batches.
 
     Returns:
-        The name of the decoder, and its events: (which text, token, steps) as they come.
+        The name of the decoder, and its events as they arrive: (index of the text, token, steps).
     """
     precision = pick_precision(options.precision, request.device)
     arguments = dict(request.arguments)
@@ -73,7 +73,10 @@ def by_engine(request, options):
 
 
 def one_by_one(request, options):
-    """Decode by the simple decoder. Returns what by_engine does.
+    """Decode one text after the other, by the simple decoder.
+
+    Returns:
+        What by_engine returns.
 
     Raises:
         UserError: a flag is given that the simple decoder does not follow.
@@ -94,11 +97,11 @@ def show_many(events, n, max_new_tokens, ends, show):
     """Show a progress bar, and samples in the order of the prompts.
 
     Args:
-        events: (which text, token, steps) as they come.
+        events: (index of the text, token, steps) as they arrive.
         n: how many texts there are.
-        max_new_tokens: after which a text ends.
-        ends: the tokens after which a text ends.
-        show: is called with the number of a sample, the Sample and the bar.
+        max_new_tokens: after so many tokens a text ends.
+        ends: the tokens that end a text.
+        show: a function of the index of a sample, the Sample and the progress bar.
 
     Returns:
         How many tokens were generated.

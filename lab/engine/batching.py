@@ -1,6 +1,7 @@
 """Early-exit decoding of many sequences at once, so that every skipped slot saves time.
 
-It computes what simple.stream computes for one sequence, with the same results. Five things make it fast:
+The Engine computes for many sequences what simple.stream computes for one, with the same results. Five things
+make it fast:
 
 - Slot-level batching. Tokens stop at different depths, so sequences drift apart. A pass advances each
   sequence by one slot, whichever slot that is. No sequence waits for the slowest one, and a sequence that
@@ -10,11 +11,13 @@ It computes what simple.stream computes for one sequence, with the same results.
       row 0, a     x1  h1  x2  x3  h3  h3  x4        1  0  2
       row 1, b     x1  h1  h1  x2  h2  h2  x3        2  2
 
-      x3: slot 0 of token 3, which reads its embedding; h3: its next slot, which reads the output of the last
+      x3: slot 0 of token 3, whose input is the embedding of the token
+      h3: a later slot of token 3, whose input is the output of its slot before
 
-- The cache holds executed slots only, and its memory is there from the start (cache.py).
-- Prompts are read in parallel (states.py). The step of one slot does nothing that could have been done once
-  before (slot_step.py).
+- The cache holds executed slots only. Its memory is reserved in blocks: on a GPU and for compiled passes all
+  blocks at the start of a call, otherwise as the texts grow (cache.py).
+- Prompts are read in parallel (states.py). In the step of one slot, nothing is computed that can be computed
+  once in advance (slot_step.py).
 - On a CPU the pass can be compiled to one program (compiled.py).
 - A GPU does not wait for the host. The state of the rows stays on the GPU (rows.py), a pass is replayed as
   one graph (cuda_graphs.py), and the host reads the result of a pass two passes later.
@@ -25,11 +28,12 @@ row         a line of the batch, which holds one running text: row i of the tens
 slot        one token once through the network; a token takes 1 + K-hat slots
 place       an entry of the cache in a row; each slot that runs fills the next place of its row
 pass        the network once, for the next slot of every row
-read        a token has been read when its slots have run; then the token behind it is given or chosen
+read        a token has been read when all its slots have run; the token after it is then known: it is given,
+            or it is chosen
 
-`Engine.stream` is the loop: free rows take texts (`admit`), new texts are read or begin (`begin`), a pass
-runs (`launch`), its result is looked at (`collect`), tokens are appended (`append`), and rows whose text has
-ended are freed (`release`).
+`Engine.stream` is the loop. Free rows take texts (`admit`), and the contexts of new texts are read, or begin
+to be read (`start_texts`). Then a pass runs (`launch`), its result is looked at (`collect`), chosen tokens
+are appended (`append`), and the rows of texts that have ended are freed (`release`).
 """
 
 import math
@@ -52,11 +56,11 @@ from lab.kernels import HALF
 from lab.methods import PonderLM3
 from lab.methods.grid import Grid
 
-PLACES = 16  # on a CPU, passes see a multiple of this many places
+PLACES = 16  # on a CPU, passes see a multiple of this many places, so that few of them need new views
 PREFILL = "jacobi", "sequential", "auto"
-MANY = 4  # from so many rows on, a CPU reads prompts faster slot by slot than by the Jacobi iteration
+MANY = 4  # with this many rows or more, a CPU reads prompts faster slot by slot than by the Jacobi iteration
 
-# What a method may override: what the engine asks the model for, and what has nothing to do with decoding.
+# What a method may override: the engine calls what is FOLLOWED, and calls nothing that is BESIDE decoding.
 FOLLOWED = {"embed", "route", "mask_keys", "feed_back", "integrate"}
 BESIDE = {"method", "title", "Config", "defaults", "unused", "priced", "has_router", "iterates", "grid"}
 BESIDE |= {"feedback_rate", "objective", "training_forwards", "param_groups", "init_weights", "__init__"}
@@ -64,10 +68,10 @@ BESIDE |= {"cross_entropy", "partial_losses", "tie_head"}
 
 
 def serves(model):
-    """Whether the Engine decodes models of this method. simple.py decodes all methods.
+    """Whether the Engine decodes models of this method. simple.py decodes models of all methods.
 
-    The Engine needs states that are a Jacobi fixed point, or the grid; and a method that overrides nothing
-    but what is FOLLOWED, or BESIDE decoding.
+    The states of the method must be a Jacobi fixed point or those of the grid, and the method may override
+    nothing but what is FOLLOWED, or BESIDE decoding.
     """
     known = Grid if model.grid else PonderLM3
     if not (model.iterates or model.grid):
@@ -77,19 +81,19 @@ def serves(model):
 
 @dataclass
 class Sequence:
-    """A text that grows, in one row, as far as the host knows it."""
+    """A text that grows in one row, as far as the host knows it."""
 
-    index: int  # the number of its prompt
-    context: list[int]  # the tokens in its window; the last ones may not have been read yet
+    index: int  # which prompt the text continues
+    context: list[int]  # the tokens in the window; the last ones may not have been read yet
     uniform: torch.Tensor  # (max_new_tokens,) a random number for each token that is chosen
     read: list[int]  # pondering steps of every token that has been read
-    chosen: int = 0  # tokens chosen so far
-    position: int = 0  # tokens of the context that have been read
-    length: int = 0  # places of the cache that it may have filled
-    state: Literal["new", "running", "ended"] = "new"  # new: nothing of its context is in the cache
+    chosen: int = 0  # how many tokens have been chosen
+    position: int = 0  # how many tokens of the context have been read
+    length: int = 0  # at most so many places of the cache are filled
+    state: Literal["new", "running", "ended"] = "new"  # new: nothing of the context is in the cache
 
     def left(self, T):
-        """The random numbers of the tokens that are still to be chosen, at most T."""
+        """The random numbers of the tokens that are still to be chosen, at most T of them."""
         return self.uniform[self.chosen :][:T]
 
 
@@ -97,28 +101,29 @@ class Sequence:
 class Stats:
     """What an engine has run, summed over its calls."""
 
-    passes: int = 0  # slot by slot; those that read prompts in parallel do not count
-    slots: int = 0  # in these passes
+    passes: int = 0  # passes slot by slot; the passes that read prompts in parallel do not count
+    slots: int = 0  # slots that ran in these passes
 
 
 class Engine:
     """Decodes PonderLM-3, PonderLM-2, both on the grid, vanilla models, and methods derived from these.
 
     Args:
-        model: in evaluation mode. Its weights are copied in part: do not change them afterwards.
-        batch_size: sequences that run at once.
-        dtype: of the matrix products and the cache; None: that of the weights.
-        tau, alpha: as PonderLM.ponder_token.
+        model: a model in evaluation mode. Some of its weights are copied: do not change them afterwards.
+        batch_size: the most sequences that run at once.
+        dtype: the dtype of the matrix products and the cache; None: that of the weights.
+        tau, alpha: as in PonderLM.ponder_token.
         prefill: how prompts are read: in parallel ("jacobi"), slot by slot ("sequential"), or in parallel
             where that is faster ("auto").
-        tolerance: of reading in parallel, see states.settle.
-        graphs: whether to replay each pass as a CUDA graph; None: on CUDA. On a CPU, True runs passes of the
-            same static shapes.
-        compile: whether to compile the pass to one program (compiled.py); for a Llama on a CPU in float32.
+        tolerance: the tolerance of reading in parallel, see states.settle.
+        graphs: whether to replay each pass as a CUDA graph; None: on CUDA only. On a CPU, True runs passes of
+            the same static shapes without graphs, which is for tests.
+        compile: whether to compile the pass to one program (compiled.py). This needs a CPU, a Llama, and the
+            precision of its weights, which must not be half precision.
 
     Raises:
-        UserError: the method is one that only simple.py decodes, the device has no float64 (MPS), or the pass
-            cannot be compiled.
+        UserError: only simple.py decodes the method, the device has no float64 (MPS), or the pass cannot be
+            compiled.
     """
 
     @torch.inference_mode()
@@ -149,10 +154,11 @@ class Engine:
         on_gpu = self.device.type != "cpu"
         if graphs is None:
             graphs = on_gpu
-        self.precision = autocast(self.device, self.dtype if self.dtype in HALF else torch.float32)
-        self.ahead = 2 if on_gpu else 0  # passes that may be under way when the result of one is looked at
+        self.precision = autocast(self.device, self.dtype)
+        self.ahead = 2 if on_gpu else 0  # how many passes may be under way while the host goes on
         self.static = on_gpu or graphs or compile  # a pass computes everything for all rows, see Rows
-        self.few_shapes = on_gpu or graphs  # numbers of rows and places are rounded up, to few different ones
+        # Numbers of rows and places are rounded up, so that few shapes occur.
+        self.few_shapes = on_gpu or graphs
         self.rows = Rows(model, batch_size, self.dtype, tau, alpha, self.static, compile)
         self.cache = self.rows.cache
         if compile:
@@ -162,15 +168,15 @@ class Engine:
         else:
             self.passes = self.rows
         self.most_places = self.places_of(model.config.block_size)
-        self.running = []  # Sequence number i runs in row i
-        self.under_way = deque()  # results of passes that have not been looked at, and whose they are
+        self.running = []  # running[i] is the text in row i
+        self.under_way = deque()  # for each pass not yet looked at: its result, and the texts in its rows
         self.stats = Stats()
 
     def check(self, compile):
         """Refuse what the engine cannot do with this model on this device.
 
         Raises:
-            UserError: as the class says.
+            UserError: see the class.
             ValueError: `prefill` is none of PREFILL.
         """
         if not serves(self.model):
@@ -181,32 +187,37 @@ class Engine:
             raise ValueError(f"prefill = {self.prefill!r}: give one of {', '.join(PREFILL)}")
         if self.device.type == "mps":
             raise UserError("the engine chooses tokens in float64, which MPS does not have: use --device cpu")
-        in_float32 = self.dtype not in HALF and self.dtype == self.model.lm_head.weight.dtype
-        if compile and not (self.device.type == "cpu" and in_float32):
-            found = f"{self.dtype} on {self.device.type}".removeprefix("torch.")
+        of_weights = self.model.lm_head.weight.dtype
+        can_compile = self.device.type == "cpu" and self.dtype == of_weights and self.dtype not in HALF
+        if compile and not can_compile:
+            asked = f"{self.dtype} on {self.device.type} (weights in {of_weights})".replace("torch.", "")
             raise UserError(
-                f"passes are compiled in float32 on a CPU, not in {found}: omit --compile, or add "
-                "--device cpu --precision float32"
+                f"decoding in {asked} cannot be compiled: omit --compile, or add --device cpu "
+                "--precision float32"
             )
 
     # -- Texts -------------------------------------------------------------------------------------
 
     def generate(self, prompts, max_new_tokens, **kwargs):
-        """Continue each prompt. Arguments and results are those of simple.generate, except that tau and alpha
-        belong to the engine. -> one Sample per prompt"""
+        """Continue each prompt. The arguments are those of simple.generate, except tau and alpha, which
+        belong to the engine.
+
+        Returns:
+            One Sample per prompt.
+        """
         prompts = list(prompts)
         return gather(self.stream(prompts, max_new_tokens, **kwargs), len(prompts))
 
-    @torch.inference_mode()  # also saves a fifth of the time of small operations
+    @torch.inference_mode()  # small operations take a fifth less time than under no_grad
     def stream(self, prompts, max_new_tokens, *, begin=(), ends=(), read=None, **sampling):
         """Continue each prompt, and yield tokens as they are chosen.
 
         Args:
-            prompts, max_new_tokens, begin, ends, sampling: as simple.generate.
-            read: a list for each prompt, which receives the steps of every token that is read.
+            prompts, max_new_tokens, begin, ends, sampling: as in simple.generate.
+            read: a list for each prompt, to which the steps of every token that is read are appended.
 
         Yields:
-            (i, token, steps) for each new token of prompt i; the steps were taken before it was chosen.
+            (i, token, steps): a new token of prompt i, and the steps that were taken before it was chosen.
         """
         prompts, sampling = check_request(self.model, prompts, tau=self.tau, alpha=self.alpha, **sampling)
         if read is None:
@@ -225,7 +236,8 @@ class Engine:
 
         while self.running or waiting:
             self.admit(waiting, sampling.seed, max_new_tokens)
-            chosen = self.begin(choice, begin)
+            chosen = self.start_texts(choice, begin)
+            # Where starting has chosen tokens, these may end texts, whose rows are freed before a pass runs.
             if not chosen:
                 self.launch(choice)
                 chosen = self.collect()
@@ -241,17 +253,23 @@ class Engine:
     def prepare(self, temperature=1.0, top_k=None, top_p=None):
         """Compile the pass for a way to choose tokens, if the engine compiles and has not done so yet."""
         if isinstance(self.passes, Compiled):
-            self.cache.reserve(1)  # the compiler takes an empty cache for a special case
+            self.cache.reserve(1)  # the compiler would specialise on the size of an empty cache
             self.passes.prepare((temperature, top_k, top_p))
 
     def admit(self, waiting, seed, max_new_tokens):
-        """Give free rows to texts that wait, each an (index, prompt, list for its steps)."""
+        """Give free rows to texts that wait.
+
+        Args:
+            waiting: a deque of (index, prompt, list for its steps).
+            seed: see simple.generate.
+            max_new_tokens: how many tokens each text may get.
+        """
         while waiting and len(self.running) < self.batch_size:
             i, prompt, read = waiting.popleft()
             self.running.append(Sequence(i, prompt, uniform(seed, i, max_new_tokens), read))
 
     def append(self, sequence, token, ends):
-        """Append a chosen token. The text may end with it, or outgrow its window and start anew."""
+        """Append a chosen token. With this token, the text may end, or outgrow its window and start anew."""
         sequence.context.append(token)
         sequence.chosen += 1
         if token in ends or sequence.chosen == len(sequence.uniform):
@@ -260,7 +278,11 @@ class Engine:
             sequence.state = "new"
 
     def release(self):
-        """Free the rows of texts that have ended: the last row moves into each of them."""
+        """Free the rows of texts that have ended: the last row moves into each of them.
+
+        Rows are looked at from the last to the first. So the texts in the rows after a freed one have not
+        ended, and the row that moves is one of these.
+        """
         for row in reversed(range(len(self.running))):
             if self.running[row].state != "ended":
                 continue
@@ -272,22 +294,22 @@ class Engine:
     # -- Prompts -----------------------------------------------------------------------------------
 
     def reads_in_parallel(self):
-        """Whether prompts are read in parallel. K+1 passes are always fast; the ten or more of the Jacobi
-        iteration are not, on a CPU with many rows."""
+        """Whether prompts are read in parallel. On the grid or without steps this takes K+1 passes, which is
+        always fast. The Jacobi iteration takes ten passes or more, which is slow on a CPU with many rows."""
         if self.prefill == "auto":
             iterates = self.model.iterates and self.model.config.ponder_steps > 0
             return not (iterates and self.device.type == "cpu" and len(self.running) >= MANY)
         return self.prefill == "jacobi"
 
-    def begin(self, choice, before):
-        """Begin the texts that are new, or that have outgrown their window.
+    def start_texts(self, choice, begin):
+        """Start the texts that are new, or that have outgrown their window.
 
-        Contexts that are read in parallel yield a token right away. Other rows start with the first token of
-        their context, which the passes then read slot by slot.
+        If contexts are read in parallel, the next token of each is chosen right away. Otherwise the rows
+        start at the first token of their context, and the passes read the context slot by slot.
 
         Args:
             choice: temperature, top_k and top_p.
-            before: the tokens before each text, which stay when the window slides.
+            begin: the tokens that begin each text, which stay when the window slides.
 
         Returns:
             [(sequence, chosen token)].
@@ -298,32 +320,35 @@ class Engine:
         T = self.model.config.block_size
         sequences = [self.running[row] for row in rows]
         contexts = torch.zeros(len(rows), T, dtype=torch.long)
-        numbers = torch.zeros(len(rows), T, dtype=torch.float64)
+        random_numbers = torch.zeros(len(rows), T, dtype=torch.float64)
         for i, sequence in enumerate(sequences):
-            if len(sequence.context) > T:  # as sample.stream slides the window
-                sequence.context = [*before, *sequence.context[-max(T // 2, 1) :]][-T:]
+            if len(sequence.context) > T:  # start anew with the tokens of `begin`, then the last half
+                tail = sequence.context[-max(T // 2, 1) :]
+                sequence.context = [*begin, *tail][-T:]
             sequence.position = 0
             sequence.length = 0
             sequence.state = "running"
             contexts[i, : len(sequence.context)] = torch.tensor(sequence.context)
             left = sequence.left(T)
-            numbers[i, : len(left)] = left
+            random_numbers[i, : len(left)] = left
 
         chosen = []
         if self.reads_in_parallel():
             logits = self.read_contexts(rows, contexts)
-            tokens = choose_finite(logits, numbers[:, 0], *choice)
+            # These tokens take random number 0. They are not in `context` yet, so `given` does not count
+            # them, and the row, which reads them at position `given`, goes on with random number 1.
+            tokens = choose_finite(logits, random_numbers[:, 0], *choice)
             chosen = list(zip(sequences, tokens.tolist(), strict=True))
         else:
             tokens = contexts[:, 0]
         for row, sequence in zip(rows, sequences, strict=True):
-            self.cache.clear(row, sequence.length)  # of what an earlier text has left
+            self.cache.clear(row, sequence.length)  # what an earlier text has left
         counters = torch.tensor([self.counters_of(sequence) for sequence in sequences])
-        self.rows.begin(rows, tokens, counters, numbers, contexts)
+        self.rows.begin(rows, tokens, counters, random_numbers, contexts)
         return chosen
 
     def counters_of(self, sequence):
-        """A row of `counters` (rows.py) for a sequence that begins."""
+        """The row of `counters` (rows.py) of a sequence that starts."""
         given = len(sequence.context)
         left = len(sequence.uniform) - sequence.chosen
         limit = min(self.model.config.block_size, given + left - 1)  # the last chosen token is not read
@@ -331,40 +356,45 @@ class Engine:
         return [0, K, sequence.position, sequence.length, given, limit]
 
     def read_contexts(self, rows, contexts):
-        """Read the contexts (R, T) of rows in parallel, each distinct context once.
+        """Read the contexts of some rows in parallel, each distinct context once.
+
+        Args:
+            rows: a list of R row indices.
+            contexts: (R, T) their contexts, padded.
 
         Returns:
-            (R, V): the logits behind each context.
+            (R, V): the logits of the token after each context.
         """
-        number_of = {}  # by context: its number among the distinct contexts
-        readers = []  # for each distinct context, the index in `rows` of the row that reads it
+        distinct = {}  # {context: its index among the distinct contexts}
+        first = []  # for each distinct context, the index in `rows` of the first row that has it
         for i, row in enumerate(rows):
             context = tuple(self.running[row].context)
-            if context not in number_of:
-                number_of[context] = len(readers)
-                readers.append(i)
-        steps, logits = self.read_distinct([rows[i] for i in readers], contexts[readers])
+            if context not in distinct:
+                distinct[context] = len(first)
+                first.append(i)
+        steps, logits = self.read_distinct([rows[i] for i in first], contexts[first])
 
-        numbers = []
+        which = []  # for each row, the index of its context among the distinct ones
         for row in rows:
             sequence = self.running[row]
-            number = number_of[tuple(sequence.context)]
-            numbers.append(number)
-            position = len(sequence.context)
-            own_steps = steps[number][:position]
-            sequence.read += own_steps
-            sequence.position = position
-            sequence.length = position + sum(own_steps)
-            source = rows[readers[number]]
+            index = distinct[tuple(sequence.context)]
+            which.append(index)
+            tokens = len(sequence.context)
+            steps_of_tokens = steps[index][:tokens]  # without those of the padding
+            sequence.read += steps_of_tokens
+            sequence.position = tokens
+            sequence.length = tokens + sum(steps_of_tokens)
+            source = rows[first[index]]
             if row != source:
                 self.cache.copy(source, row, sequence.length)
-        return logits[numbers]
+        return logits[which]
 
     def read_distinct(self, rows, contexts):
-        """Read contexts (R, T) into rows of the cache, in parallel.
+        """Read contexts into rows of the cache, in parallel. The arguments are those of `read_contexts`.
 
         Returns:
-            The steps of the tokens of each context, lists; and the logits behind each context, (R, V).
+            For each context a list of the steps of its tokens, padded; and the logits of the token after each
+            context, (R, V).
         """
         lengths = torch.tensor([len(self.running[row].context) for row in rows])
         idx = contexts[:, : lengths.max()].to(self.device)
@@ -389,34 +419,48 @@ class Engine:
         return found.steps.tolist(), self.rows.head(h_hat.to(self.dtype))
 
     def read_grid(self, at, idx, lengths):
-        """Read idx (R, N) of some lengths (R,) into rows `at` (R,) of the cache, on the grid. -> Settled"""
+        """Read contexts into rows of the cache, on the grid.
+
+        Args:
+            at: (R,) the rows.
+            idx: (R, N) token ids, padded.
+            lengths: (R,) the number of tokens of each row.
+
+        Returns:
+            Settled.
+        """
         prompts = [GridPrompt() for _ in self.cache.layers]
         found, slot, executed = read_on_grid(
             self.model, idx, self.tau, self.alpha, lengths=lengths, cache=prompts
         )
-        order = (~executed).sort(dim=1, stable=True).indices  # executed slots first; log w hides the others
-        self.cache.reserve(order.size(1))
+        # Places receive the keys of executed slots first, then those of padding, which their log w hides.
+        key_of_place = (~executed).sort(dim=1, stable=True).indices  # (R, all keys)
+        self.cache.reserve(key_of_place.size(1))
         for i, prompt in enumerate(prompts):
-            prompt.write(self.cache, i, at, order, self.rows.slot_keys[slot])
+            prompt.write(self.cache, i, at, key_of_place, self.rows.slot_keys[slot])
         return found
 
     # -- Passes ------------------------------------------------------------------------------------
 
     def places_of(self, tokens):
-        """The places that so many tokens may fill, and one behind them for rows that stand still."""
+        """The most places that so many tokens may fill, and one after them: a row that stands still writes
+        there."""
         return tokens * (self.model.config.ponder_steps + 1) + 1
 
     def launch(self, choice):
-        """Start a pass: the next slot of every running sequence. `collect` looks at its result."""
+        """Start a pass, which runs the next slot of every running sequence. `collect` looks at its result."""
         A = len(self.running)
         places = max(sequence.length for sequence in self.running) + 1
         if places > self.most_places + self.ahead:
             raise RuntimeError("a bug: a row stands still, but its text does not end")
         capacity = self.cache.layers[0].size(2)
         if self.few_shapes:
+            # There is one graph for each A and number of places, so both are rounded up to few values. Short
+            # texts share the graphs of one block of places.
             A = min(rounded(A), self.batch_size)
             places = min(max(rounded(places), self.cache.block), capacity)
         else:
+            # The views of the cache stay the same until this number grows, see SlotCache.see.
             places = math.ceil(places / PLACES) * PLACES
             if places > capacity:
                 self.cache.reserve(places)
@@ -437,9 +481,13 @@ class Engine:
             return []
         result, sequences = self.under_way.popleft()
         chosen = []
-        # strict=False: on a GPU, A is rounded up, and behind the sequences there are rows without one.
+        # On a GPU A is rounded up, so the result has rows after the last sequence; strict=False drops them.
         for sequence, steps, token in zip(sequences, *result.tolist(), strict=False):
-            if steps < 0 or sequence.state != "running":  # no token was read, or the text has ended meanwhile
+            if steps < 0:  # the row has not finished a token
+                continue
+            # The text may have ended after this pass was launched. (A text that has started anew since then
+            # is "running" again. But in this pass its row stood still at `limit`, so its steps are -1.)
+            if sequence.state != "running":
                 continue
             sequence.read.append(steps)
             sequence.position += 1

@@ -1,7 +1,7 @@
 """Keys and values of the slots that ran: one row per running text, with room for more.
 
-The key of an empty place carries a log w that hides it from every query. So rows of different lengths need no
-mask, and whatever lies behind the end of a row does not matter to that row.
+An empty place has a key too; the log w of that key hides it from every query. So rows of different lengths
+need no mask: a row does not see the places after its end.
 
 code       shape                  meaning
 B                                 rows: texts that run at once
@@ -26,15 +26,18 @@ def cache_width(model):
     """d': the width of a key or value in the cache of a model."""
     d = model.config.head_width
     if model.grid:
-        return padded_width(d + model.config.ponder_steps + 1)
+        return padded_width(d, more=model.config.ponder_steps)  # see slot_channels
     return padded_width(d)
 
 
 def slot_channels(K, d, dtype, device):
     """The mask of the grid as part of the dot product.
 
-    On the grid, slot k sees slots up to k only (methods/grid.py). In this cache the keys of all slots lie
-    side by side, so K more channels of queries and keys say which slot each belongs to.
+    On the grid, slot k sees slots up to k only (methods/grid.py), but this cache holds the keys of all slots
+    side by side. So queries and keys have K more channels, 1 .. K. The key of slot k holds LOG_W_HIDDEN (up
+    to a factor) in channel k, and a query of slot k holds 1 (up to a factor) in the channels after k; their
+    other components are 0. A query of slot k thus adds LOG_W_HIDDEN to the scores of keys of later slots, and
+    0 to the scores of the others.
 
     Returns:
         The channels of queries and those of keys, by slot: (S, K) each.
@@ -50,10 +53,10 @@ class SlotCache:
     """The cache of a batch.
 
     Args:
-        model: whose keys and values it holds.
+        model: the model that computes the keys and values.
         rows: B, texts that run at once.
-        dtype: of keys and values.
-        device: where they are kept.
+        dtype: the dtype of keys and values.
+        device: the device that holds them.
     """
 
     def __init__(self, model, rows, dtype, device):
@@ -66,13 +69,14 @@ class SlotCache:
         self.device = device
         self.block = BLOCK
         masked = key_channels(torch.tensor(LOG_W_HIDDEN, device=device), self.d, dtype)
-        self.masked = F.pad(masked, (0, self.width - self.d - len(masked)))  # (d'-d,) of a hidden key
+        # The channels of a hidden key, (d'-d,).
+        self.masked = F.pad(masked, (0, self.width - self.d - len(masked)))
         self.layers = self.empty(0)
-        self.seen = None  # the numbers of rows and places that `views` were made for
+        self.seen = None  # how many rows and places `views` were made for
         self.views = None
 
     def empty(self, places):
-        """Layers with so many places, all of them empty."""
+        """New layers with so many places in each row, all of them empty."""
         L, rows, heads, width = self.shape
         layers = torch.zeros(L, rows, heads, places, width, dtype=self.dtype, device=self.device)
         layers[:, :, : self.G, :, self.d :] = self.masked
@@ -97,7 +101,7 @@ class SlotCache:
         self.seen = rows, places
 
     def clear(self, row, first=0):
-        """Empty a row from place `first` on; passes write into rows that no text is in, too."""
+        """Empty a row from place `first` on. A row without a text is not empty: passes write into it."""
         for layer in self.layers:
             layer[row, : self.G, first:, self.d :] = self.masked
 
@@ -109,21 +113,22 @@ class SlotCache:
 
 
 class PromptLayer:
-    """One layer's attention while prompts are read in parallel: causal, and what it sees goes into the cache.
+    """One layer's attention while prompts are read in parallel. It is causal, and writes its keys and values
+    into the cache.
 
-    Takes the place of a model.LayerCache, which decoding one token has.
+    It takes the place of a model.LayerCache, which serves the decoding of one token at a time.
 
     Args:
         cache: the SlotCache.
         layer: the number of the layer.
-        at: (R,) the rows of the cache that the R prompts get.
+        at: (R,) the rows of the cache into which the R prompts are read.
     """
 
     def __init__(self, cache, layer, at):
         self.cache = cache
         self.layer = layer
         self.at = at
-        self.rows = None  # which of the R prompts the next pass is about; states.settle sets it
+        self.rows = None  # which of the R prompts are in the next pass; states.settle sets this
 
     def attend(self, q, k, v, log_w):
         """Causal attention of N slots. q (R, H, N, d), k and v (R, G, N, d) -> (R, H, N, d)."""
@@ -139,14 +144,15 @@ class PromptLayer:
 
 
 class GridPrompt:
-    """The same on the grid, where a pass runs slot k of some tokens, after a pass of slot k-1.
+    """One layer's attention while prompts are read in parallel on the grid, where pass k runs slot k of some
+    tokens.
 
-    states.read_on_grid says which tokens, and what each of them sees. Keys and values stay here until `write`
-    puts them into the cache.
+    states.read_on_grid chooses these tokens, and sets `mask` to what each of them sees. Keys and values stay
+    here until `write` copies them into the cache.
     """
 
     def __init__(self):
-        self.slots = []  # keys and values of slots 0 .. k: (R, G, N, d') each
+        self.slots = []  # for slots 0 .. k the keys and values, (R, G, N, d') each
         self.mask = None  # (R, 1, N, keys so far), True where a query sees a key
 
     def attend(self, q, k, v, log_w):
@@ -163,19 +169,20 @@ class GridPrompt:
         values = torch.cat([v for _, v in self.slots], dim=2)
         return keys, values
 
-    def write(self, cache, layer, rows, order, channels):
+    def write(self, cache, layer, rows, key_of_place, channels):
         """Write into rows of the cache.
 
         Args:
             cache: the SlotCache.
             layer: the number of the layer.
             rows: (R,) rows of the cache.
-            order: (R, N) which of all keys the row's places hold, in their order.
-            channels: (all keys, K) which slot each key belongs to, see slot_channels.
+            key_of_place: (R, n) for each of the first n places of a row, which of all keys it receives.
+            channels: (all keys, K) the channels that say to which slot a key belongs, see slot_channels.
         """
         kv = torch.cat(self.so_far(), dim=1).to(cache.dtype)
         kv = F.pad(kv, (0, cache.width - kv.size(-1)))  # (R, 2G, all keys, d')
-        first = cache.d + 2  # behind the two channels of log w
+        first = cache.d + 2  # after the two channels of log w
         kv[:, : cache.G, :, first : first + channels.size(-1)] = channels
-        places = order[:, None, :, None].expand(-1, kv.size(1), -1, kv.size(-1))  # (R, 2G, N, d')
-        cache.layers[layer][rows, :, : order.size(1)] = kv.gather(2, places)
+        n = key_of_place.size(1)
+        index = key_of_place[:, None, :, None].expand(-1, kv.size(1), -1, kv.size(-1))  # (R, 2G, n, d')
+        cache.layers[layer][rows, :, :n] = kv.gather(2, index)

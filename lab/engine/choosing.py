@@ -1,7 +1,7 @@
 """The choice of a token: the settings that both decoders take, the random numbers, and samples.
 
-Random numbers are drawn in advance, one for each token of a text. So a choice depends on the logits alone,
-and not on which decoder computes them, nor on which other texts are decoded in the same batch.
+Random numbers are drawn in advance, one for each token of a text. So with the same logits the same token is
+chosen, whichever decoder computes them, and whichever other texts are decoded in the same batch.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from model import validated_dataclass
 
 @validated_dataclass
 class Sampling(sample.Sampling):
-    """The keywords of every `generate`: the root's, and top_p."""
+    """The sampling settings of every `generate`: those of sample.py, and top_p."""
 
     # sample from the fewest tokens whose probabilities add up to this (nucleus sampling); None: from all
     top_p: Annotated[float, Field(ge=1e-30, le=1)] | None = None
@@ -33,7 +33,7 @@ class Sample:
 
 
 def gather(events, n):
-    """Samples of n texts from (i, token, steps) of each token, as they come."""
+    """Collect the events (i, token, steps) of n texts into n Samples."""
     samples = [Sample([], []) for _ in range(n)]
     for i, token, steps in events:
         samples[i].tokens.append(token)
@@ -52,7 +52,7 @@ def uniform(seed, i, n):
 
 
 def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
-    """The token at which the cumulative probability passes u.
+    """The token at which the cumulative probability exceeds u.
 
     Args:
         logits: (..., V).
@@ -64,18 +64,18 @@ def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
     Returns:
         (...) tokens; -1 where the logits are not finite.
     """
-    if temperature < 1e-6:  # as good as 0, and the quotient could overflow
+    if temperature < 1e-6:  # practically 0, and dividing by it could overflow
         best = logits.max(-1)
         return best.indices.where(best.values.abs() < torch.inf, -1)
     logits = logits.float() / temperature
-    order = None  # the tokens that the logits belong to; None: all, in their order
+    order = None  # the tokens to which the logits belong; None: logit i belongs to token i
     if top_k is not None:
         logits, order = logits.topk(min(top_k, logits.size(-1)))
     elif top_p is not None:
         logits, order = logits.sort(dim=-1, descending=True)
     if top_p is not None:
         p = logits.softmax(-1)
-        before = p.cumsum(-1) - p  # the probability of all tokens that are more probable
+        before = p.cumsum(-1) - p  # what the more probable tokens add up to
         logits = logits.masked_fill(before >= top_p, -torch.inf)
     total = logits.softmax(-1).double().cumsum(-1)
     u = (u.to(total.device) * total[..., -1])[..., None]
@@ -86,10 +86,10 @@ def choose(logits, u, temperature=1.0, top_k=None, top_p=None):
 
 
 def choose_finite(logits, u, temperature=1.0, top_k=None, top_p=None):
-    """As `choose`.
+    """The tokens that `choose` returns, with the same arguments.
 
     Raises:
-        UserError: logits are not finite.
+        UserError: some logits are not finite.
     """
     token = choose(logits, u, temperature, top_k, top_p)
     if (token < 0).any():
@@ -106,10 +106,10 @@ def not_finite():
 
 
 def check_request(model, prompts, **sampling):
-    """Check what a `generate` is asked for, before anything is computed.
+    """Check the arguments of a `generate` before anything is computed.
 
     Args:
-        model: that will be sampled from.
+        model: the model that will be sampled from.
         prompts: lists or tensors of token ids.
         sampling: the fields of Sampling.
 
@@ -130,7 +130,7 @@ def check_request(model, prompts, **sampling):
             raise UserError(f"{which} is empty: give at least one token id")
         if min(prompt) < 0 or max(prompt) >= V:
             wrong = min(prompt) if min(prompt) < 0 else max(prompt)
-            raise UserError(f"{which} has the token id {wrong}: ids of this model are 0 to {V - 1}")
+            raise UserError(f"{which} has the token id {wrong}: give ids of this model, 0 to {V - 1}")
     if sampling.alpha and model.router is None:
         method = model.config.method
         raise UserError(f"alpha = {sampling.alpha}, but {method} has no router to shift: omit --alpha")

@@ -1,11 +1,12 @@
 """Passes as CUDA graphs. A pass is a hundred small kernels, and launching them one by one from Python takes
 longer than running them.
 
-A graph is recorded once for each number of rows, each size of the cache and each way to choose tokens, and
+A graph is recorded once for each number of rows, each number of places and each way to choose tokens, and
 then replayed in one launch. The numbers of rows and places are rounded up (`rounded`), so that there are few
-graphs: what happens in a row that no text is in does not matter, and places behind the end of a row hide
-themselves. All graphs share one pool of memory. That is safe: two graphs never run at once, what passes hand
-on to each other lies outside the pool (rows.py), and a result is copied before the next pass.
+graphs. That changes no result: a row that holds no text affects no other row, and the keys of empty places
+are hidden by their log w. All graphs share one pool of memory. That is safe: two graphs never run at once,
+the state that one pass leaves to the next lies outside the pool (rows.py), and a result is copied before the
+next pass.
 """
 
 import torch
@@ -26,19 +27,19 @@ def rounded(n):
 
 
 class Graphs:
-    """Takes the place of Rows for `advance`.
+    """Runs the passes of a Rows as graphs: it takes the place of the Rows for `advance`.
 
     Args:
-        rows: Rows.
-        on: whether to record graphs. Without, and on other devices than CUDA, the same passes of the same
-            sizes are run one by one.
+        rows: the Rows.
+        on: whether to record graphs. If not, and on devices other than CUDA, passes of the same sizes run
+            without a graph.
     """
 
     def __init__(self, rows, on=True):
         self.rows = rows
-        self.recorded = {}  # by A, places and choice: a function that replays the pass, and its result
+        self.recorded = {}  # {(A, places, choice): a function that replays the pass, and its result}
         self.pool = None
-        self.recorded_for = None  # the size of the cache and the choice that `recorded` is for
+        self.recorded_for = None  # the capacity of the cache and the choice for which `recorded` holds graphs
         self.on = on and rows.x.is_cuda
         # One stream for all graphs: CUDA's libraries keep working memory for each stream they have seen.
         self.stream = torch.cuda.Stream() if self.on else None
@@ -47,8 +48,8 @@ class Graphs:
         """As Rows.advance. The next pass overwrites the result."""
         capacity = self.rows.cache.layers[0].size(2)
         if self.recorded_for != (capacity, choice):
-            # The cache has grown into other tensors, or tokens are chosen otherwise: older graphs are of no
-            # use. Their memory is freed with the last of them.
+            # The cache has grown, and so consists of other tensors, or tokens are chosen in another way. The
+            # recorded graphs are of no more use. Their memory is freed with the last of them.
             self.recorded = {}
             self.pool = None
             self.recorded_for = capacity, choice
@@ -64,13 +65,20 @@ class Graphs:
         return result
 
     def record(self, key):
-        """Record the pass of some A, places and choice. -> a function that replays it, and its result"""
+        """Record a pass.
+
+        Args:
+            key: its A, places and choice.
+
+        Returns:
+            A function that replays the pass, and the tensor into which each replay writes the result.
+        """
         rows = self.rows
         state = [getattr(rows, name) for name in STATE]
         before = [tensor.clone() for tensor in state]
         rows.counters[:, LIMIT] = 0  # rows stand still: each writes to its next place again and again
         side = self.stream
-        # CUDA wants kernels to have run, on another stream, before they are recorded.
+        # Before kernels are recorded they have to run a few times, on a stream other than the current one.
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
@@ -86,7 +94,8 @@ class Graphs:
 
 
 class Fetched:
-    """A small result on its way from the device to the host, which waits for it in `tolist` only."""
+    """A small result on its way from the device to the host. The host waits for it in `tolist`, not
+    before."""
 
     def __init__(self, result):
         self.result = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)

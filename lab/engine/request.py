@@ -1,4 +1,4 @@
-"""The command `python -m lab sample`: what it is asked for, the prompts, and how samples are shown or
+"""A request to the command `python -m lab sample`: its flags, its prompts, and how its samples are shown or
 written."""
 
 import json
@@ -21,31 +21,32 @@ from model import Count, validated_dataclass
 
 @validated_dataclass
 class Options(sample.Options, Sampling):
-    # directory of a model, or its name on the Hugging Face Hub; None: the newest run, or else
-    # models/docstrings
+    # directory of a model, or its name on the Hugging Face Hub; None: the newest run, or models/docstrings
+    # if there is no run
     run: str | None = None
-    num_samples: Count = 1  # continuations of each prompt; sample i, counted from 0, has seed + i
+    num_samples: Count = 1  # continuations of each prompt; sample i, counted from 0, uses seed + i
     prompts: str | None = None  # file of prompts, one per line; empty lines are skipped
     out: Path | None = None  # new file for the samples, one JSON object per line; without it they are printed
     batch_size: Count | None = None  # texts that are decoded at once; None: 8
     # precision of matrix products and cache; auto: bfloat16 where the hardware is fast at it
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    # how prompts are read: jacobi, in parallel; sequential, slot by slot; auto, in parallel unless the model
-    # needs many passes for it and a CPU decodes four or more texts at once
+    # how prompts are read. jacobi: in parallel; sequential: slot by slot; auto: in parallel, except on a CPU
+    # with four or more texts at once, if reading in parallel takes the model the Jacobi iteration
     prefill: Literal["jacobi", "sequential", "auto"] = "auto"
-    compile: bool = False  # compile decoding on a CPU: up to three times as fast, after 10 to 60 seconds
+    # compile decoding, on a CPU only: up to three times as fast, after 10 to 60 seconds of compiling
+    compile: bool = False
 
 
 class Request:
-    """What the command line asks for, opened and checked.
+    """What the command line asks for: the model is loaded, the prompts are encoded, and both are checked.
 
     Attributes:
         texts, ids: the prompt of each sample, as text and as token ids.
-        read: for each sample a list, which receives the pondering steps of every token that is read.
-        arguments: the keywords of `generate` and `stream`, other than the prompts.
+        read: for each sample a list, to which the pondering steps of every token that is read are appended.
+        arguments: the keyword arguments of `generate` and `stream`, except the prompts.
 
     Raises:
-        UserError: files that cannot be read, or a prompt or setting that the model cannot follow.
+        UserError: a file cannot be read, or the model cannot follow a prompt or a setting.
     """
 
     def __init__(self, options):
@@ -67,14 +68,16 @@ class Request:
 
     def encode(self, text):
         """The ids of a prompt. An empty prompt is the beginning of a document."""
+        # Tokenizers of Hugging Face have encode_prompt. It reads a control token in the text, such as <s>, as
+        # one id, so a prompt that a chat template has written may already begin with the tokens `begin`.
         encode = getattr(self.tokenizer, "encode_prompt", self.tokenizer.encode)
         ids = encode(text)
-        if ids[: len(self.begin)] != self.begin:  # a chat template may have put it there already
+        if ids[: len(self.begin)] != self.begin:
             ids = self.begin + ids
         return ids or [self.tokenizer.end_of_text or 0]
 
     def describe(self, decoder):
-        """Print what is about to run."""
+        """Print the model, the settings and the name of the decoder, and what to know about the prompts."""
         K = self.model.config.ponder_steps
         window = self.model.config.block_size
         tau = self.options.tau
@@ -91,23 +94,29 @@ class Request:
             print("steps: " + " ".join(sample.mark(f" {k} ", k, K, color) for k in range(K + 1)))
 
     def show(self, i, pairs, file):
-        """Print sample i while its pairs (token, steps) come, or write it to `file` if there is one.
+        """Print sample i while its pairs (token, steps) arrive, or write it to `file` if there is one.
 
         Returns:
             How many tokens were generated.
         """
         if file:
             return self.write(i, list(pairs), file)
-        print(f"\n--- sample {i + 1} of {len(self.ids)}" if len(self.ids) > 1 else "")
+        heading = f"\n--- sample {i + 1} of {len(self.ids)}" if len(self.ids) > 1 else ""
+        print(heading)
         print(self.texts[i], end="", flush=True)
         hidden = {*self.begin, *self.ends}
         K = self.model.config.ponder_steps
         pieces = sample.as_text(pairs, self.tokenizer, hidden)
         shown = sample.show(pieces, K, self.options.show_steps)
+        # Every token is one piece. A last piece whose steps are None is the rest of a cut character.
         return sum(steps is not None for _, steps in shown)
 
     def write(self, i, pairs, file):
-        """Write sample i as one line of JSON. -> how many tokens were generated"""
+        """Write sample i as one line of JSON.
+
+        Returns:
+            How many tokens were generated.
+        """
         tokens = [token for token, _ in pairs]
         text = self.tokenizer.decode([token for token in tokens if token not in self.ends])
         line = {
@@ -119,11 +128,16 @@ class Request:
         try:
             print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
         except OSError as error:
-            raise UserError(f"cannot write {file.name}: {error.strerror}") from None
+            raise UserError(f"cannot write {file.name}: {error.strerror}: use another --out") from None
         return len(pairs)
 
     def summarize(self, new_tokens, start):
-        """Print the speed since `start`, in seconds of time.perf_counter, and the steps per token."""
+        """Print the steps per token and the speed.
+
+        Args:
+            new_tokens: how many tokens were generated.
+            start: when decoding began, in seconds of time.perf_counter.
+        """
         speed = f"{new_tokens / (time.perf_counter() - start):.1f} tokens/s"
         K = self.model.config.ponder_steps
         if K:
@@ -134,7 +148,7 @@ class Request:
 
 
 def read_prompts(prompt, prompts):
-    """The texts to continue: that of --prompt, or the lines of the file --prompts.
+    """The texts to continue: the one of --prompt, or the lines of the file --prompts.
 
     Raises:
         UserError: both are given, the file has no prompt, or a text is not UTF-8.
@@ -147,22 +161,24 @@ def read_prompts(prompt, prompts):
         elif prompt == "-":
             return [sys.stdin.buffer.read().removesuffix(b"\n").decode()]
         else:
+            # Python hides bytes of argv that are not UTF-8 in surrogates; decoding them raises UnicodeError.
             return [os.fsencode(prompt).decode()]
     except UnicodeError as error:
-        raise UserError(f"{prompts or 'the prompt'} is not UTF-8 text: {error}") from None
+        what = "the prompt" if prompts is None else f"--prompts {prompts}"
+        raise UserError(f"{what} is not UTF-8 text ({error}): convert it to UTF-8") from None
     texts = [line.rstrip("\r") for line in lines if line.strip()]
     if not texts:
-        raise UserError(f"{prompts} has no prompt in it: write one prompt per line")
+        raise UserError(f"--prompts {prompts} has no prompt in it: write one prompt per line")
     return texts
 
 
 @contextmanager
 def new_file(out, n):
-    """A new file for n samples, or None if `out` is None. Whatever ends the command, the file has whole
-    lines.
+    """A context with a new file for n samples, or with None if `out` is None. However the command ends, the
+    file then has whole lines only.
 
     Raises:
-        FileExistsError: there is a file already; it stays as it is.
+        FileExistsError: the file exists already; it stays as it is.
     """
     if out is None:
         yield None
@@ -171,7 +187,7 @@ def new_file(out, n):
     try:
         yield file
     finally:
-        with suppress(OSError):  # the line that a full disk did not take
+        with suppress(OSError):  # closing tries once more to write a line for which a full disk has no room
             file.close()
         lines = out.read_bytes().split(b"\n")[:-1]
         os.truncate(out, sum(len(line) + 1 for line in lines))

@@ -1,7 +1,7 @@
-"""One sequence at a time, one slot at a time: the decoder that the engine is compared with, token by token.
+"""One sequence at a time, one slot at a time: the decoder with which the engine is compared, token by token.
 
-It is the loop of sample.stream, with the random numbers that a batch needs (choosing.py), and with tokens
-that stay when the window slides.
+This is the loop of sample.stream with two changes: random numbers are drawn in advance, as a batch needs them
+(choosing.py), and the tokens that begin a text stay when the window slides.
 """
 
 from lab.engine.choosing import check_request, choose_finite, gather, uniform
@@ -11,34 +11,40 @@ def stream(model, prompts, max_new_tokens, *, begin=(), ends=(), read=None, **sa
     """Continue one prompt after the other, and yield tokens as they are chosen.
 
     Args:
-        model, prompts, max_new_tokens, begin, ends, sampling: as `generate`.
-        read: a list for each prompt, which receives the steps of every token that is read, the prompt's too.
+        model, prompts, max_new_tokens, begin, ends, sampling: as in `generate`.
+        read: a list for each prompt, to which the steps of every token that is read are appended, the
+            prompt's tokens included.
 
     Yields:
-        (i, token, steps) for each new token of prompt i; the steps were taken before it was chosen.
+        (i, token, steps): a new token of prompt i, and the steps that were taken before it was chosen.
     """
     prompts, options = check_request(model, prompts, **sampling)
     for i, prompt in enumerate(prompts):
-        numbers = uniform(options.seed, i, max_new_tokens)
+        random_numbers = uniform(options.seed, i, max_new_tokens)
         read_here = [] if read is None else read[i]
-        for token, steps in continue_text(model, prompt, numbers, options, begin, ends, read_here):
+        for token, steps in continue_text(model, prompt, random_numbers, options, begin, ends, read_here):
             yield i, token, steps
 
 
-def continue_text(model, prompt, numbers, options, begin, ends, read):
-    """Yield (token, steps) for each of the random `numbers`, until a token of `ends` comes.
+def continue_text(model, prompt, random_numbers, options, begin, ends, read):
+    """Continue one prompt: each of the random numbers chooses one token, unless one of `ends` comes earlier.
 
     Args:
+        model, prompt, ends: as in `generate`.
+        random_numbers: one for each token, see choosing.uniform.
         options: a Sampling.
-        begin: tokens that stay at the beginning of a context that starts anew.
+        begin: the tokens with which a context begins when it starts anew.
         read: a list to which the steps of every token that is read are appended.
+
+    Yields:
+        (token, steps): a new token, and the steps that were taken before it was chosen.
     """
     context = list(prompt)
     window = model.config.block_size
     cache = model.new_cache()
     tokens_read = 0  # of the context
-    for number in numbers:
-        if len(context) > window:  # start anew from the last half, behind the tokens that stay
+    for number in random_numbers:
+        if len(context) > window:  # start anew with the tokens of `begin`, then the last half
             tail = context[-max(window // 2, 1) :]
             context = [*begin, *tail][-window:]
             cache = model.new_cache()
@@ -59,17 +65,18 @@ def generate(model, prompts, max_new_tokens, **kwargs):
 
     Args:
         prompts: lists or tensors of token ids, at least one id each.
-        max_new_tokens: tokens to generate for each.
-        seed: of the random choices; prompt i uses seed + i. None: different at every call.
+        max_new_tokens: how many tokens to generate for each prompt.
+        seed: seed of the random choices; prompt i uses seed + i. None: different at every call.
         tau, alpha, temperature, top_k, top_p: see choosing.Sampling.
-        begin: the tokens before each text, which stay when the window slides.
-        ends: the tokens after which a text ends.
+        begin: the tokens that begin each text, which stay when the window slides.
+        ends: the tokens that end a text.
 
     Returns:
         One Sample per prompt.
 
     Raises:
-        UserError, pydantic.ValidationError: as choosing.check_request.
+        UserError: as choosing.check_request; or the logits are not finite.
+        pydantic.ValidationError: as choosing.check_request.
     """
     prompts = list(prompts)
     return gather(stream(model, prompts, max_new_tokens, **kwargs), len(prompts))

@@ -15,7 +15,7 @@ import tyro
 
 from common import UserError, command_line, write_json
 from hardware import pick_device
-from lab.common import Given
+from lab.common import NonEmpty
 from lab.corpora.tokenizers import load_tokenizer
 from lab.evaluation.scoring import cut, score
 from lab.evaluation.texts import own_texts, validation_text
@@ -31,12 +31,12 @@ KINDS = "soft", "hard"
 class Options:
     # directory of a model, or its name on the Hugging Face Hub; None: the newest run, or else
     # models/docstrings
-    run: Given | None = None
-    data: Given | None = None  # text file or folder of text files; None: the validation text of the run
-    corpus: Given | None = None  # the text that the run was trained on, unless that is pydocs or pysource
+    run: NonEmpty | None = None
+    data: NonEmpty | None = None  # text file or folder of text files; None: the validation text of the run
+    corpus: NonEmpty | None = None  # the text that the run was trained on, unless that is pydocs or pysource
     tau: Fraction = 1e-4  # mask score below which decoding stops; 0 never stops early
     # another model with the same tokenizer: also print the difference to it, in the smaller window of the two
-    against: Given | None = None
+    against: NonEmpty | None = None
     windows: Count | None = None  # number of windows to score, spread over the text; None: all
     device: str = "auto"  # auto, cpu, cuda or mps
     out: Path | None = None  # JSON file to write the numbers to

@@ -41,7 +41,7 @@ from pydantic import Field
 
 from common import UserError, read_json, user_error_if_unreadable
 from hardware import pick_device
-from lab.common import Given, progress
+from lab.common import NonEmpty, progress
 from lab.evaluation.texts import validation_windows
 from lab.figures.subject import open_subject, rerouted
 from lab.figures.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, tabulate
@@ -243,7 +243,7 @@ class Comparison:
     # directories of trained runs; or one CSV that this figure kept, to draw it again: flags that say what is
     # measured do nothing then
     runs: tuple[str, ...] = ()
-    data: Given | None = None  # the text that they were scored on, if that is no named corpus
+    data: NonEmpty | None = None  # the text that they were scored on, if that is no named corpus
     out: Path = Path("out/analyze")  # where the results go
     device: str = "auto"  # auto, cpu, cuda or mps
 
@@ -402,7 +402,7 @@ class Compare(Comparison):
     taus: tuple[Fraction, ...] = ()  # stop those with a router here, too
     swap: bool = False  # also the loss where tokens have the steps of others
     choose: Annotated[int, Field(ge=0)] = 0  # windows behind those that are reported, by which to choose
-    against: Given | None = None  # the method, as the table names it, that others are compared with
+    against: NonEmpty | None = None  # the method, as the table names it, that others are compared with
     over: Literal["steps", "slots", "read", "minutes", "tau"] = "steps"  # x axis; over tau, y has the steps
 
     def frame(self, runs):

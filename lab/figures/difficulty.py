@@ -12,7 +12,7 @@ import pandas as pd
 import analyze
 from common import UserError, atomic_write
 from hardware import pick_device
-from lab.common import Given
+from lab.common import NonEmpty
 from lab.corpora.tokenizers import load_tokenizer
 from lab.figures.subject import decoded, open_subject
 from lab.figures.tables import save
@@ -68,11 +68,11 @@ def shifts(subject, difficulty):
 class Difficulty:
     """Draw the paper's figures of easy and hard tokens, by the losses of another model."""
 
-    reference: Given  # another model with the same tokenizer, whose losses are the difficulty
-    run: Given | None = None  # directory of a trained PonderLM-3; None: the newest run in out/
+    reference: NonEmpty  # another model with the same tokenizer, whose losses are the difficulty
+    run: NonEmpty | None = None  # directory of a trained PonderLM-3; None: the newest run in out/
     windows: Count = 256  # windows of validation text
     tau: Fraction | None = None  # mask score below which pondering stops; None: that of the run's evaluation
-    data: Given | None = None  # the text that the run was trained on, unless that is pydocs or pysource
+    data: NonEmpty | None = None  # the text that the run was trained on, unless that is pydocs or pysource
     out: Path | None = None  # folder for the results; None: <run>/report
     device: str = "auto"  # auto, cpu, cuda or mps
 

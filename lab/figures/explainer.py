@@ -14,7 +14,7 @@ from pathlib import Path
 import jinja2
 
 from common import UserError, atomic_write
-from lab.common import Given, settings_of
+from lab.common import NonEmpty, settings_of
 from lab.corpora.tokenizers import load_tokenizer
 from lab.interop.weights import INCLUDED, PUZZLES, find_model, load
 from model import Fraction, validated_dataclass
@@ -98,7 +98,7 @@ class Explainer:
     """Write a page that runs two models: one solves puzzles, the other reads a text while you type."""
 
     # directory of a trained PonderLM-3 of bytes; None: the newest run in out/, or else models/docstrings
-    run: Given | None = None
+    run: NonEmpty | None = None
     tau: Fraction | None = None  # where the slider for tau starts; None: the tau of the run's evaluation
     # file of the page; None: <run>/report/explainer.html, or out/explainer.html for models/docstrings
     out: Path | None = None

@@ -18,11 +18,11 @@ import tyro
 
 from attention import augment
 from common import UserError, command_line
-from lab.common import Given
+from lab.common import NonEmpty
 from lab.corpora.lookup import line, longest_of
 from lab.figures.explainer import open_model, write_page
 from lab.interop.weights import PUZZLES, locate
-from lab.methods.grid import SlotCache
+from lab.methods.grid import CacheBySlot
 from model import Fraction, validated_dataclass
 from router import TAU
 
@@ -45,7 +45,7 @@ class Solution:
         return [max(pairs.items(), key=lambda item: item[1]) for pairs in self.attention]
 
 
-class Watched(SlotCache):
+class Watched(CacheBySlot):
     """A layer's cache on the grid that keeps the attention weights of each slot, (H, M) each, in `seen`."""
 
     seen = ()
@@ -135,7 +135,7 @@ def show(model, tokenizer, tau=TAU, seed=6):
 
 @validated_dataclass
 class Puzzle:
-    run: Given | None = None  # directory of a model of the lookup task on the grid; None: models/lookup
+    run: NonEmpty | None = None  # directory of a model of the lookup task on the grid; None: models/lookup
     seed: int = 6  # seed of the puzzle
     number: int | None = None  # number of lookups of the question that is drawn; None: the largest
     tau: Fraction = TAU  # mask score below which pondering stops

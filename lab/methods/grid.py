@@ -2,10 +2,11 @@
 
     slot (t, k) sees slot (t', k')  <=>  t' <= t and k' <= k
 
-Step k of all tokens then needs nothing but steps up to k. So K+1 passes of one slot per token compute all
+Slot k of all tokens then depends only on slots up to k. So K+1 passes of one slot per token compute all
 states exactly, where the Jacobi iteration needs more and longer passes to come near. There is no R and no
-fixed point. Of that paper only the mask is taken: router, log w on keys, mixture and early exit are
-PonderLM-3's. What is lost: slot 0 of a token no longer sees what the tokens before it thought.
+fixed point. Only the mask is taken from that paper: router, log w on keys, mixture and early exit are
+PonderLM-3's.
+The grid has a cost: slot 0 of a token no longer sees the extra steps of the tokens before it.
 """
 
 import torch
@@ -17,7 +18,7 @@ from model import LayerCache
 
 
 class OnGrid:
-    """What both forms share. A base before PonderLM3 or FixedDepth."""
+    """What both methods on the grid share. It precedes PonderLM3 or FixedDepth among the bases."""
 
     iterates = False
     grid = True
@@ -25,8 +26,8 @@ class OnGrid:
     def states(self, idx, R=None, tau=None, alpha=0.0):
         e = self.embed(idx)  # (B, T, D)
         x = e
-        h = []  # (B, T, D) of each slot
-        seen = [None] * self.config.num_hidden_layers  # what the slots so far have left in each layer
+        h = []  # for each slot (B, T, D)
+        seen = [None] * self.config.num_hidden_layers  # for each layer what SlotOfTokens.seen holds
         positions = torch.arange(idx.size(1), device=idx.device)
         log_w = torch.zeros_like(x[..., :1], dtype=torch.float32)  # (B, T, 1) of slot 0
         for k in range(self.config.ponder_steps + 1):
@@ -47,14 +48,14 @@ class OnGrid:
         return super().ponder_token(token, position, cache, tau, alpha)
 
     def new_cache(self):
-        return [SlotCache(self.config.ponder_steps + 1) for _ in self.model.layers]
+        return [CacheBySlot(self.config.ponder_steps + 1) for _ in self.model.layers]
 
 
 class SlotOfTokens:
     """One layer's attention of slot k of all tokens.
 
-    Each pass has a new one, which leaves the keys of the passes before as they were; so a pass can be
-    recomputed in the backward pass.
+    Each pass has a new object, and does not change the keys of earlier passes. So a pass can be recomputed
+    during backpropagation.
 
     Args:
         before: keys, values and log w of the slots before k; None for slot 0.
@@ -62,6 +63,7 @@ class SlotOfTokens:
 
     def __init__(self, before):
         self.before = before
+        self.seen = None  # keys, values and log w of the slots up to k, once `attend` has run
 
     def attend(self, q, k, v, log_w):
         """q (B, H, T, d), k and v (B, G, T, d), log_w (B, T) or None -> (B, H, T, d)."""
@@ -76,8 +78,8 @@ class SlotOfTokens:
         return attend_to_slots(q, k, v, log_w)
 
 
-class SlotCache:
-    """One layer's keys and values, by slot number: slot k of a token sees those of slots 0 .. k so far."""
+class CacheBySlot:
+    """One layer's keys and values, stored by slot: slot k of a token sees those of slots 0 .. k so far."""
 
     def __init__(self, S):
         self.slots = [LayerCache() for _ in range(S)]

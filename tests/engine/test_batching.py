@@ -431,7 +431,7 @@ def test_frozen(monkeypatch):
     model, texts = small_model(seed=2).float(), prompts(7, 21)
     how = SEQUENTIAL | dict(tau=0.3)
     assert not Engine(model, 5, compile=True, **how).passes.frozen
-    monkeypatch.setattr("lab.engine.compiled.FROZEN", 0)
+    monkeypatch.setattr("lab.engine.compiled.PACKED_BYTES", 0)
     assert not Engine(model, 3, compile=True, **how).passes.frozen
     compiled, plain = (Engine(model, 5, compile=on, **how) for on in (True, False))
     assert compiled.passes.frozen
