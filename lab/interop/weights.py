@@ -1,16 +1,16 @@
-"""Directories of weights, read and written: this project's, Hugging Face's Llama and GPT-NeoX, and those of
-the official PonderLM-2.
+"""Read and write directories of weights: this project's, Hugging Face's Llama and GPT-NeoX, and those of the
+official PonderLM-2.
 
-form of config.json     recognised by                read as
-this project's          "format": "ponderlm-3"       the fields of the method's Config
-Hugging Face Llama      "model_type": "llama"        K = 0, embedding scale 1
-Hugging Face GPT-NeoX   "model_type": "gpt_neox"     the same, as Pythia
-official PonderLM-2     one of these two, and        K = num_latent_thoughts, method ponderlm2
-                        num_latent_thoughts
+form of config.json              recognised by               read as
+this project's                   "format": "ponderlm-3"      the fields of the method's Config
+Hugging Face Llama               "model_type": "llama"       a vanilla model (K = 0) with embedding scale 1
+Hugging Face GPT-NeoX (Pythia)   "model_type": "gpt_neox"    the same, on the backbone gpt_neox
+official PonderLM-2              one of the last two, and    a ponderlm2 with K = num_latent_thoughts
+                                 num_latent_thoughts
 
-The first form is read as the root writes it, the others by transformers. Only JSON and safetensors are read:
-loading a model never runs code from its files. A setting that is not understood is refused by name, since a
-model that is misread would produce nonsense.
+This project's form is read here, the other forms by transformers. Only JSON and safetensors are read: loading
+a model never runs code from its files. A setting that is not understood is refused by name, since a model
+that is misread would produce nonsense.
 """
 
 from dataclasses import asdict, fields
@@ -45,7 +45,7 @@ def find_model(run=None, otherwise=None):
     """The directory of a model: `run` if it is given, or else the newest run, or else `otherwise`.
 
     Raises:
-        UserError: there is none, or it holds no model.
+        UserError: there is no such directory, or it holds no model.
     """
     if run is not None:
         place = locate(run)
@@ -60,7 +60,7 @@ def find_model(run=None, otherwise=None):
 
 # -- Models ----------------------------------------------------------------------------------------
 
-# Settings that a config.json of the root does not have, since the root knows no other methods.
+# What a config.json that train.py writes leaves out, since the root has only this method and backbone.
 PAPER = {"method": "ponderlm3", "backbone": "llama", "backbone_options": {}, "reread": False}
 
 
@@ -81,8 +81,12 @@ def read_config(directory):
 
 
 def our_form(directory):
-    """The fields of a config.json in this project's form, also within that of transformers; None if it has
-    another form."""
+    """The fields of a config.json in this project's form, which may be one field of transformers' form; None
+    if it has neither.
+
+    Raises:
+        UserError: the directory holds no weights, or its config.json cannot be read.
+    """
     if not is_model(directory):
         raise UserError(f"{directory} has no {SINGLE}: give the directory of a trained model")
     content = read_json(Path(directory, "config.json"))
@@ -111,10 +115,10 @@ def parse_config(content, file):
 
 
 def load(directory):
-    """The model in a directory, of whatever method, in float32 on the CPU and in evaluation mode.
+    """The model in a directory, of any method, in float32, on the CPU and in evaluation mode.
 
     Raises:
-        UserError: as read_config; or the tensors are damaged, or do not fit the config.
+        UserError: see read_config; or the tensors are damaged, or do not fit the config.
     """
     config = read_config(directory)
     directory = Path(directory)
@@ -124,27 +128,28 @@ def load(directory):
         if our_form(directory) is None:
             tensors = read_others(directory)
         else:
-            # Copies: a file's tensors lie at odd addresses, which makes products of a few rows slower.
+            # They are copied: the tensors of a file lie at addresses with no alignment, which makes products
+            # of a few rows slower.
             found = load_file(directory / SINGLE)
             tensors = {name: x.to(torch.float32, copy=True) for name, x in found.items()}
         if config.tie_word_embeddings:
             tensors["lm_head.weight"] = tensors[TABLE]
-        with torch.device("meta"):  # the tensors that were read become its parameters
-            model = build(config)
+        with torch.device("meta"):  # no memory is needed: the tensors that were read become the parameters
+            model = build(config).eval()
         model.load_state_dict(tensors, assign=True)
     model.tie_head()
-    return model.eval()
+    return model
 
 
 def save(model, directory, begin=None, end=None):
-    """Write a model to a directory: a vanilla one as a Llama or GPT-NeoX of transformers, any other one as
-    checkpoint.save does.
+    """Write a model to a directory: a vanilla model as a Llama or GPT-NeoX of transformers, a model of any
+    other method as checkpoint.save does.
 
     Args:
-        model: of any method.
+        model: a model of any method.
         directory: where to write.
-        begin, end: ids of the tokens before and after a text, which transformers' config names; None: no such
-            token.
+        begin, end: ids of the tokens that begin and end a text, for transformers' config; None: there is no
+            such token.
     """
     if model.config.method == "vanilla":
         ids = {"bos_token_id": begin, "eos_token_id": end}
@@ -154,16 +159,17 @@ def save(model, directory, begin=None, end=None):
 
 
 def tensors_of(model):
-    """The state_dict of a model, under the same names if its blocks are compiled."""
+    """The state_dict of a model. If the model's blocks are compiled, their names are as if they were not."""
     return {name.replace("_orig_mod.", ""): x for name, x in model.state_dict().items()}
 
 
 def as_root(model):
-    """The root's PonderLM with the tensors of a model, if the model is nothing more than that; otherwise the
-    model itself."""
+    """The root's PonderLM with the tensors of a model, if the root has such models; otherwise the model
+    itself."""
     config = asdict(model.config)
-    has_other_settings = config.keys() != asdict(PonderConfig()).keys()
-    if has_other_settings or config != config | PAPER:
+    if config.keys() != asdict(PonderConfig()).keys():  # settings of another method
+        return model
+    if any(config[name] != value for name, value in PAPER.items()):
         return model
     shared = {field.name: getattr(model.config, field.name) for field in fields(Config)}
     with torch.device("meta"):
@@ -180,7 +186,7 @@ SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "
 SIZES += ("tie_word_embeddings",)
 LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 TABLE = "model.embed_tokens.weight"
-NEOX = {  # names outside of the blocks: ours, and those of transformers' GPT-NeoX
+NEOX = {  # beginnings of names: {ours: that of transformers' GPT-NeoX}
     "model.embed_tokens.": "gpt_neox.embed_in.",
     "model.norm.": "gpt_neox.final_layer_norm.",
     "model.": "gpt_neox.",
@@ -196,16 +202,16 @@ def library():
 
 
 def kind_of(file):
-    """The class of transformers for a config.json.
+    """The class of transformers to which a config.json belongs.
 
     Raises:
-        ValueError: it is a class that cannot be read here.
+        ValueError: its models cannot be read here.
     """
     kinds = {"llama": library().LlamaForCausalLM, "gpt_neox": library().GPTNeoXForCausalLM}
     name = read_json(file).get("model_type")
     if name not in kinds:
         raise ValueError(
-            f"model_type = {name!r}: only {', '.join(kinds)} and models of this project are read"
+            f"model_type = {name!r} cannot be read: give one of this project or of type {', '.join(kinds)}"
         )
     return kinds[name]
 
@@ -214,10 +220,10 @@ def from_others(config):
     """The fields of a PonderConfig from the config of a Llama, a GPT-NeoX or an official PonderLM-2.
 
     Args:
-        config: of transformers, as a dict.
+        config: the config of transformers, a dict.
 
     Raises:
-        ValueError: PonderConfig cannot represent something, which the message names.
+        ValueError: PonderConfig cannot represent a setting, which the message names.
         KeyError: a field is missing.
     """
     neox = config["model_type"] == "gpt_neox"
@@ -228,6 +234,7 @@ def from_others(config):
     given["ponder_steps"] = 0
     given["block_size"] = config["max_position_embeddings"]
     given["rope_theta"] = rope["rope_theta"]
+    # Official PonderLM-2 models may scale their embeddings as we do; a Llama or GPT-NeoX does not.
     given["embed_scale"] = None if config.get("scale_embeds") else 1.0
     if neox:
         given["backbone"] = "gpt_neox"
@@ -242,24 +249,31 @@ def from_others(config):
     if rope["rope_type"] == "llama3":
         given["backbone"] = "llama3"
         given["backbone_options"] = {name: float(rope[name]) for name in LLAMA3}
-    if config.get("recurrent_model", bool(config.get("num_latent_thoughts"))):  # an official PonderLM-2
+    # Official PonderLM-2 models have the field recurrent_model, which turns the latent thoughts on or off; in
+    # some models this field is missing, and the thoughts are on.
+    has_thoughts = bool(config.get("num_latent_thoughts"))
+    is_ponderlm2 = config.get("recurrent_model", has_thoughts)
+    if is_ponderlm2:
         given["method"] = "ponderlm2"
         given["ponder_steps"] = config["num_latent_thoughts"]
         R = config["num_jacobi_iterations"]
         if config.get("random_jacobi_iterations"):
-            given["refinements"] = (2, 4 if neox else 3)
+            given["refinements"] = (2, 4 if neox else 3)  # the range from which the official code draws R
         else:
             given["refinements"] = (R, R)
     return given
 
 
 def check_others(config, rope, neox):
-    """Raise a ValueError for settings of a Llama or GPT-NeoX that PonderConfig cannot represent.
+    """Refuse settings of a Llama or GPT-NeoX that PonderConfig cannot represent.
 
     Args:
-        config: of transformers, as a dict.
+        config: the config of transformers, a dict.
         rope: its rope_parameters.
-        neox: whether it is a GPT-NeoX.
+        neox: whether it is that of a GPT-NeoX.
+
+    Raises:
+        ValueError: there is such a setting.
     """
     only = {
         "hidden_act": "gelu" if neox else "silu",
@@ -272,18 +286,21 @@ def check_others(config, rope, neox):
     for name, known in only.items():
         value = config.get(name)
         if value not in (known, None):
-            raise ValueError(f"{name} = {value!r}: only {known!r} can be read")
+            raise ValueError(f"{name} = {value!r} cannot be read, only {known!r}: give another model")
     rope_types = ("default",) if neox else ("default", "llama3")
-    turns_all = neox or rope.get("partial_rotary_factor", 1) == 1
-    if rope["rope_type"] not in rope_types or not turns_all:
-        raise ValueError(f"rope_parameters = {rope}: only {' and '.join(rope_types)} can be read")
+    rotates_as_known = neox or rope.get("partial_rotary_factor", 1) == 1
+    if rope["rope_type"] not in rope_types or not rotates_as_known:
+        known = " and ".join(rope_types)
+        raise ValueError(
+            f"rope_parameters = {rope} cannot be read, only RoPE of type {known}: give another model"
+        )
 
 
 def read_others(directory):
-    """The tensors of a model of transformers, under our names, in float32.
+    """The tensors of a model of transformers, in float32, under our names.
 
     Raises:
-        ValueError: tensors are missing, or do not fit the config.
+        ValueError: the file is damaged, or its tensors do not fit the config.
     """
     kind = kind_of(directory / "config.json")
     try:
@@ -292,9 +309,9 @@ def read_others(directory):
             dtype=torch.float32,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that info names them
+            ignore_mismatched_sizes=True,  # they are named in `info`, and refused below
         )
-    except Exception as error:  # transformers raises no class of its own for a file that is damaged
+    except Exception as error:  # for a damaged file, transformers raises many classes of errors
         raise ValueError(one_line(error)) from None
     wrong = {name: found for name, found in info.items() if found}
     if wrong:
@@ -305,12 +322,12 @@ def read_others(directory):
 def to_others(model, ids):
     """A vanilla model as a Llama or GPT-NeoX of transformers.
 
-    These have no embedding scale: it is multiplied into the embedding table. A head that shares the table
-    then keeps a table of its own, without the scale.
+    These have no embedding scale, so the scale is multiplied into the embedding table. A head that shares the
+    table then gets a table of its own, without the scale.
 
     Args:
-        model: with K = 0.
-        ids: bos_token_id and eos_token_id of the tokenizer.
+        model: a vanilla model.
+        ids: a dict of bos_token_id and eos_token_id.
     """
     config = model.config
     options = config.backbone_options
@@ -332,8 +349,10 @@ def to_others(model, ids):
         shape["num_key_value_heads"] = config.kv_heads
         shape["head_dim"] = config.head_width
     if config.backbone == "llama3":
-        whole = "original_max_position_embeddings"  # an integer for transformers
-        rope |= options | {"rope_type": "llama3", whole: int(options[whole])}
+        rope |= options
+        rope["rope_type"] = "llama3"
+        original = options["original_max_position_embeddings"]
+        rope["original_max_position_embeddings"] = int(original)  # transformers wants an integer
     other = kind(kind.config_class(**shape, rope_parameters=rope)).to(tensors["lm_head.weight"].dtype)
     other.load_state_dict(tensors)
     return other
@@ -343,8 +362,8 @@ def renamed(tensors, names):
     """Tensors under other names.
 
     Args:
-        tensors: by their names.
-        names: {beginning of a name: what it is replaced by}; the first one that fits counts.
+        tensors: {name: tensor}.
+        names: {beginning of a name: what replaces it}; the first beginning that fits counts.
     """
     found = {}
     for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
-"""What a method needs that changes in the course of its training, by training steps.
+"""Methods that change in the course of their training, by a schedule in training steps.
 
-A training step may be one micro-batch or many, on one process or several: a model cannot count its steps by
-what it computes. The optimizer steps once in each, so that its step is what is counted.
+A training step may be one micro-batch or many, on one process or several, so a model cannot count training
+steps by its forward passes. The optimizer steps once in each training step; these steps are counted.
 """
 
 import torch
@@ -9,11 +9,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Scheduled:
-    """A model that knows how many training steps it has taken: put it before PonderLM3 or FixedDepth in the
-    order of bases.
+    """A model that knows how many training steps it has taken. It precedes PonderLM3 or FixedDepth among the
+    bases.
 
-    seen        (1,) training steps so far: a buffer, which checkpoints keep, so that a resumed training
-                continues the schedule
+    Attributes:
+        seen: (1,) training steps so far. It is a buffer, which checkpoints keep, so that a resumed training
+            continues the schedule.
     """
 
     def __init__(self, config):
@@ -22,21 +23,25 @@ class Scheduled:
         self.register_load_state_dict_post_hook(has_loaded)
 
     def follow(self, step):
-        """Become what the training step `step` (0, 1, ..) trains. A method overrides this."""
+        """Change the model to what it is in training step `step` (0, 1, ..). A method overrides this."""
 
     def count_step(self):
-        """Note that a training step is done, and become what the next one trains."""
+        """Note that a training step is done, and change the model to what it is in the next one."""
         self.seen += 1
         self.follow(int(self.seen))
 
 
 def has_loaded(model, incompatible_keys):
-    """Follow the schedule to the step that was read. A resumed training may have no step left to do."""
-    model.follow(int(model.seen))
+    """Follow the schedule to the training step that was loaded, where a training is resumed. It may have no
+    step left, so this cannot wait for the next one. In evaluation mode a model stays as its config.json
+    says."""
+    if model.training:
+        model.follow(int(model.seen))
 
 
 def count_steps(model):
-    """Tell a Scheduled model of each step of the optimizer that trains it, whoever makes that.
+    """Let a Scheduled model count the steps of the optimizer that trains it. The caller need not have that
+    optimizer: the steps of all optimizers are watched.
 
     Returns:
         A handle, whose remove() ends this.

@@ -66,6 +66,14 @@ def test_resumed_in_the_middle(settings, shape):
     assert depths(resumed) == depths(whole) == [2, 2, 1, 1, 0]
 
 
+def test_a_run_that_stops_between_two_stages(settings, shape):
+    """Catches a depth that is lowered once more when the model is loaded: its config.json holds the K of the
+    last step, not that of the first."""
+    run, results = train(replace(settings, steps=3), configure(shape, "warmup", stage=2))
+    assert depths(run) == [2, 2, 1]
+    assert results["hard"]["steps"] == load(run).config.ponder_steps == 1
+
+
 def test_depths_are_drawn_by_window():
     """Catches draws by the place in a micro-batch: with others, or with two processes, another training."""
     windows = torch.arange(24).view(4, 6)
