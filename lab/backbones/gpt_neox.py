@@ -1,10 +1,11 @@
 """GPT-NeoX (arXiv 2204.06745): the transformer of Pythia, and of the released PonderLM-2 models.
 
-Names of modules are those of Hugging Face's transformers. What differs from LLaMA:
+Modules have the names that they have in Hugging Face's transformers. GPT-NeoX differs from LLaMA in these
+parts:
 
 norms         LayerNorm, with biases; rms_norm_eps is their eps
 projections   one matrix for q, k and v, head after head; all projections have biases
-RoPE          rotates the first rotary_pct of each head's numbers, and leaves the others as they are
+RoPE          rotates the first components of each head, the fraction rotary_pct, and leaves the others
 MLP           two layers with GELU between them
 residual      with parallel_residual, x + attention(norm_1(x)) + mlp(norm_2(x)): both read the same x
 """
@@ -24,21 +25,23 @@ from model import Finite, Llama, apply_rope, validated_dataclass
 @validated_dataclass
 class Options:
     rotary_pct: Annotated[float, Field(gt=0, le=1)] = 1.0  # fraction of each head that RoPE rotates
-    parallel_residual: Finite = 1.0  # 1: attention and MLP read the same x; 0: one after the other
+    # 1: attention and MLP read the same x; 0: one after the other. A number, since --backbone-options holds
+    # numbers.
+    parallel_residual: Finite = 1.0
 
 
 def rotary_width(config):
-    """How many numbers of a head RoPE rotates.
+    """How many components of a head RoPE rotates.
 
     Raises:
-        UserError: it is not an even number, or 0.
+        UserError: it is an odd number, or 0.
     """
     rotary_pct = Options(**config.backbone_options).rotary_pct
     width = int(config.head_width * rotary_pct)
     if width % 2 or not width:
         raise UserError(
             f"--backbone-options rotary_pct {rotary_pct:g} would rotate {width} of the {config.head_width} "
-            "numbers of a head, but RoPE rotates pairs: give one that makes this an even number above 0"
+            "components of a head, but RoPE rotates pairs: give one that makes this an even number above 0"
         )
     return width
 
@@ -65,7 +68,7 @@ class NeoXAttention(nn.Module):
         return self.dense(out.transpose(1, 2).reshape(B, N, D))
 
     def rotate_first(self, x, angles):
-        """RoPE on the first `rotated` numbers of each head. (B, H, N, d) -> (B, H, N, d)"""
+        """Apply RoPE to the first `rotated` components of each head. (B, H, N, d) -> (B, H, N, d)"""
         rotated = apply_rope(x[..., : self.rotated], *angles)
         return torch.cat([rotated, x[..., self.rotated :]], dim=-1)
 

@@ -1,5 +1,5 @@
-"""Llama with Llama 3's RoPE for longer texts: slow rotations become slower, and fast ones stay as they
-are."""
+"""Llama with the RoPE of Llama 3, made for longer texts: slow rotations become slower, and fast ones stay as
+they are."""
 
 import math
 
@@ -19,7 +19,7 @@ class Options:
         if not self.low_freq_factor < self.high_freq_factor:
             low = self.low_freq_factor
             raise ValueError(
-                f"low_freq_factor = {low}: it must be below high_freq_factor, {self.high_freq_factor}"
+                f"low_freq_factor = {low}: it must be below high_freq_factor = {self.high_freq_factor}"
             )
 
 
@@ -32,12 +32,15 @@ class Backbone(Llama):
         self.options = Options(**config.backbone_options)
 
     def inverse_frequencies(self, device):
-        """As Llama.inverse_frequencies. Rotations are told apart by the turns that they make in the window of
-        the original training: with fewer than low_freq_factor a rotation is slow, with more than
-        high_freq_factor it is fast, and between the two it is interpolated."""
+        """As Llama.inverse_frequencies, with slow rotations slowed down further.
+
+        Whether a rotation is slow depends on how many turns it makes in the window of the original training:
+        fewer than low_freq_factor turns are slow, more than high_freq_factor turns are fast, and between the
+        two the frequency is interpolated.
+        """
         o = self.options
         frequency = super().inverse_frequencies(device)
         turns = o.original_max_position_embeddings * frequency / (2 * math.pi)
         span = o.high_freq_factor - o.low_freq_factor
-        fast = ((turns - o.low_freq_factor) / span).clamp(0, 1)  # from 0, slow, to 1
+        fast = ((turns - o.low_freq_factor) / span).clamp(0, 1)  # from 0 (slow) to 1 (fast)
         return frequency * (fast + (1 - fast) / o.factor)

@@ -21,7 +21,8 @@ from model import Fraction
 
 
 def scored_tau(directory):
-    """The tau at which a run was evaluated, or with which a model was exported; otherwise 1e-4."""
+    """The tau at which a run was evaluated, or the tau with which a model was exported; 1e-4 if there is
+    neither."""
     exported = Path(directory, "generation_config.json")
     known = read_json(exported) if exported.exists() else {}
     known |= settings_of(directory)
@@ -40,7 +41,11 @@ def show(place, model):
 
 
 def check_flags(to, half, transformers, tau):
-    """Raise a UserError for flags that contradict each other, or a folder that is not new."""
+    """Refuse flags that contradict each other.
+
+    Raises:
+        UserError: they do, or the directory `to` is not new.
+    """
     if to is not None and to.exists() and (to.is_file() or any(to.iterdir())):
         raise UserError(f"--to {to} already exists: name a new directory")
     if to is None and (half or transformers):
@@ -87,8 +92,10 @@ def main(
         return
     if half:
         largest = max(p.abs().max().item() for p in model.parameters()) * max(config.scale, 1)
-        if largest > torch.finfo(torch.float16).max:  # the embedding scale may go into the table
-            raise UserError(f"{place} has weights that are too large for float16: omit --half")
+        if largest > torch.finfo(torch.float16).max:  # the embedding scale may be multiplied into the table
+            raise UserError(
+                f"{place} may have weights up to {largest:.3g}, too large for float16: omit --half"
+            )
         model.half()
     if transformers:
         if tau is None:

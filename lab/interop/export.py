@@ -1,13 +1,13 @@
-"""A model of any method as a directory that transformers runs, with a modelling file of its own.
+"""Write a model of any method as a directory that transformers runs, with a modelling file of its own.
 
     model/
-        config.json, model.safetensors     this project's form, as part of transformers'
+        config.json, model.safetensors     this project's settings, as one field of transformers' config
         generation_config.json             holds tau
         modeling_ponderlm.py               the model, which trust_remote_code=True runs
 
-The modelling file is no second implementation. It is assembled from the project's own files: it holds the
-code that the template (templates/modeling_ponderlm.py.txt) uses, and the code that this code uses. It needs
-nothing but torch and transformers.
+The modelling file is no second implementation, but is assembled from the project's own files: it holds the
+code that the template (templates/modeling_ponderlm.py.txt) uses, and whatever that code uses in turn. To run
+it, one needs only torch and transformers.
 """
 
 import ast
@@ -23,6 +23,9 @@ from lab.methods import find, find_backbone
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = Path(__file__).parent / "templates" / "modeling_ponderlm.py.txt"
+# Names that two files define. kernels.augment serves also where attention.augment is used: both add log w to
+# the scores, and all keys of a cache then have the same channels.
+INTERCHANGEABLE = {"augment"}
 
 
 def export(model, directory, tau=1e-4, begin=None, end=None):
@@ -31,10 +34,11 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
     A model without pondering (K = 0) is written as a Llama or GPT-NeoX, which transformers knows.
 
     Args:
-        model: of any method.
+        model: a model of any method.
         directory: where to write.
-        tau: for the generation config.
-        begin, end: ids of the tokens before and after a text, for the same; None: there is none.
+        tau: the tau in the generation config.
+        begin, end: ids of the tokens that begin and end a text, for the configs; None: there is no such
+        token.
     """
     save(model, directory, begin=begin, end=end)
     if model.config.method == "vanilla":
@@ -61,7 +65,7 @@ def export(model, directory, tau=1e-4, begin=None, end=None):
 
 
 def modelling_file(config):
-    """The text of modeling_ponderlm.py for models of a config's method and backbone."""
+    """The text of modeling_ponderlm.py for models with the method and the backbone of a config."""
     method = find(config.method)
     backbone = find_backbone(config.backbone)
     chosen = (
@@ -73,9 +77,9 @@ def modelling_file(config):
 
 
 def inlined(text):
-    """Replace the imports of a Python text from the project by the code that they import.
+    """In a Python text, replace the imports from the project by the code that they import.
 
-    What that code imports from other packages replaces the line `# IMPORTS`.
+    That code needs imports from other packages, which replace the line `# IMPORTS`.
     """
     body = ast.parse(text).body
     lines = text.splitlines(keepends=True)
@@ -94,34 +98,55 @@ def inlined(text):
 
 
 class Code:
-    """Statements of the project's files, each behind the statements that it needs, and the imports from other
-    packages. Where several files define the same name, the first one that is taken stands for all.
+    """Statements of the project's files, in an order in which each follows the statements that it needs, and
+    the imports from other packages.
 
     Args:
-        own: names that are defined already.
+        own: names that are defined already. They take the place of the project's.
     """
 
     def __init__(self, own):
         self.names = own
-        self.imports = {}  # texts, in their order
-        self.statements = []
+        self.file_of_name = {}  # {name that was taken: the file that defines it}
+        self.imports = {}  # the texts of imports are its keys, without repetition and in order
+        self.statements = []  # texts
 
     def take(self, file, name):
-        """Take the statements that define a name in a file, and everything that they need."""
+        """Take the statements that define a name in a file, and everything that these statements need.
+
+        Raises:
+            RuntimeError: another file defines the same name, and the two are not interchangeable.
+        """
         if name in self.names:
+            self.check_same(file, name)
             return
         for node, text in names_in(file).get(name, ()):
             other = file_of(node.module) if isinstance(node, ast.ImportFrom) else None
             if other:
                 self.take(other, node.names[0].name)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
+            elif is_import(node):
                 self.imports[text] = None
             else:
                 self.names |= names_of(node)
+                self.file_of_name |= dict.fromkeys(names_of(node), file)
                 for part in ast.walk(node):
                     if isinstance(part, ast.Name):
                         self.take(file, part.id)
                 self.statements.append(text)
+
+    def check_same(self, file, name):
+        """Raise a RuntimeError if `file` defines a name that was taken from another file."""
+        taken_from = self.file_of_name.get(name, file)
+        defines = any(not is_import(node) for node, _ in names_in(file).get(name, ()))
+        if defines and taken_from != file and name not in INTERCHANGEABLE:
+            raise RuntimeError(
+                f"{taken_from} and {file} both define {name}, which a modelling file cannot hold: rename one"
+            )
+
+
+def is_import(node):
+    """Whether a statement is an import."""
+    return isinstance(node, ast.Import | ast.ImportFrom)
 
 
 def file_of(module):
@@ -137,7 +162,7 @@ def names_of(node):
     """The names that a statement of a module defines."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
-    if isinstance(node, ast.Import | ast.ImportFrom):
+    if is_import(node):
         return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
     names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
     return {part.id for part in names if isinstance(part.ctx, ast.Store)}
@@ -157,13 +182,16 @@ def names_in(file):
 
 
 def statements_of(node, lines):
-    """A statement with its text, as a list: an import of several names is one statement for each name.
+    """Split a statement of a module into statements that define one name each, if it is an import.
 
     Args:
         node: the statement.
-        lines: of its file. Comments right above the statement, other than headings, belong to its text.
+        lines: the lines of its file.
+
+    Returns:
+        [(statement, its text)]. Comments right above a statement, other than headings, belong to its text.
     """
-    if isinstance(node, ast.Import | ast.ImportFrom):
+    if is_import(node):
         pairs = []
         for alias in node.names:
             single = copy(node)

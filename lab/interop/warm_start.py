@@ -1,10 +1,11 @@
-"""A training that starts from a trained model, `python -m lab train --init-from`: to continue its training,
-or to add pondering to it.
+"""Training that starts from a trained model, `python -m lab train --init-from`: it continues the model's
+training, or adds pondering to it.
 
-A Llama has never read its own states. So each extra step reads the token's embedding again, plus as much of
-the state before as a learned vector g lets through: e(x_t) + g h^(k-1), with g = 0 at the start. Then h^(1),
+A Llama has never read its own states. So each extra step reads the token's embedding again, plus a part of
+the
+state before that is set by a learned vector g: e(x_t) + g h^(k-1), with g = 0 at the start. Then h^(1),
 h^(2), .. start out equal to h^(0), on the grid exactly, and the loss at training step 0 is that of the Llama,
-wherever the router starts. Reading note 12 says what else was tried.
+wherever the router starts. Reading note 12 (docs/reading-notes.md) says what else was tried.
 
 A model that takes K steps can be trained to take more: the new rows of its router are copies of the last row.
 """
@@ -20,7 +21,7 @@ from lab.corpora.tokenizers import load_tokenizer
 from lab.interop.weights import load, locate, read_config
 from lab.methods import build, configure, find, unused_settings
 
-# The settings that are fixed by the weights.
+# The settings that the weights determine.
 BACKBONE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 BACKBONE += ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
 BACKBONE += ("embed_scale", "backbone", "backbone_options")
@@ -28,35 +29,43 @@ FEEDBACK_RATE = 3e-3  # peak learning rate of g, which has to grow from 0 in a t
 
 
 def follows(method, setting):
-    """Whether a method follows a setting: `router_offset` if it has PonderLM-3's router, with a row for each
-    step; `reread` if its states are its next inputs."""
+    """Whether a method follows a setting."""
     return setting not in unused_settings(find(method))
+
+
+def has_router_rows(method):
+    """Whether a method has PonderLM-3's router, with a row for each number of steps. The router's offset has
+    a number for each row, so it is exactly these methods that follow `router_offset`."""
+    return follows(method, "router_offset")
 
 
 def start_defaults(config, shape, name, method=None, ponder_steps=None):
     """The defaults of a training that starts from a model.
 
-    A model that ponders keeps its method, and its steps unless there are more `ponder_steps`. A model that
-    does not ponder becomes a model of `method`.
+    A model that ponders keeps its method and its steps. A router that has a row for each number of steps gets
+    further rows if `ponder_steps` is larger. A model that does not ponder becomes a model of `method`.
 
     Args:
         config: the LabConfig with the defaults of a training from scratch.
-        shape: the settings of its model, from which those of the method are taken.
+        shape: the default settings of a model that is trained from scratch.
         name: the directory of the model to start from, or its name on the Hub.
-        method: None: ponderlm3.
-        ponder_steps: None: as the model has.
+        method: the flag --method; None: not given, so that a model that does not ponder becomes a ponderlm3.
+        ponder_steps: the flag --ponder-steps; None: not given.
 
     Returns:
         The LabConfig and the settings of the model.
     """
     base = read_config(locate(name))
     window = min(base.block_size, shape.block_size)
+    # Trained weights call for smaller steps than random ones. The router rates and prices of the presets are
+    # made for training from scratch.
     rate = config.learning_rate / 2
     config = replace(config, init_from=name, learning_rate=rate, router_rate=1.0, step_price=0.0)
     if base.method != "vanilla" and method in (None, base.method):
         K = base.ponder_steps if ponder_steps is None else ponder_steps
         model = replace(base, block_size=window)
-        if base.ponder_steps < K and follows(base.method, "router_offset"):
+        # For other methods the flag --ponder-steps needs no default here: `carried_over` refuses it, or not.
+        if base.ponder_steps < K and has_router_rows(base.method):
             model = replace(model, ponder_steps=K, router_offset=longer(base, K))
         return config, model
     method = method or "ponderlm3"
@@ -66,15 +75,17 @@ def start_defaults(config, shape, name, method=None, ponder_steps=None):
 
 
 def longer(config, K):
-    """The router's offset of a config for K steps; further steps get the offset of the last one."""
-    return (*config.offset, *config.offset[-1:] * (K - config.ponder_steps))
+    """The router's offset of a config, extended to K steps: further steps get the offset of the last one."""
+    last = config.offset[-1]
+    further_steps = K - config.ponder_steps
+    return config.offset + (last,) * further_steps
 
 
 def check_ids(place, data):
-    """Check that a text comes in the token ids of the model in the directory `place`.
+    """Check that a text is or will be encoded with the tokenizer of the model in the directory `place`.
 
     Raises:
-        UserError: the model has no tokenizer, or `data` is a prepared corpus in the ids of another tokenizer.
+        UserError: the model has no tokenizer, or `data` is a corpus that another tokenizer has encoded.
     """
     own_file = place / "tokenizer.json"
     if not own_file.is_file():
@@ -95,20 +106,21 @@ def check_ids(place, data):
 
 
 def start_from(directory, config):
-    """A model by `config` with the weights of `directory`; only the parts that it adds are new.
+    """A model with the settings `config` and the weights of `directory`. Only the parts that `config` adds
+    are new.
 
     Raises:
-        UserError: as check_start and carried_over.
+        UserError: see check_start and carried_over.
     """
     check_start(directory, config)
     return carried_over(load(locate(directory)), config)
 
 
 def check_start(directory, config):
-    """Check that the training of a model can continue as `config` says.
+    """Check that the training of the model in `directory` can continue with the settings `config`.
 
     Raises:
-        UserError: as weights.read_config; or the model has another method or shape.
+        UserError: see weights.read_config; or the model has another method or shape.
     """
     base = read_config(locate(directory))
     K = base.ponder_steps
@@ -137,10 +149,10 @@ def check_start(directory, config):
 
 
 def carried_over(base, config):
-    """A new model by `config` with the weights of `base`.
+    """A new model with the settings `config` and the weights of the model `base`.
 
-    PonderLM-3's router gets further rows, copies of its last one; a gate that is the same for all steps stays
-    as it is.
+    If `config` takes more steps, PonderLM-3's router gets further rows, copies of its last one. Ouro's gate
+    is the same for all steps, and stays as it is.
 
     Raises:
         UserError: the method has weights for each step, and `config` takes more steps than `base`.
@@ -148,11 +160,11 @@ def carried_over(base, config):
     model = build(config)
     K = base.config.ponder_steps
     tensors = base.state_dict()
-    if base.config.method == "vanilla":  # what makes it ponder is new
+    if base.config.method == "vanilla":  # the parts with which it will ponder are new
         for name, tensor in model.state_dict().items():
             if not name.startswith(("model.", "lm_head.")):
                 tensors[name] = tensor
-    if follows(base.config.method, "router_offset"):
+    if has_router_rows(base.config.method):
         rows = tensors["router.proj.weight"]
         copies = rows[-1:].expand(config.ponder_steps - K, -1)
         tensors["router.proj.weight"] = torch.cat([rows, copies])

@@ -1,21 +1,21 @@
 """Other methods on PonderLM-3's own backbone. To add a method, add a file here.
 
-A method is a subclass of PonderLM3 or FixedDepth, in a file of its name. What follows a hyphen tells the
-methods of one file apart: `mor-token` is in mor.py. Every method declares `method` and `title`. What else
-differs from model.PonderLM it declares or overrides:
+A method is a subclass of PonderLM3 or FixedDepth, in the file of its name. If a file has several methods, a
+hyphen and a further word tell them apart: `mor-token` is in mor.py. Every method declares `method` and
+`title`. Where a method differs from model.PonderLM in something else, it declares or overrides that:
 
-what the commands ask
-    method, title         its name for --method, and in tables and figures
-    Config                its settings; a dataclass that extends PonderConfig
-    defaults              settings that follow from the name of the method
-    unused                settings of PonderConfig that it does not follow
+what the commands ask for
+    method, title         the name for --method, and the name in tables and figures
+    Config                the settings; a dataclass that extends PonderConfig
+    defaults              settings that the name of the method implies
+    unused                settings of PonderConfig that the method does not follow
     has_router            whether s is learned, and tokens stop early
-    priced                whether its loss has a price on steps
-    iterates              whether its states are a fixed point of the Jacobi iteration
+    priced                whether the loss has a price on steps
+    iterates              whether the states are a fixed point of the Jacobi iteration
     grid                  whether slot k sees slots up to k only (grid.py)
 
 the states of all tokens at once
-    states                h, s and log_w by the token ids; by default `jacobi`, which calls `jacobi_pass`
+    states                token ids -> h, s and log_w; by default `jacobi`, which calls `jacobi_pass`
     embed                 token ids -> inputs of slot 0
     transform             inputs -> outputs, through the backbone and its final norm
     feed_back             the output of a slot -> the input of the next one
@@ -24,29 +24,32 @@ the states of all tokens at once
     integrate             states and s -> the state that predicts
 
 one token after the other
-    ponder_token          reads one token behind a cache; must agree with `states`
-    new_cache             the cache that it needs
+    ponder_token          reads one token, given the cache of the tokens before; must agree with `states`
+    new_cache             the empty cache for `ponder_token`
 
 training
     objective             the loss of a micro-batch
-    cross_entropy         the loss of each token by the states that predict
-    partial_losses        that loss with integration stopped after each step, for the bottom-mass penalty
-    param_groups          learning rates; a parameter of its own belongs in a module of its own
-    feedback_rate         what multiplies the learning rate of g, see Feedback
+    cross_entropy         the states that predict -> the loss of each token
+    partial_losses        the same with integration stopped after each step, for the bottom-mass penalty
+    param_groups          groups of parameters with their learning rates
+    feedback_rate         a factor on the learning rate of g, see Feedback
     init_weights          initial weights, module by module
     tie_head              lets the head share the embedding table
-    training_forwards     slots that run for each token in training: its cost
+    training_forwards     how many slots run for each token in training: what training costs
 
 set from outside, and followed by everything that calls the backbone
     backend               the form of attention, one of attention.BACKENDS
     recompute             whether to recompute activations in the backward pass
 
-A backbone (lab/backbones) is a subclass of model.Llama. It overrides `Block`, `Norm`, `residual_projections`
-and `inverse_frequencies` of RoPE. `stack` is its blocks without the final norm, which looped.py calls.
+A method that has a parameter puts it into a module, since initial weights and the export to transformers
+(interop/export.py) go through the modules of a model.
 
-A method that iterates, or is on the grid, and overrides neither `states`, `transform`, `ponder_token` nor
-`new_cache` is decoded in batches by the engine; any other one by engine/simple.py, one text at a time.
-`python -m pytest tests/methods -k NAME` runs the tests of one method.
+A backbone (lab/backbones) is a subclass of model.Llama. It overrides `Block`, `Norm`, `residual_projections`
+and `inverse_frequencies` of RoPE. `stack` runs the blocks without the final norm; looped.py calls it.
+
+The engine decodes a method in batches if it iterates, or is on the grid, and overrides none of `states`,
+`transform`, `ponder_token` and `new_cache`. Any other method is decoded by engine/simple.py, one text at a
+time. `python -m pytest tests/methods -k NAME` runs the tests of one method.
 """
 
 import pkgutil
@@ -65,7 +68,7 @@ from train import objective as of_paper
 
 @validated_dataclass
 class PonderConfig(Config):
-    """The settings of any method: which one, on which transformer."""
+    """The settings that all methods have. The first two say which method it is, and on which transformer."""
 
     # how the model ponders, for example ponderlm3, grid, ponderlm2, looped or vanilla; a wrong name lists all
     method: str = "ponderlm3"
@@ -82,22 +85,25 @@ class PonderConfig(Config):
         super().__post_init__()
         options = {}
         for name, value in self.backbone_options.items():
-            options[name] = float(value) if isinstance(value, str) else value  # a command line has strings
+            options[name] = float(value) if isinstance(value, str) else value  # a command line gives strings
         self.backbone_options = options
-        plain = self.ponder_steps == 0
-        # train.py trains a PonderLM-3 without steps; a warm-up ends without.
-        may_be_plain = self.method.partition("-")[0] in ("ponderlm3", "warmup")
-        if plain != (self.method == "vanilla") and not (plain and may_be_plain):
-            needed = "takes no extra steps" if self.method == "vanilla" else "takes at least one extra step"
-            value = "--ponder-steps 0" if self.method == "vanilla" else "--ponder-steps 1 or more"
+        K = self.ponder_steps
+        if self.method == "vanilla" and K > 0:
             raise ValueError(
-                f"ponder_steps = {self.ponder_steps}, but the method {self.method} {needed}: give {value}"
+                f"ponder_steps = {K}, but the method vanilla takes no extra steps: give --ponder-steps 0"
+            )
+        # A PonderLM-3 may have no extra steps, as in train.py, and a warm-up ends without them.
+        may_be_plain = self.method.partition("-")[0] in ("vanilla", "ponderlm3", "warmup")
+        if K == 0 and not may_be_plain:
+            raise ValueError(
+                f"ponder_steps = 0, but the method {self.method} takes at least one extra step: give "
+                "--ponder-steps 1 or more"
             )
 
 
 class Feedback(nn.Module):
-    """What a model that was initialised from a Llama feeds back: e + g h, with a learned g (D,) that starts
-    at 0."""
+    """The input of the next slot in a model that was initialised from a Llama: e + g h, with a learned g (D,)
+    that starts at 0."""
 
     def __init__(self, D):
         super().__init__()
@@ -108,17 +114,17 @@ class Feedback(nn.Module):
 
 
 class PonderLM3(PonderLM):
-    """model.PonderLM with what commands, tables and figures ask of a method; see the table above."""
+    """model.PonderLM with the attributes that commands, tables and figures need; see the table above."""
 
     title = "PonderLM-3"
     Config = PonderConfig
     defaults = {}
-    unused = ()  # beside the settings of parts that it does not have, see unused_settings
+    unused = ()  # further ones than unused_settings finds
     has_router = True
     iterates = True
     grid = False
     priced = True
-    feedback_rate = 1.0  # what multiplies the learning rate of g
+    feedback_rate = 1.0
 
     def __init__(self, config):
         super().__init__(config, find_backbone(config.backbone))
@@ -132,39 +138,44 @@ class PonderLM3(PonderLM):
         if self.feedback is None:
             return groups
         g = self.feedback.weight
-        groups[1]["params"] = [p for p in groups[1]["params"] if p is not g]
+        vectors = groups[1]  # see PonderLM.param_groups
+        vectors["params"] = [p for p in vectors["params"] if p is not g]
         return [*groups, {"params": [g], "lr_scale": self.feedback_rate, "weight_decay": 0.0}]
 
     def objective(self, x, y, R, price=0.0):
-        """The loss of a micro-batch; arguments and results as those of train.objective, the paper's loss."""
+        """The loss of a micro-batch. By default this is the paper's loss, train.objective, whose arguments
+        and results all methods share."""
         return of_paper(self, x, y, R, price)
 
     @classmethod
     def training_forwards(kind, config, steps, training_steps):
-        """Slots that run for each token in training, the mean over the range of R.
+        """How many slots run for each token in training, on average over the range of R.
 
         Args:
-            config: the model's settings, as its training began.
-            steps: extra steps a token, as the trained model decodes.
-            training_steps: how many there were.
+            config: the settings of the model at the start of its training.
+            steps: extra steps per token in decoding, after training.
+            training_steps: how many steps the training has.
         """
         K = config.ponder_steps
         if not kind.iterates or not K:
             return K + 1
-        return K * (K + 1) / 2 + (K + 1) * (sum(config.refinements) / 2 + 1)
+        growing = K * (K + 1) / 2  # 1 + .. + K slots
+        mean_R = sum(config.refinements) / 2
+        return growing + (K + 1) * (mean_R + 1)  # R refinements and the final pass run K+1 slots each
 
 
 class FixedDepth(PonderLM3):
-    """Every token takes all K steps and only the last state counts: no router, no mask."""
+    """Every token takes all K steps, and only the last state predicts. There is no router and no mask."""
 
-    has_router = priced = False
+    has_router = False
+    priced = False
 
     def __init__(self, config):
         super().__init__(config)
         self.router = None
 
     def route(self, h, alpha=0.0):
-        """s one-hot at K, and log_w = 0. No finite alpha moves them. (..., n+1, D) -> (..., S)."""
+        """s is one-hot at K, and log_w is 0, whatever alpha is. (..., n, D) -> (..., S) each"""
         s = upcast(h.new_zeros(*h.shape[:-2], self.config.ponder_steps + 1))
         s[..., -1] = 1
         log_w = torch.zeros_like(s)
@@ -179,7 +190,15 @@ class FixedDepth(PonderLM3):
 
 
 def last_alone(h, steps):
-    """The state at `steps` (...), or an integer, of h (..., n, D). -> (..., D)"""
+    """The last executed state.
+
+    Args:
+        h: (..., n, D), the states.
+        steps: K-hat, a tensor (...) or an integer.
+
+    Returns:
+        (..., D).
+    """
     if not torch.is_tensor(steps):
         return h[..., steps, :]
     at = steps.long()[..., None, None].expand(*h.shape[:-2], 1, h.size(-1))
@@ -187,7 +206,8 @@ def last_alone(h, steps):
 
 
 def all_methods():
-    """The classes of all methods: PonderLM-3, and those in the files of this folder that declare a `method`.
+    """The classes of all methods: PonderLM-3, and each class in the files of this folder that declares a
+    `method`.
 
     Raises:
         UserError: two methods have the same name, or one has no title.
@@ -212,10 +232,10 @@ def all_methods():
 
 
 def find(name):
-    """The class of a method, by its name.
+    """The class of the method with this name.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: there is no such method.
     """
     known = {kind.method: kind for kind in all_methods()}
     if name not in known:
@@ -224,10 +244,10 @@ def find(name):
 
 
 def find_backbone(name):
-    """The class of a transformer: model.Llama, or the one in the file of backbones/ of that name.
+    """The class of the backbone with this name: model.Llama, or that of a file in lab/backbones.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: there is no such backbone.
     """
     others = [file.name for file in pkgutil.iter_modules(backbones.__path__)]
     if name in others:
@@ -238,12 +258,12 @@ def find_backbone(name):
 
 
 def configure(config, method, **changes):
-    """The settings of another method.
+    """The settings of a method, made from those of another one.
 
     Args:
-        config: settings of some method, of which those that the other method has are kept.
-        method: the name of the other method; what its name implies comes second.
-        changes: what comes last.
+        config: settings of any method. Those that `method` has, too, are kept.
+        method: the name of the method. Its `defaults` override the settings that are kept.
+        changes: settings that override both.
 
     Raises:
         UserError: there is no such method, or a setting is out of its range.
@@ -268,11 +288,11 @@ def unused_settings(kind):
 
 
 def check_settings(config):
-    """Refuse settings that the method or the backbone of a config would not follow.
+    """Refuse settings that the method or the backbone in a config would not follow.
 
     Raises:
-        UserError: the method or the backbone is unknown, or does not follow a setting that is not at its
-            default.
+        UserError: the method or the backbone is unknown; or a setting that one of them does not follow is not
+            at its default.
         ValueError: the config is not of the method's type.
     """
     kind = find(config.method)
@@ -291,7 +311,10 @@ def check_settings(config):
                 f"--backbone-options for {config.backbone}: {one_line(error)}; the options are {known}"
             ) from None
     if not isinstance(config, kind.Config):
-        raise ValueError(f"{config.method} has a {kind.Config.__name__}; make it by configure()")
+        raise ValueError(
+            f"the settings of {config.method} must be a {kind.Config.__name__}, not a "
+            f"{type(config).__name__}: make them with configure()"
+        )
     ignored_by = dict.fromkeys(getattr(backbone, "unused", ()), config.backbone)
     ignored_by |= dict.fromkeys(unused_settings(kind), config.method)
     for setting in fields(config):
@@ -304,7 +327,7 @@ def check_settings(config):
 
 
 def build(config):
-    """A new model of the method and backbone that a config names, with random weights.
+    """A new model, with random weights, of the method and the backbone that a config names.
 
     Raises:
         UserError: as check_settings.

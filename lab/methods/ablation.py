@@ -1,15 +1,16 @@
 """PonderLM-3 with one part taken out or changed, to see what each part is good for.
 
-The paper (arXiv 2603.02023) is followed in everything but this part. The last two methods change what
---step-price charges, which is not the paper's: they charge, in whole or in part, the number of steps that the
-step distribution s expects, as ACT's ponder cost does (Graves, arXiv 1603.08983). ACT's halting is left out.
+Each method follows the paper (arXiv 2603.02023) in everything but this part. The last two methods change what
+--step-price charges; the price is ours, not the paper's. They charge, in whole or in part, the expected
+number of steps under the step distribution s, as ACT's ponder cost does (Graves, arXiv 1603.08983). ACT's
+halting is left out.
 
 method                  what is changed
-ablation-mask           no log w in attention: soft masks are not seen; keys beyond K-hat are still hidden
+ablation-mask           no log w in attention: soft masks have no effect; keys beyond K-hat are still hidden
 ablation-integration    no mixture: the last executed state alone predicts
 ablation-router         no learned router: s stays uniform
 ablation-index          the index of the mask as the paper prints it: w_k on the key of slot k+1
-ablation-price          the price: on the expected steps, not on those that decoding executes
+ablation-price          the price: on the expected steps, not on the steps that decoding executes
 ablation-price-grid     the same on the grid
 """
 
@@ -24,11 +25,15 @@ from router import mask_keys, relaxed_steps
 
 
 def hide(bias, log_w, tau):
-    """A bias on the keys of slots in which keys beyond K-hat are hidden, as in router.mask_keys.
+    """Hide the keys of slots beyond K-hat, as router.mask_keys does.
 
     Args:
-        bias, log_w: (..., S).
+        bias: (..., S), what attention adds to the scores of these keys.
+        log_w: (..., S).
         tau: None hides nothing.
+
+    Returns:
+        (..., S), the bias with LOG_W_HIDDEN beyond K-hat.
     """
     if tau is None:
         return bias
@@ -63,7 +68,8 @@ class UniformRouter(PonderLM3):
 
 
 class PrintedIndex(PonderLM3):
-    """Reading note 1: a slot that inference never runs stays visible in training."""
+    """log w_k lies on slot k+1. So slot K-hat + 1, which decoding never runs, has the mask score of step
+    K-hat, which is needed, and stays visible in training (reading note 1)."""
 
     method = "ablation-index"
     title = "PonderLM-3, printed mask index"
@@ -81,15 +87,17 @@ class PriceConfig(PonderConfig):
 
 
 class ByProbability:
-    """A price on the steps that s expects, w_1 + .. + w_K. A base before PonderLM3 or Grid."""
+    """A price on the expected steps under s, w_1 + .. + w_K. It precedes PonderLM3 or Grid among the
+    bases."""
 
     Config = PriceConfig
 
     def objective(self, x, y, R, price=0.0):
         loss, penalty, out = super().objective(x, y, R)
         log_w = out.log_w[y != -100]
-        share = self.config.by_probability
-        steps = share * log_w[:, 1:].exp().sum(-1) + (1 - share) * relaxed_steps(log_w)
+        fraction = self.config.by_probability
+        expected_steps = log_w[:, 1:].exp().sum(-1)
+        steps = fraction * expected_steps + (1 - fraction) * relaxed_steps(log_w)
         return loss + price * steps.mean(), penalty, out
 
 

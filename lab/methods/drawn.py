@@ -1,8 +1,9 @@
 """Tokens whose depth is drawn: what could deciding gain, and can h^(0) be kept able to predict?
 
-In training a share of the tokens does not take the steps that its router says, but 0 .. K at random. With
-`drawn` 1, to the end, the model is good at every depth, and lab/figures/depth.py gives its tokens any steps
-afterwards. With a share that falls to 0 the router decides between depths that can all predict.
+In training, a fraction of the tokens does not take as many steps as the router says, but a random number from
+0 to K. If this fraction is 1 to the end of training, the model predicts well at every depth, and
+lab/figures/depth.py can then give each token any number of steps. If the fraction falls to 0, the router
+decides between depths all of which can predict.
 """
 
 import zlib
@@ -31,17 +32,25 @@ class DrawnConfig(PriceConfig):
 
 
 def imposed(steps, s, log_w):
-    """s and log_w (B, T, S) of tokens that take `steps` (B, T), whatever their router says."""
+    """The step distribution and the log of the mask scores of tokens that take a fixed number of steps.
+
+    Args:
+        steps: (B, T), the numbers of steps.
+        s, log_w: (B, T, S) of the router, of which only the shapes and dtypes are used.
+
+    Returns:
+        s and log_w, (B, T, S) each.
+    """
     k = torch.arange(s.size(-1), device=s.device)
     visible = torch.zeros_like(log_w).masked_fill(k > steps[..., None], LOG_W_HIDDEN)
     return F.one_hot(steps, s.size(-1)).to(s.dtype), visible
 
 
 def draw(windows, step, S):
-    """Draw a depth and a number for each token.
+    """Draw a depth and a uniform random number for each token.
 
-    They follow from the training step and the tokens of the window alone: however a batch is split, into
-    micro-batches or among processes, a window's draws are the same.
+    The seed depends only on the training step and on the tokens of the window. So a window's draws are the
+    same, however a batch is split into micro-batches or among processes.
 
     Args:
         windows: (B, T) tokens.
@@ -49,41 +58,49 @@ def draw(windows, step, S):
         S: how many depths there are.
 
     Returns:
-        (B, T) depths in 0 .. S-1, and (B, T) numbers in [0, 1).
+        (B, T) depths in 0 .. S-1, and (B, T) random numbers in [0, 1).
     """
-    depths, numbers = [], []
+    depths = []
+    uniform = []
     for window in windows.cpu().numpy():
         generator = torch.Generator().manual_seed(zlib.crc32(window.tobytes(), step))
         depths.append(torch.randint(S, window.shape, generator=generator))
-        numbers.append(torch.rand(window.shape, generator=generator))
-    return torch.stack(depths).to(windows.device), torch.stack(numbers).to(windows.device)
+        uniform.append(torch.rand(window.shape, generator=generator))
+    return torch.stack(depths).to(windows.device), torch.stack(uniform).to(windows.device)
 
 
 class Drawn(Scheduled, ByProbability, Grid):
-    method, title = "drawn", "PonderLM-3 of drawn depth, grid"
+    method = "drawn"
+    title = "PonderLM-3 of drawn depth, grid"
     Config = DrawnConfig
-    windows = None  # (B, T) tokens that the objective is about; outside of it no depth is drawn
+    # The inputs of the micro-batch, (B, T), while `objective` runs; None otherwise, and then no depth is
+    # drawn.
+    windows = None
 
     def route(self, h, alpha=0.0):
         s, log_w = super().route(h, alpha)  # (B, T, S)
         if self.windows is None:
             return s, log_w
-        steps, numbers = draw(self.windows, int(self.seen), s.size(-1))
-        drawn = numbers[..., None] < self.share()
-        one_hot, visible = imposed(steps, s, log_w)
-        return torch.where(drawn, one_hot, s), torch.where(drawn, visible, log_w)
+        steps, uniform = draw(self.windows, int(self.seen), s.size(-1))
+        is_drawn = uniform[..., None] < self.fraction_drawn()  # (B, T, 1)
+        imposed_s, imposed_log_w = imposed(steps, s, log_w)
+        return torch.where(is_drawn, imposed_s, s), torch.where(is_drawn, imposed_log_w, log_w)
 
-    def share(self):
-        """Of the tokens whose depth is drawn in this training step."""
+    def fraction_drawn(self):
+        """The fraction of the tokens whose depth is drawn in this training step."""
         end = self.config.drawn_until
-        return self.config.drawn * (1 if end is None else max(0.0, 1 - float(self.seen) / end))
+        if end is None:
+            return self.config.drawn
+        return self.config.drawn * max(0.0, 1 - float(self.seen) / end)
 
     def objective(self, x, y, R, price=0.0):
         self.windows = x
         loss, penalty, out = super().objective(x, y, R, price)
         self.windows = None
-        return loss - self.config.entropy * torch.special.entr(out.s).sum(-1).mean(), penalty, out
+        entropy = torch.special.entr(out.s).sum(-1).mean()
+        return loss - self.config.entropy * entropy, penalty, out
 
 
 class DrawnShared(SharedDepth, Drawn):
-    method, title = "drawn-shared", "shared depth, drawn, grid"
+    method = "drawn-shared"
+    title = "shared depth, drawn, grid"

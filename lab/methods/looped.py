@@ -2,8 +2,8 @@
 
     H_0 = x, H_i = Stack(H_{i-1}), i = 1 .. K+1; logits = lm_head(norm(H_{K+1}))
 
-The form is the one that PonderLM-2's code compares with: the raw residual stream is carried from loop to
-loop, with no norm between loops, no second look at the input, and no loss on earlier loops.
+This is the form with which PonderLM-2's code compares: the raw residual stream is carried from loop to loop.
+There is no norm between loops, the input is not read again, and earlier loops have no loss.
 
 code     symbol     shape
 x, y     H_i        (B, T, D)       the residual stream before and after a loop
@@ -17,7 +17,7 @@ from lab.methods import FixedDepth
 
 
 class LoopedLM(FixedDepth):
-    """The base of all methods of K+1 passes in which each pass has keys of its own."""
+    """LoopedLM, and the base of all methods whose K+1 passes have keys of their own each."""
 
     method = "looped"
     title = "LoopedLM"
@@ -63,7 +63,7 @@ class LoopedLM(FixedDepth):
         return e, torch.tensor([position], device=device)
 
     def new_cache(self):
-        """A cache for each loop, since its queries see the keys of that loop only."""
+        """A cache for each loop, since queries see the keys of their own loop only."""
         return [super(LoopedLM, self).new_cache() for _ in range(self.config.ponder_steps + 1)]
 
     @torch.no_grad()

@@ -1,19 +1,20 @@
 """Mixture-of-Recursions (Bae et al., 2025, arXiv 2507.10524): the stack of layers runs up to K+1 times, on
 ever fewer tokens, and a router says on which.
 
-It is the simplest form of that paper: the whole stack is shared, so that it has PonderLM-3's backbone. Left
-out are the forms in which the first and last layers are not shared, and sharing keys between recursions.
+This is the simplest form in that paper: all recursions share the whole stack, which thus is PonderLM-3's
+backbone. Two other things in the paper are left out: first and last layers that are not shared, and keys that
+recursions share.
 
 code       symbol    shape
 x          x         (B, T, D)    residual stream, carried from recursion to recursion
 active     A_r       (B, T)       the tokens that take part in recursion r
-depth      i         (B, T)       recursions of a token, 1 .. N_r = K+1; its extra steps are i - 1
-logit      l_t       (B, T)       the router's verdict: another recursion?
-gate       g_t       (B, T)       how much of a recursion's output is added
+depth      i         (B, T)       how many recursions a token takes, 1 .. N_r = K+1; its extra steps are i - 1
+logit      l_t       (B, T)       the router's logit for taking part in a recursion
+gate       g_t       (B, T)       the factor with which a recursion's output is added
 
-Expert choice: each recursion chooses its tokens, a fixed number per sequence. Whether a token is chosen then
-depends on later tokens. So top-k is used in training only; otherwise a token continues while the router says
-so. Token choice: each token chooses its depth at the start, which is causal.
+Expert choice: each recursion chooses a fixed number of tokens per sequence, by top-k. Whether a token is
+chosen then depends on later tokens, so top-k is used in training only. In evaluation and decoding a token
+continues while the router says so. Token choice: each token chooses its depth at the start, which is causal.
 """
 
 import torch
@@ -28,19 +29,19 @@ from router import upcast
 
 class MoR(LoopedLM):
     """What both forms share: recursion on some tokens, the loss, and how steps are counted. The cache of a
-    recursion holds the tokens that took part, and no others."""
+    recursion holds only the tokens that took part in it."""
 
     def recur(self, x, active, n):
         """Run the stack on the active tokens alone.
 
-        The active tokens keep their positions and see each other only: they stand in front, in the order of
-        the text, and the other tokens stand behind them, where the causal mask hides them.
+        The active tokens keep their positions, and see only each other: they come first, in the order of the
+        text, and the other tokens come after them, where the causal mask hides them.
 
         Args:
             x: (B, T, D).
             active: (B, T).
-            n: how many tokens of a sequence run, at least as many as are active. Scoring gives T, so that
-                sums are the same whatever later tokens choose.
+            n: how many tokens of a sequence run; no sequence may have more active ones. Scoring gives T, so
+                that rounding does not depend on what later tokens choose.
 
         Returns:
             (B, T, D), 0 for tokens that are not active.
@@ -53,13 +54,22 @@ class MoR(LoopedLM):
         y = y * active.gather(1, order)[..., None]
         return torch.zeros_like(x, dtype=y.dtype).scatter(1, in_order, y)
 
-    def route(self, router, x):
-        """The logits of a router, at least float32: a rounded logit could fall on the other side of 0."""
+    def router_logits(self, router, x):
+        """The logits of a router, in float32 at least: a rounded logit could have the other sign.
+
+        Args:
+            router: a Linear, D -> n.
+            x: (..., D).
+
+        Returns:
+            (..., n).
+        """
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(upcast(x), upcast(router.weight))
 
     def distribution(self, depth):
-        """Recursions taken (B, T) -> s, one-hot at the last one, and its log w, (B, T, S) each."""
+        """The step distribution of tokens that take `depth` (B, T) recursions: s, which is one-hot at the
+        last recursion, and its log w, (B, T, S) each."""
         slots = torch.arange(self.config.ponder_steps + 1, device=depth.device)
         steps = depth[..., None] - 1
         s = upcast((slots == steps).to(self.lm_head.weight.dtype))
@@ -67,7 +77,7 @@ class MoR(LoopedLM):
 
     def forward(self, idx, targets=None, **how):
         out = super().forward(idx, targets, **how)
-        out.steps = (out.log_w > LOG_W_HIDDEN).sum(-1) - 1  # beyond the first recursion, whatever tau is
+        out.steps = (out.log_w > LOG_W_HIDDEN).sum(-1) - 1  # the recursions after the first, whatever tau is
         return out
 
     def states(self, idx, R=None, tau=None, alpha=0.0):
@@ -102,12 +112,21 @@ class ExpertChoice(MoR):
         self.routers.apply(self.init_weights)
 
     def places(self, r, T):
-        """How many tokens of a sequence top-k chooses for recursion r."""
+        """How many tokens of a sequence of T top-k chooses for recursion r."""
         S = self.config.ponder_steps + 1
         return max(1, (S - r) * T // S)
 
     def choose(self, logit, active, r):
-        """Which tokens take part in recursion r, (B, T) booleans. In the first one all do."""
+        """Which tokens take part in recursion r. All do in the first one.
+
+        Args:
+            logit: (B, T) of the router of this recursion.
+            active: (B, T) the tokens that took part in the recursion before.
+            r: the recursion.
+
+        Returns:
+            (B, T) booleans.
+        """
         if r == 0:
             return active
         if not self.training:
@@ -125,9 +144,9 @@ class ExpertChoice(MoR):
         loss = 0.0
         active = torch.ones_like(idx, dtype=torch.bool)
         for r, router in enumerate(self.routers):
-            logit = self.route(router, x)[..., 0]  # (B, T)
+            logit = self.router_logits(router, x)[..., 0]  # (B, T)
             chosen = self.choose(logit, active, r)
-            loss = loss + self.verdict_loss(logit, chosen, active)
+            loss = loss + self.router_loss(logit, chosen, active)
             active = chosen
             depth = depth + chosen.long()
             n = self.places(r, T) if self.training else T
@@ -137,17 +156,22 @@ class ExpertChoice(MoR):
         s, log_w = self.distribution(depth)
         return torch.stack(h, dim=2), s, log_w, 1e-3 * loss
 
-    def verdict_loss(self, logit, chosen, active):
-        """The mean over the active tokens; all are (B, T). An index by `active` would wait."""
+    def router_loss(self, logit, chosen, active):
+        """How well a router predicts which of the active tokens are chosen: their mean binary cross-entropy.
+
+        Args:
+            logit, chosen, active: (B, T).
+        """
         loss = F.binary_cross_entropy_with_logits(logit, chosen.to(logit.dtype), reduction="none")
+        # loss[active].mean() would make the host wait for a GPU.
         return (loss * active).sum() / active.sum().clamp(min=1)
 
     @torch.no_grad()
     def ponder_token(self, token, position, cache, tau=None, alpha=0.0):
         x, positions = self.read(token, position)
-        steps = -1  # beyond the first recursion, which always runs
+        steps = -1  # the first recursion, which always runs, is no extra step
         for router, layers in zip(self.routers, cache, strict=True):
-            logit = self.route(router, x)
+            logit = self.router_logits(router, x)
             if steps >= 0 and logit < 0:
                 break
             gate = 0.1 * logit.sigmoid().to(x.dtype)
@@ -177,12 +201,12 @@ class TokenChoice(MoR):
         self.depths.apply(self.init_weights)
 
     def choose(self, x):
-        """The depth of each token, by x_0 (B, T, D).
+        """Choose the depth of each token, given x_0 (B, T, D).
 
         Returns:
             depth (B, T) in 1 .. N_r, its p_i (B, T, 1), and p and the logits (B, T, N_r).
         """
-        logits = self.route(self.depths, x)
+        logits = self.router_logits(self.depths, x)
         p = logits.softmax(-1)
         best = p.max(-1, keepdim=True)
         return best.indices[..., 0] + 1, best.values.to(x.dtype), p, logits
@@ -198,7 +222,7 @@ class TokenChoice(MoR):
         recursions = torch.arange(1, S + 1, device=idx.device)[:, None, None]
         takes_part = depth[None] >= recursions  # (S, B, T)
         lengths = [T] * S
-        if self.training:  # the one time that the host waits for a GPU
+        if self.training:  # only here does the host wait for a GPU
             lengths = takes_part.sum(-1).amax(-1).tolist()
         for active, n in zip(takes_part, lengths, strict=True):  # (B, T), of each recursion
             y = torch.where(active[..., None], self.recur(y, active, n), y)
@@ -219,5 +243,6 @@ class TokenChoice(MoR):
 
     @staticmethod
     def training_forwards(config, steps, training_steps):
-        """Of the tokens themselves; a batch is padded to the row with the most tokens at each depth."""
+        """See PonderLM3. Padding is not counted: at each depth, a batch is padded to the row with the most
+        tokens."""
         return 1 + steps

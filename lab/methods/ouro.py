@@ -1,22 +1,22 @@
-"""Ouro: the stack runs K more times on its own normed output, and a gate says when a token leaves (Zhu et
-al., 2025, arXiv 2510.25741).
+"""Ouro: the stack runs K more times on its own normed output, and a gate says after which loop a token leaves
+(Zhu et al., 2025, arXiv 2510.25741).
 
     h^(0) = norm(Stack(x)), h^(k) = norm(Stack(h^(k-1)))
     1 - lambda_k = sigmoid(a . h^(k) + b), w_k = (1 - lambda_0) .. (1 - lambda_{k-1})
-    s_k = lambda_k w_k, and s_K = w_K: where the token leaves
+    s_k = lambda_k w_k, and s_K = w_K: the probability that the token leaves after loop k
     L = mean over tokens of s_0 ce_0 + .. + s_K ce_K - beta H(s); ce_k: the cross-entropy of h^(k) alone
 
-Taken from the paper: the gate, the loss, beta = 0.05 with four loops, and the exit where s_0 + .. + s_k
-reaches q. That is PonderLM-3's rule, continue while w >= tau, at tau = 1 - q. Taken from the released
-inference code: the norm between loops.
+The gate, the loss, and beta = 0.05 with four loops are the paper's. So is the exit: a token leaves where
+s_0 + .. + s_k reaches q. That is PonderLM-3's rule, continue while w >= tau, at tau = 1 - q. The norm between
+loops is that of the released inference code.
 
-Decoding differs from the released code, which runs all loops and reads the keys of the last one only, so that
-leaving early saves nothing. Here the last state that has run predicts, and in the loops that a token does not
-run it keeps the keys and values of its last loop: what Continuous Depth Batching (arXiv 2608.09444) calls
-`last_exited`.
+Decoding differs from the released code, which runs all loops and reads the keys of the last loop only, so
+that leaving early saves nothing. Here the last state that has run predicts. In the loops that a token does
+not run, the token keeps the keys and values of its last loop, which Continuous Depth Batching (arXiv
+2608.09444) calls `last_exited`.
 
-Left out are the second stage of training, in which the gate alone learns, and the second norm around
-attention and MLP, since all methods here have the same backbone.
+Two things are left out: the second stage of training, in which only the gate learns; and the second norm
+around attention and MLP, since all methods here have the same backbone.
 
 code       symbol         shape
 h          h^(0..K)       (B, T, S, D)    states, each the output of a loop
@@ -41,14 +41,14 @@ class OuroConfig(PonderConfig):
 
 
 class Gate(nn.Module):
-    """a and b, the same for all k."""
+    """The gate, a . h + b, which is the same after all loops."""
 
     def __init__(self, D):
         super().__init__()
         self.proj = nn.Linear(D, 1)
 
     def forward(self, h, alpha=0.0):
-        """h^(k) (..., D) -> log(1 - lambda_k) (...), at least float32."""
+        """log(1 - lambda_k), in float32 at least: h^(k) (..., D) -> (...)."""
         with torch.autocast(h.device.type, enabled=False):
             logit = F.linear(upcast(h), upcast(self.proj.weight), upcast(self.proj.bias))[..., 0]
             return F.logsigmoid(logit + alpha)
@@ -58,7 +58,7 @@ class KeptKeys:
     """One layer's attention in a loop in which tokens that have left keep their last keys and values.
 
     Args:
-        backend: of attention.
+        backend: the form of attention, one of attention.BACKENDS.
         runs: (B, T) which tokens run this loop.
         before: keys and values of the loop before, (B, G, T, d) each; None in the first loop.
     """
@@ -67,6 +67,7 @@ class KeptKeys:
         self.backend = backend
         self.runs = runs[:, None, :, None]
         self.before = before
+        self.seen = None  # keys and values of this loop, once `attend` has run
 
     def attend(self, q, k, v, log_w):
         if self.before is not None:
@@ -119,7 +120,8 @@ class Ouro(LoopedLM):
         ce = torch.stack([self.cross_entropy(h, y) for h in out.h.unbind(2)], dim=-1)  # (B, T, S)
         out.ce = (out.s * ce).sum(-1)
         out.loss = out.ce.sum() / (y != -100).sum().clamp(min=1)
-        entropy = torch.special.entr(out.s.clamp(min=torch.finfo(out.s.dtype).tiny)).sum(-1)
+        s = out.s.clamp(min=torch.finfo(out.s.dtype).tiny)  # the gradient of entr is infinite at 0
+        entropy = torch.special.entr(s).sum(-1)
         penalty = -self.config.exit_entropy * entropy.mean()
         return out.loss + penalty, penalty, out
 

@@ -1,9 +1,9 @@
 """Pause tokens (Goyal et al., 2023, arXiv 2310.02226): K copies of a learned vector follow each token, and
 the state of the last one predicts.
 
-One pass runs all S slots of a token, which share its position. Left out are pauses at random places and
-behind the prompt, as that paper has them: pauses behind every token are how the PonderLM papers compare with
-it.
+One pass runs all S slots of every token; the slots of a token share its position. The paper inserts pauses at
+random places and after the prompt. Here they follow every token, which is how the PonderLM papers use them as
+a baseline.
 """
 
 import torch
@@ -23,7 +23,8 @@ class Pause(FixedDepth):
         self.pause.apply(self.init_weights)
 
     def interleave(self, idx):
-        """(B, T) -> (B, T*S, D): each token's embedding, and K times that of the pause."""
+        """The inputs of all slots, (B, T) -> (B, T*S, D): each token's embedding, then that of the pause K
+        times."""
         B, T = idx.shape
         e = self.embed(idx)[:, :, None]  # (B, T, 1, D)
         pause = self.pause.weight[0] * self.config.scale

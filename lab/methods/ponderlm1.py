@@ -2,8 +2,9 @@
 
     e_i = e_{i-1} + softmax(lm_head(F(e_{i-1}))) E, i = 1 .. K; logits = lm_head(F(e_K))
 
-F is the transformer, E the scaled embedding table; the softmax is over the whole vocabulary. Each pass sees
-its own keys only. The LLaMA form in PonderLM-2's code does not accumulate, e_i = e_0 + ..: `--no-accumulate`.
+F is the transformer, and E the scaled embedding table; the softmax is over the whole vocabulary. Each pass
+sees its own keys only. The LLaMA form in PonderLM-2's code does not accumulate: there, e_i = e_0 + .., which
+`--no-accumulate` gives.
 """
 
 from lab.methods import PonderConfig
@@ -13,7 +14,8 @@ from router import upcast
 
 
 def mixture(model, h):
-    """The scaled embedding that states h expect next: (..., D) -> (..., D)."""
+    """The mean of the scaled embeddings, weighted by how probable each token is after states h.
+    (..., D) -> (..., D)"""
     p = upcast(model.lm_head(h)).softmax(-1)  # (..., V)
     return p.to(h.dtype) @ model.model.embed_tokens.weight.to(h.dtype) * model.config.scale
 

@@ -1,7 +1,7 @@
-"""Shared depth, the control of deciding: PonderLM-3 whose router reads a constant.
+"""Shared depth, the control for deciding token by token: PonderLM-3 whose router reads a constant.
 
-It learns one s, and so one number of steps, for all tokens. During the training this number may fall, as
-PonderLM-3's does, but the model cannot tell one token from another.
+The router learns one s, and so one number of steps, for all tokens. During training this number may fall, as
+PonderLM-3's does, but the router cannot tell one token from another.
 """
 
 import torch
@@ -11,15 +11,17 @@ from lab.methods.grid import Grid
 
 
 class SharedDepth:
-    """What both forms share, before PonderLM3 or Grid in the order of bases."""
+    """What both methods share. It precedes PonderLM3 or Grid among the bases."""
 
     def route(self, h, alpha=0.0):
-        return super().route(torch.ones_like(h), alpha)  # of the RMS of a normed state
+        return super().route(torch.ones_like(h), alpha)  # ones have the RMS of a normed state
 
 
 class Shared(SharedDepth, PonderLM3):
-    method, title = "shared", "shared depth"
+    method = "shared"
+    title = "shared depth"
 
 
 class SharedGrid(SharedDepth, Grid):
-    method, title = "shared-grid", "shared depth, grid"
+    method = "shared-grid"
+    title = "shared depth, grid"

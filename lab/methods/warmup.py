@@ -1,9 +1,9 @@
-"""A pondering warm-up: extra steps at the beginning of the training only, then a plain transformer.
+"""A pondering warm-up: extra steps at the beginning of training only, then a plain transformer.
 
-What does training with extra steps leave behind, once there are none? K is lowered as in lowered.py, but to
-0: the last stage trains a plain transformer, and the model decodes as one.
+What remains of extra steps that end early? K is lowered as in lowered.py, but to 0: the last stage trains a
+plain transformer, and the model decodes as one.
 
-method           its first stages train
+method           how the stages with extra steps are trained
 warmup           on the grid
 warmup-jacobi    by Jacobi iteration, as PonderLM-2
 """
@@ -24,18 +24,22 @@ class WarmupConfig(LoweredConfig):
 
 
 class WarmingUp(Lowering):
-    """What both forms share, before FixedGrid or PonderLM2 in the order of bases."""
+    """What both methods share. It precedes FixedGrid or PonderLM2 among the bases."""
 
     Config = WarmupConfig
     last = 0
 
     def feed_back(self, h, e):
-        return super().feed_back(h, e) if self.config.fed_back == "state" else e
+        if self.config.fed_back == "embedding":
+            return e
+        return super().feed_back(h, e)
 
 
 class Warmup(WarmingUp, FixedGrid):
-    method, title = "warmup", "pondering warm-up, grid"
+    method = "warmup"
+    title = "pondering warm-up, grid"
 
 
 class WarmupJacobi(WarmingUp, PonderLM2):
-    method, title = "warmup-jacobi", "pondering warm-up"
+    method = "warmup-jacobi"
+    title = "pondering warm-up"

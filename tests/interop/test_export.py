@@ -21,7 +21,7 @@ from common import UserError
 from lab.engine.simple import generate
 from lab.engine.states import stopped_states
 from lab.interop.__main__ import main as convert
-from lab.interop.export import export
+from lab.interop.export import export, modelling_file
 from lab.interop.weights import INCLUDED, load
 from lab.methods import all_methods
 from tokenizer import Tokenizer
@@ -355,3 +355,12 @@ def test_a_tau_that_is_none(tau):
     """Catches an exported model that fails in every `generate`, since nobody checked its tau."""
     with pytest.raises(UserError, match=rf"--tau {tau} must lie between 0 and 1"):
         convert("nowhere", Path("new"), transformers=True, tau=tau)
+
+
+def test_two_definitions_of_one_name(monkeypatch):
+    """Catches a modelling file in which the first of two different things of one name stands for both."""
+    config = small_model(method="grid").config
+    assert modelling_file(config).count("def augment(") == 1
+    monkeypatch.setattr("lab.interop.export.INTERCHANGEABLE", set())
+    with pytest.raises(RuntimeError, match="both define augment"):
+        modelling_file(config)

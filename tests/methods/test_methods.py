@@ -269,7 +269,7 @@ def test_routing_is_not_rounded():
     model = method_model("mor-token").float()
     x = model.embed(texts())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model.route(model.depths, x)
+        logits = model.router_logits(model.depths, x)
     assert torch.equal(logits, F.linear(x, model.depths.weight))
 
 
