@@ -115,7 +115,7 @@ def test_tau_and_precision(byte_model, capsys):
         ("a", dict(prompt="b"), "--prompt and --prompts"),
         ("a", dict(prompts=None, prompt="a\udcff"), "the prompt is not UTF-8 text"),
         ("a", dict(prompts="none.txt"), r"none\.txt"),
-        ("a", dict(num_samples=0), "num_samples = 0"),
+        ("a", dict(num_samples=0), "--num-samples 0"),
         ("a", dict(out="prompts.txt"), r"prompts\.txt: File exists"),
         ("a", dict(out="none/new"), "none/new"),
     ],
