@@ -2,13 +2,14 @@
 
     python -m lab bench attention     forms of soft-mask attention against plain attention
     python -m lab bench step          a training step against plain passes over as many slots
+    python -m lab bench profile       where the time of one training step goes, and how long compiling takes
     python -m lab bench memory        memory of a training step by formula, what fits, and how long it takes
     python -m lab bench decoding      early exit against all steps, compiled passes, transformers
     python -m lab bench goals         which of the goals for a GPU the results of the others meet
 
 Things that are compared take turns, so that a machine that slows down slows all of them. Tables are printed,
-and written to <out>/attention-<device>.json, train-<preset>-<device>.json, decode-<run>-<device>.json or
-memory-<preset>-cpu.json.
+and written to <out>/attention-<device>.json, train-<preset>-<device>.json, profile-<preset>-<device>.json,
+decode-<run>-<device>.json or memory-<preset>-cpu.json.
 """
 
 import math
@@ -42,7 +43,7 @@ from lab.interop.weights import find_model, load, to_others
 from lab.memory import bytes_of_step, slots_of_passes
 from lab.methods import PonderConfig, build
 from model import Count, PonderLM, validated_dataclass
-from train import objective, preset_settings
+from train import compiled_graphs, objective, preset_settings
 
 Some = Annotated[tuple[TypeVar("T"), ...], Field(min_length=1)]  # for a flag: Some[int]
 Preset = Literal["tiny", "small", "70m", "410m"]
@@ -261,6 +262,60 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
     about = {"dtype": str(dtype), "preset": o.preset, "windows": B, "R": o.R, "shape": asdict(shape)}
     refused = [{"case": name, "why": why} for name, why in failed.items()]
     write(o.out, f"train-{o.preset}", device, **about, rows=rows, refused=refused)
+
+
+# -- The profile of a training step ----------------------------------------------------------------
+
+
+@validated_dataclass
+class Profile(Options):
+    preset: Preset = "small"  # preset whose model is measured
+    windows: Count | None = None  # windows per step; None: 2 on a CPU, on a GPU as many as 80 GB hold
+    R: Annotated[int, Field(ge=0)] = 2  # refinement passes
+    compile: bool = False  # compile the blocks and the cross-entropy
+    rows: Count = 20  # number of operations that are listed, those that take longest
+
+
+def profile(o: Annotated[Profile, tyro.conf.arg(name="")]):
+    """Show which operations a training step spends its time in, and how long compiling it takes."""
+    device = pick_device(o.device)
+    _, shape = preset_settings(o.preset)
+    dtype = getattr(torch, pick_precision("auto", device))
+    B = o.windows or (WINDOWS[o.preset] if device.type == "cuda" else 2)
+    run = step_run(shape, B, o.R, device, dtype, compiled=o.compile)
+
+    def seconds_of_a_step():
+        begin = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    first = seconds_of_a_step()
+    graphs = compiled_graphs()
+    warm = statistics.median(seconds_of_a_step() for _ in range(o.repeats))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as seen:
+        seconds_of_a_step()
+
+    rows = []
+    for event in seen.key_averages():
+        microseconds = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+        rows.append({"operation": event.key, "calls": event.count, "milliseconds": microseconds / 1000})
+    total = sum(row["milliseconds"] for row in rows)
+    rows.sort(key=lambda row: -row["milliseconds"])
+    for row in rows:
+        row["fraction"] = row["milliseconds"] / total
+    about = {"dtype": str(dtype), "preset": o.preset, "windows": B, "R": o.R, "compiled": o.compile}
+    step = {
+        "seconds of the first step": first,
+        "seconds of a later step": warm,
+        "graphs": graphs,
+        "graphs compiled after the first step": compiled_graphs() - graphs,
+    }
+    write(o.out, f"profile-{o.preset}", device, **about, step=[step], rows=rows[: o.rows])
 
 
 # -- The memory of a training step -----------------------------------------------------------------
@@ -540,6 +595,6 @@ def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
 
 
 if __name__ == "__main__":
-    commands = {command.__name__: command for command in (attention, step, memory, decoding, goals)}
+    commands = {command.__name__: command for command in (attention, step, profile, memory, decoding, goals)}
     how = dict(prog="python -m lab bench", description=__doc__)
     command_line(lambda: tyro.extras.subcommand_cli_from_dict(commands, **how))

@@ -7,7 +7,9 @@
 #     bash lab/runs/gpu.sh d    does it save time? early exit, CUDA graphs and prompts, with the model of part b
 #     TRY=1 bash lab/runs/gpu.sh a b c d      does it run? At toy sizes on a CPU, in a minute or two
 # If there is not time for all of it, leave out what follows `python train.py` and `sample.py` in part b first, then part d.
-# Part b writes to out/gpu/recompiles.txt how often torch compiled a graph anew, which should be never.
+# Part b writes to out/gpu/recompiles.txt how often torch compiled a graph anew, which should be never, and to
+# out/gpu/bench/profile-small-cuda.json how long compiling takes, how many graphs there are, and where the time of a
+# compiled training step goes.
 # DATA: a prepared corpus; by default one is made from the source of Python's packages. STEPS: training steps of the
 # vanilla model and the grid. MODEL: directory of a Llama with its tokenizer (SmolLM2-135M), which part d decodes, too.
 # Writes: runs to out/gpu, results of benchmarks to out/gpu/bench. OUT names another folder.
@@ -19,7 +21,7 @@ out=${OUT:-out/gpu} data=${DATA:-pysource} text=pydocs
 device=(--device cuda) test_device=cuda
 tests=(tests/root tests/lab/test_kernels.py tests/engine tests/methods -n 4)
 presets="small 70m 410m"
-toy_training=() toy_evaluation=() toy_attention=(--widths 56 64 120 128) toy_step=(--compile) toy_decoding=()
+toy_profile=(--compile) toy_training=() toy_evaluation=() toy_attention=(--widths 56 64 120 128) toy_step=(--compile) toy_decoding=()
 if [ -n "${TRY:-}" ]; then
   out=${OUT:-out/try/gpu} data=docs/tour.md text=docs/tour.md presets=tiny
   device=(--device cpu) test_device=pretended
@@ -28,6 +30,7 @@ if [ -n "${TRY:-}" ]; then
   toy_evaluation=(--windows 3)
   toy_attention=(--lengths 64 --widths 56 --repeats 1)
   toy_step=(--windows 1 --R 1 --repeats 1)
+  toy_profile=("${toy_step[@]}")
   toy_decoding=(--batch-sizes 1 --prompts 8 --new-tokens 4 --repeats 1)
 fi
 
@@ -55,6 +58,7 @@ for part in "${@:?which part: a, b, c or d}"; do
     b) [ -f "$out/small/results.json" ] ||
          TORCH_LOGS=recompiles "$PYTHON" train.py --data "$data" --out "$out" --name small "${device[@]}" \
            "${toy_training[@]}" 2> >(tee recompiles.txt >&2) && mkdir -p "$out" && mv recompiles.txt "$out"
+       bench profile --preset "${presets%% *}" "${toy_profile[@]}"
        "$PYTHON" sample.py --run "$out/small" --tau 1e-4 --max-new-tokens "${NEW:-500}" "${device[@]}"
        train vanilla --method vanilla
        for K in 1 3; do train grid-$K --method grid --ponder-steps $K; done

@@ -48,6 +48,22 @@ def test_peak_of_a_gpu(monkeypatch):
     assert bench.measure({"a": grow, "b": lambda: None}, 1, torch.device("cuda"))[1] == {"a": 8, "b": 0}
 
 
+def test_profile(tmp_path, monkeypatch):
+    """Catches a profile without the matrix products, whose times are not of one step, and graphs that are not
+    counted."""
+    graphs = iter([7, 9])
+    monkeypatch.setattr(bench, "compiled_graphs", lambda: next(graphs))
+    how = dict(repeats=1, device="cpu", out=tmp_path, rows=300)
+    bench.profile(bench.Profile(preset="tiny", windows=2, R=0, **how))
+    found = json.loads((tmp_path / "profile-tiny-cpu.json").read_text())
+    (step,) = found["step"]
+    assert (step["graphs"], step["graphs compiled after the first step"]) == (7, 2)
+    rows = {row["operation"]: row for row in found["rows"]}
+    assert rows["aten::mm"]["milliseconds"] > 0
+    fractions = [row["fraction"] for row in found["rows"]]
+    assert fractions == sorted(fractions, reverse=True) and sum(fractions) == pytest.approx(1)
+
+
 def test_ratios(tmp_path, monkeypatch):
     """Catches ratios to something else than the plain form or step, and a compiled step that is not."""
     monkeypatch.setitem(bench.SHORT, "eager", 32)
