@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from pydantic import Field
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
 import sample
@@ -139,6 +140,20 @@ def attention_run(form, *inputs):
     return run
 
 
+# The fused kernels that sdpa picks from on a GPU, which are also measured one by one.
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def sdpa_by(kernel):
+    """The form of attention `sdpa`, by one kernel alone. It raises RuntimeError where that cannot run."""
+
+    def form(q, k, v, log_w):
+        with sdpa_kernel(kernel):
+            return sdpa(q, k, v, log_w)
+
+    return form
+
+
 @validated_dataclass
 class Attention(Options):
     lengths: Some[Count] = (1024, 4096, 8192, 16384)  # lengths of the sequence, in slots
@@ -148,7 +163,8 @@ class Attention(Options):
 def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
     """Measure soft-mask attention against plain causal attention, forward and backward.
 
-    On a CPU: one sequence of 4 heads in float32. On CUDA: 16,384 slots of 16 heads in bfloat16.
+    On a CPU: one sequence of 4 heads in float32. On CUDA: 16,384 slots of 16 heads in bfloat16, and sdpa by
+    each of its kernels, too.
     """
     device = pick_device(o.device)
     on_cuda = device.type == "cuda"
@@ -164,6 +180,10 @@ def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
         for name in ("sdpa", "exact", "eager"):
             if SHORT.get(name, N) >= N:
                 runs[name] = attention_run(BACKENDS[name], q, k, v, log_w)
+        if on_cuda:
+            for name, kernel in KERNELS.items():
+                runs[f"plain, {name}"] = attention_run(sdpa_by(kernel), q, k, v, None)
+                runs[f"sdpa, {name}"] = attention_run(sdpa_by(kernel), q, k, v, log_w)
         seconds, memory, failed = measure(runs, o.repeats, device, 10 if on_cuda else 1)
         refused += [{"backend": name, "N": N, "d": d, "why": why} for name, why in failed.items()]
         if "plain" not in seconds:

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from lab_helpers import NEOX, save_for_bytes, small_model
+from torch.nn.attention import SDPBackend
 
 import train as train_script
+from attention import sdpa
 from common import UserError
 from lab import bench
 from lab.engine.batching import Engine
@@ -46,6 +48,15 @@ def test_peak_of_a_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: now.update(peak=now["allocated"]))
     grow = lambda: now.update(peak=now["allocated"] + 2**23)  # noqa: E731
     assert bench.measure({"a": grow, "b": lambda: None}, 1, torch.device("cuda"))[1] == {"a": 8, "b": 0}
+
+
+def test_one_kernel():
+    """Catches a kernel that is asked for by name, and another one that runs."""
+    q, k, v = torch.randn(3, 1, 2, 16, 8, dtype=torch.float64)
+    log_w = -torch.rand(1, 16)
+    torch.testing.assert_close(bench.sdpa_by(SDPBackend.MATH)(q, k, v, log_w), sdpa(q, k, v, log_w))
+    with pytest.raises(RuntimeError):  # there is no such kernel on a CPU
+        bench.sdpa_by(SDPBackend.CUDNN_ATTENTION)(q, k, v, log_w)
 
 
 def test_profile(tmp_path, monkeypatch):
