@@ -34,8 +34,8 @@ def follows(method, setting):
 
 
 def has_router_rows(method):
-    """Whether a method has PonderLM-3's router, with a row for each number of steps. The router's offset has
-    a number for each row, so it is exactly these methods that follow `router_offset`."""
+    """Whether a method learns PonderLM-3's router, which has a row for each number of steps. Such methods are
+    told by `router_offset`, which has a number for each row: they follow this setting, and no others do."""
     return follows(method, "router_offset")
 
 
@@ -64,7 +64,7 @@ def start_defaults(config, shape, name, method=None, ponder_steps=None):
     if base.method != "vanilla" and method in (None, base.method):
         K = base.ponder_steps if ponder_steps is None else ponder_steps
         model = replace(base, block_size=window)
-        # For other methods the flag --ponder-steps needs no default here: `carried_over` refuses it, or not.
+        # Other methods take the flag --ponder-steps as it is, unless `carried_over` refuses it.
         if base.ponder_steps < K and has_router_rows(base.method):
             model = replace(model, ponder_steps=K, router_offset=longer(base, K))
         return config, model

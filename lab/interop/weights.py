@@ -249,8 +249,8 @@ def from_others(config):
     if rope["rope_type"] == "llama3":
         given["backbone"] = "llama3"
         given["backbone_options"] = {name: float(rope[name]) for name in LLAMA3}
-    # Official PonderLM-2 models have the field recurrent_model, which turns the latent thoughts on or off; in
-    # some models this field is missing, and the thoughts are on.
+    # In an official PonderLM-2, recurrent_model turns the latent thoughts on or off. Without this field,
+    # num_latent_thoughts says whether there are any.
     has_thoughts = bool(config.get("num_latent_thoughts"))
     is_ponderlm2 = config.get("recurrent_model", has_thoughts)
     if is_ponderlm2:
