@@ -43,7 +43,12 @@ def one_line(error):
         message = found["msg"].removeprefix("Value error, ").replace("Input should be", "it must be")
         message = message.replace("less than or equal to", "at most")
         message = message.replace("greater than or equal to", "at least")
-        parts.append(f"{field} = {found['input']!r:.80}: {message}" if field else message)
+        if found["type"] == "missing":
+            parts.append(f"{field} is missing")
+        elif field:
+            parts.append(f"{field} = {found['input']!r:.80}: {message}")
+        else:
+            parts.append(message)
     return "; ".join(parts)
 
 

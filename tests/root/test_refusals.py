@@ -18,6 +18,7 @@ import train
 from checkpoint import load, locked, make_run_folder, save
 from common import UserError, check_writable, command_line
 from data import open_corpus, open_ids
+from model import validated_dataclass
 from sources import read_documents
 from tokenizer import WHITESPACE_PIECE, Tokenizer, load_tokenizer
 from train import parse
@@ -51,6 +52,23 @@ def test_a_bpe_that_is_too_small(monkeypatch):
     monkeypatch.setitem(data.SOURCES, "pydocs", lambda: pytest.fail("the text was read"))
     with pytest.raises(UserError, match="--vocab-size 200 is too small for a BPE: use more than 257"):
         open_corpus("pydocs", "bpe", 200)
+
+
+def test_data_that_is_no_file():
+    """Catches "Not a directory" in the place of what --data may be."""
+    with pytest.raises(UserError, match="--data '/dev/null' is not a file or folder"):
+        open_corpus("/dev/null")
+
+
+def test_a_missing_setting():
+    """Catches a setting that is missing and is told by pydantic's own name for all arguments, ArgsKwargs."""
+
+    @validated_dataclass
+    class Settings:
+        factor: float
+
+    with pytest.raises(SystemExit, match=r"^error: factor is missing$"):
+        command_line(Settings)
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
