@@ -849,3 +849,35 @@ def test_two_processes(float64):
             assert x == pytest.approx(y, abs=1e-6)
         a, b = (json.loads((run / "results.json").read_text()) for run in (a, b))
         assert a["hard"]["loss"] == pytest.approx(b["hard"]["loss"], abs=1e-9)
+
+
+LATE = """
+import os
+import signal
+import train
+
+final_report = train.final_report
+
+def signalled(model, windows, config, signals=()):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return final_report(model, windows, config, signals)
+
+if __name__ == "__main__":
+    train.final_report = signalled
+    train.command_line(train.main)
+"""
+
+
+def test_a_signal_to_one_of_two_in_the_final_evaluation():
+    """Catches a process that stops alone, so that the other one ends in gloo's traceback."""
+    Path("late.py").write_text(LATE)
+    Path("text.txt").write_text("one two three. " * 300)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "late.py"]
+    flags = shlex.split(f"{TINY} --steps 2 --eval-every 2 --name late")
+    done = python(*torchrun, *flags, cwd=".", GLOO_SOCKET_IFNAME="lo")
+    assert "stopped; resume with: python train.py --resume --name late" in done.stdout
+    assert "Connection closed" not in done.stderr and "gloo" not in done.stderr, done.stderr
+    assert checkpoint(Path("out/late"))["step"] == 2 and not Path("out/late/results.json").exists()
+    _, results = go("--resume --name late")
+    assert results["hard"]["loss"] > 0
