@@ -2,6 +2,7 @@
 
 subject.py      a model of any method on a text, measured token by token
 tables.py       numbers kept as CSV and shown as tables, and the sheet of a figure
+runs.py         trained runs, as a figure of several reads and names them
 comparing.py    several runs side by side
 explainer.py    a page that runs models, from templates/
 

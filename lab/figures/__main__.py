@@ -38,7 +38,10 @@ FIGURES = Explainer, Difficulty, Compare, Depth, Layers, Lookup, Kinds, Mixed, W
 
 
 def reader(figure):
-    """A function that reads the flags of a figure: given the class, tyro prints errors as a whole page."""
+    """A function that reads the flags of a figure.
+
+    It is given to tyro rather than the class itself, with which tyro would print a page for each error.
+    """
 
     def read(flags: Annotated[figure, tyro.conf.arg(name="")]):
         return flags

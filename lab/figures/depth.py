@@ -93,7 +93,9 @@ def depth_rows(model, windows):
 class Depth(Comparison):
     """Draw how much steps would gain if they went to the right tokens. For runs of --method drawn."""
 
-    windows: Count = 512  # windows of validation text; gains are fitted on the first half
+    # windows of validation text; the gain of a step is fitted on the first half of them and tested on the
+    # second
+    windows: Count = 512
     sheet = "steps a token", "loss, nats a token"
     by = ["step", "share"]
     columns = {"K": "K", "seeds": "seeds", "step": "step", "share": "share:g"}
@@ -101,7 +103,10 @@ class Depth(Comparison):
 
     def measure(self, run):
         if not issubclass(run.method, Drawn):
-            raise UserError(f"{run.path} is a run of {run.method.title}: give runs of --method drawn")
+            raise UserError(
+                f"{run.path} has the method {run.model_config.method}: give runs that were trained with "
+                "--method drawn"
+            )
         one = self.subject(run, self.windows)
         return list(depth_rows(one.model, one.windows))
 

@@ -1,7 +1,8 @@
 """The paper's figures of easy and hard tokens, with the losses of another model as the difficulty.
 
 A token's own loss is a term of the gain of a step, so tokens sorted by their own loss would show a gain even
-where there is none (reading note 11). The losses of another model on the same windows are not.
+where there is none (reading note 11). The losses of another model on the same windows are no part of the
+gain.
 """
 
 from dataclasses import replace
@@ -24,19 +25,20 @@ def reference_losses(subject, place):
     """The losses (n,) of the model in `place` on the windows of a subject.
 
     Raises:
-        UserError: the model has another tokenizer, or a shorter window.
+        UserError: the model has a different tokenizer, or a shorter window.
     """
     model = load(place).to(subject.windows.device)
     digest = load_tokenizer(place / "tokenizer.json").digest
     if digest != subject.tokenizer.digest:
         raise UserError(
-            f"--reference {place} has another tokenizer than {subject.path}: give a model with the same"
+            f"--reference {place} has a different tokenizer from {subject.path}: name a model with the same "
+            "one"
         )
     T = subject.windows.size(1) - 1
     if model.config.block_size < T:
         raise UserError(
-            f"--reference {place} has a window of {model.config.block_size} tokens, but {subject.path} one "
-            f"of {T}: give a model with as large a window"
+            f"--reference {place} reads {model.config.block_size} tokens at a time, but {subject.path} reads "
+            f"{T}: name a model with a context length of at least {T}"
         )
     losses, _, _ = decoded(replace(subject, model=model))
     return losses
@@ -72,7 +74,8 @@ class Difficulty:
     run: NonEmpty | None = None  # directory of a trained PonderLM-3; None: the newest run in out/
     windows: Count = 256  # windows of validation text
     tau: Fraction | None = None  # mask score below which pondering stops; None: that of the run's evaluation
-    data: NonEmpty | None = None  # the text that the run was trained on, unless that is pydocs or pysource
+    # the text that the run was trained on, needed unless that was pydocs or pysource
+    data: NonEmpty | None = None
     out: Path | None = None  # folder for the results; None: <run>/report
     device: str = "auto"  # auto, cpu, cuda or mps
 
@@ -80,7 +83,7 @@ class Difficulty:
         path = find_model(self.run)
         subject = open_subject(path, self.windows, self.tau, pick_device(self.device), self.data)
         if not subject.model.iterates or not subject.model.has_router:
-            raise UserError(f"{path} is a model of method {subject.model.method}: give a PonderLM-3 to --run")
+            raise UserError(f"{path} has the method {subject.model.method}: name a PonderLM-3 with --run")
         difficulty = reference_losses(subject, find_model(self.reference))
         out = self.out or path / "report"
         figures = {"buckets": gains(subject, difficulty), "shift": shifts(subject, difficulty)}

@@ -89,7 +89,10 @@ def open_model(path, method, tokens):
     }
     for what, (found, needed) in found_and_needed.items():
         if found != needed:
-            raise UserError(f"{path} has the {what} {found}, but {needed} is needed: give another model")
+            raise UserError(
+                f"{path} has the {what} {found}, but {needed} is needed: give --run a model with the {what} "
+                f"{needed}"
+            )
     return model, tokenizer
 
 
@@ -97,7 +100,8 @@ def open_model(path, method, tokens):
 class Explainer:
     """Write a page that runs two models: one solves puzzles, the other reads a text while you type."""
 
-    # directory of a trained PonderLM-3 of bytes; None: the newest run in out/, or else models/docstrings
+    # directory of a PonderLM-3 that was trained with --tokenizer bytes; None: the newest run in out/, or else
+    # models/docstrings
     run: NonEmpty | None = None
     tau: Fraction | None = None  # where the slider for tau starts; None: the tau of the run's evaluation
     # file of the page; None: <run>/report/explainer.html, or out/explainer.html for models/docstrings
@@ -109,7 +113,7 @@ class Explainer:
         file = self.out or of_run / "explainer.html"
         config = settings_of(path)
         if not {"tau", "data", "steps"} <= config.keys():
-            raise UserError(f"{path}/train.json does not have the settings of a run: give a run to --run")
+            raise UserError(f"{path}/train.json has no run settings: name a trained run with --run")
         model, _ = open_model(path, "ponderlm3", "bytes")
         puzzler, tokenizer = open_model(PUZZLES, "grid", "lookup")
         of_text, weights = packed(model)
@@ -118,6 +122,7 @@ class Explainer:
         words = [tokenizer.decode([i]).decode().strip() for i in range(BYTES, end)]
         of_text["tau"] = config["tau"] if self.tau is None else self.tau
         of_puzzle |= {"tau": PUZZLE_TAU, "words": [*words, "end of text"]}
+        # The page links to files of the repository, by paths from where the page is.
         root = os.path.relpath(ROOT, file.resolve().parent).replace(os.sep, "/")
         values = {"payload": {"text": of_text, "puzzle": of_puzzle, "root": root}, "weights": weights}
         values |= {"puzzle_weights": puzzle_weights, "puzzle": puzzler.config, "config": model.config}

@@ -2,7 +2,8 @@
 extra steps.
 
 column       meaning
-model        plain: no extra steps; always: all K steps for every token (PonderLM-2); decides (PonderLM-3)
+model        plain: no extra steps; always thinks: all K steps for every token (PonderLM-2); decides: as many
+             as the router says (PonderLM-3)
 layers, K    layers of the model, and its most steps
 loss, steps  nats per token as the model decodes, hard-stopped at its tau, and executed steps; both are means
 parameters   learned numbers
@@ -19,8 +20,9 @@ import numpy as np
 import pandas as pd
 import tyro
 
-from lab.figures.comparing import Comparison, check_comparable
+from lab.figures.comparing import Comparison
 from lab.figures.lookup import NAMES, timed
+from lab.figures.runs import check_comparable
 from lab.figures.tables import COLORS, show
 from lab.intervals import interval
 from model import validated_dataclass
@@ -31,17 +33,17 @@ def layer_rows(runs, data=None):
     check_comparable(runs)
     rows = []
     for run, subject, seconds in timed(runs, 4, data=data):
-        tokens = run.config.steps * run.config.batch_size * run.shape.block_size
+        tokens = run.config.steps * run.config.batch_size * run.model_config.block_size
         row = {
-            "model": NAMES[run.shape.method],
-            "layers": run.shape.num_hidden_layers,
-            "K": run.begun.ponder_steps,
+            "model": NAMES[run.model_config.method],
+            "layers": run.model_config.num_hidden_layers,
+            "K": run.K,
             "seed": run.config.seed,
             "loss": run.results["hard"]["loss"],
             "steps": run.results["hard"]["steps"],
             "parameters": sum(p.numel() for p in subject.model.parameters()),
             "training": tokens / run.speed,
-            "decoding": 1000 * seconds / run.shape.block_size,
+            "decoding": 1000 * seconds / run.model_config.block_size,
         }
         rows.append(row | run.origin)
     return with_worth(pd.DataFrame(rows))

@@ -2,7 +2,8 @@
 takes: whether depth follows difficulty, which tokens need their steps, and what extra steps are worth.
 
 column           meaning, in the table of `worth`
-model            plain: no extra steps; always: all steps for every token (PonderLM-2); decides (PonderLM-3)
+model            plain: no extra steps; always thinks: all steps for every token (PonderLM-2); decides: as
+                 many as the router says (PonderLM-3)
 layers           layers of the model
 learning_rate    of its training; of several, the one with the highest accuracy over all seeds counts
 steps            training steps of all stages; last_stage: those of the last stage
@@ -24,7 +25,8 @@ from pydantic import PositiveInt
 from attention import LOG_W_HIDDEN
 from common import UserError, command_line
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
-from lab.figures.comparing import ABOUT, Comparison, draw_curves, needs_router, read_runs
+from lab.figures.comparing import ABOUT, Comparison, draw_curves
+from lab.figures.runs import needs_router, read_runs
 from lab.figures.subject import decoded, open_subject, rerouted
 from lab.figures.tables import look_of, show
 from lab.interop.warm_start import longer, start_from
@@ -49,8 +51,8 @@ class Lookup(Comparison):
     """Draw accuracy and steps by the number of lookups, for models that were trained on the lookup task."""
 
     tau: Fraction | None = None  # mask score below which pondering stops; None: that of each run's evaluation
-    # numbers of steps that the models may take, instead of their K; the router's last row holds for new steps
-    most: tuple[PositiveInt, ...] = ()
+    # let models take up to these numbers of steps instead of K; new steps get a copy of the router's last row
+    most: tuple[PositiveInt, ...] | None = None
     other = True
     by = ["most", "lookups"]
     keeps_means = True
@@ -63,15 +65,15 @@ class Lookup(Comparison):
         1024 lines."""
         subject = self.subject(run, 1024)
         trained = subject.model
-        shape = run.shape
+        K = run.model_config.ponder_steps
         found = []
-        for n in self.most or [shape.ponder_steps]:
-            if n < shape.ponder_steps:
-                K = shape.ponder_steps
-                raise UserError(f"--most {n}: {run.path} takes {K} steps already; give at least {K}")
+        for n in self.most or [K]:
+            if n < K:
+                raise UserError(f"--most {n}: {run.path} already takes {K} steps: give {K} or more")
             subject.model = trained
-            if n != shape.ponder_steps:
-                grown = replace(shape, ponder_steps=n, router_offset=longer(shape, n))
+            if n != K:
+                offset = longer(run.model_config, n)
+                grown = replace(run.model_config, ponder_steps=n, router_offset=offset)
                 subject.model = start_from(run.path, grown).to(subject.windows.device).eval()
             asked, right, steps, _ = answers(subject)
             tokens = pd.DataFrame({"accuracy": right.double(), "steps": steps.double()})
@@ -103,8 +105,11 @@ def stilled(places):
 
     def change(s, log_w):
         still = places[:, None] & (torch.arange(s.size(-1), device=s.device) > 0)  # (T, S)
+        # The model itself never renormalises s. Here a token without steps gets s_0 = 1, as from a router
+        # that is certain of step 0; without that its state would be scaled down.
         s = s.masked_fill(still, 0)
-        return s / s.sum(-1, keepdim=True), log_w.masked_fill(still, LOG_W_HIDDEN)
+        s = s / s.sum(-1, keepdim=True)
+        return s, log_w.masked_fill(still, LOG_W_HIDDEN)
 
     return change
 
@@ -113,7 +118,8 @@ def kind_rows(subject):
     """The frame of one run, a row for each kind of token.
 
     column       meaning
-    kind         one of KINDS; all: all tokens, whose steps stay; idle: tokens that are no pairs or questions
+    kind         one of KINDS; all: all tokens, whose steps stay; idle: tokens that are neither pairs nor
+                 questions
     tokens       the fraction of tokens of this kind
     steps        executed steps of these tokens, mean
     steps_left   executed steps of all tokens when those of this kind take none, mean
@@ -122,13 +128,13 @@ def kind_rows(subject):
     """
     *_, steps = answers(subject)
     kinds = kinds_of(subject.windows.size(1) - 1, subject.tokenizer).to(subject.windows.device)  # (T,)
-    groups = {"all": []}  # indices of KINDS
+    groups = {"all": []}  # the kinds, as indices of KINDS, whose steps are taken away: here none
     groups |= {kind: [i] for i, kind in enumerate(KINDS)}
     groups["idle"] = [i for i, kind in enumerate(KINDS) if kind not in ("pair", "question")]
     rows = []
     for name, chosen in groups.items():
-        places = torch.isin(kinds, torch.tensor(chosen, device=kinds.device))  # (T,)
-        counted = places if chosen else ~places
+        places = torch.isin(kinds, torch.tensor(chosen, device=kinds.device))  # (T,), which are stilled
+        counted = places if chosen else torch.ones_like(places)  # which have their steps counted
         counted = counted.repeat(len(subject.windows)).cpu()  # (n,)
         with rerouted(subject.model, stilled(places)):
             asked, right, _, left = answers(subject)
@@ -188,20 +194,21 @@ def timed(runs, windows, tau=None, data=None, other=False):
     """Measure how long runs take to decode a line, in turns.
 
     Args:
-        runs: of comparing.read_runs.
+        runs: of runs.read_runs.
         windows, tau, data, other: as subject.open_subject.
 
     Returns:
-        (run, Subject, mean seconds per line) of each run. The least of ROUNDS counts, since other work on the
-        machine can only slow a run down.
+        (run, Subject, mean seconds per line) of each run. The fastest of ROUNDS counts, since other work on
+        the machine can only slow a run down.
 
     Raises:
         UserError: a run is of a method that is not in NAMES.
     """
     for run in runs:
-        if run.shape.method not in NAMES:
+        if run.model_config.method not in NAMES:
             raise UserError(
-                f"{run.path} is of method {run.shape.method}: only {', '.join(NAMES)} are compared; omit it"
+                f"{run.path} has the method {run.model_config.method}, but only {', '.join(NAMES)} can be "
+                "compared: remove it from --runs"
             )
     subjects = [open_subject(run.path, windows, tau, torch.device("cpu"), data, other) for run in runs]
     found = [[] for _ in subjects]
@@ -217,10 +224,10 @@ def worth_rows(runs, tau, data):
     rows = []
     for run, subject, seconds in timed(runs, 1024, tau, data, other=True):
         asked, right, _, all_steps = answers(subject)
-        layers = run.shape.num_hidden_layers
+        layers = run.model_config.num_hidden_layers
         steps = all_steps.double().mean().item()
         of_run = {
-            "model": NAMES[run.shape.method],
+            "model": NAMES[run.model_config.method],
             "layers": layers,
             "seed": run.config.seed,
             "learning_rate": run.config.learning_rate,
@@ -245,8 +252,10 @@ def trained_steps(run):
 
 def row_title(model, layers, last_stage, shortest):
     """The title of a row of the table. shortest: training steps of the shortest last stage of all rows."""
-    longer = f", stages {last_stage / shortest:g} times as long" if last_stage > shortest else ""
-    return f"{model}, {layers} layer{'s' * (layers > 1)}{longer}"
+    title = f"{model}, 1 layer" if layers == 1 else f"{model}, {layers} layers"
+    if last_stage > shortest:
+        title += f", stages {last_stage / shortest:g} times as long"
+    return title
 
 
 def summary(frame):
@@ -258,13 +267,15 @@ def summary(frame):
     """
     accuracy = frame.groupby([*ROW, "learning_rate"]).right.mean().reset_index()
     best = accuracy.loc[accuracy.groupby(ROW).right.idxmax(), [*ROW, "learning_rate"]]
-    kept = frame.merge(best)
+    kept = frame.merge(best, on=[*ROW, "learning_rate"])
     rows = []
-    for which, group in kept.groupby(ROW):
+    for (model, layers, last_stage), group in kept.groupby(ROW):
         passes = group.passes.mean()
-        row = {"model": row_title(*which, kept.last_stage.min()), "seeds": group.seed.nunique()}
+        title = row_title(model, layers, last_stage, kept.last_stage.min())
+        row = {"model": title, "seeds": group.seed.nunique()}
         for n, right in group.groupby("lookups").right.mean().items():
-            row[f"{n} lookup{'s' * (n > 1)}"] = show(right, ".2f")
+            title = "1 lookup" if n == 1 else f"{n} lookups"
+            row[title] = show(right, ".2f")
         row["worst"] = f"{group.right.min():.2f}"
         row["steps of training"] = f"{group.steps.mean():,.0f}"
         row["passes a token"] = f"{passes:.2f}"
@@ -291,11 +302,10 @@ class Worth(Comparison):
 
     def picture(self, frame, axes):
         _, kept = summary(frame)
-        for i, (which, group) in enumerate(kept.groupby(ROW)):
+        for i, ((model, layers, last_stage), group) in enumerate(kept.groupby(ROW)):
             curve = group.groupby("lookups").right.agg(["mean", "min", "max"])
             look = look_of(i)
-            model, *rest = which
-            title = row_title(LEGEND.get(model, model), *rest, kept.last_stage.min())
+            title = row_title(LEGEND.get(model, model), layers, last_stage, kept.last_stage.min())
             label = f"{title}: {group.passes.mean():.2f} passes"
             axes.plot(curve.index, curve["mean"], label=label, **look)
             axes.fill_between(curve.index, curve["min"], curve["max"], color=look["color"], alpha=0.15)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import pandas as pd
 import torch
 
-from lab.corpora.lookup import longest_of, lookups_asked
+from lab.corpora.lookup import SHORT, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, Comparison
 from lab.figures.subject import decoded
 from model import Fraction, validated_dataclass
@@ -22,7 +22,9 @@ from model import Fraction, validated_dataclass
 
 def is_line(rows, tokenizer):
     """Which windows (W, T+1) are lines of the task, that is, begin with a table of pairs: booleans (W,)."""
-    return (rows[:, : longest_of(tokenizer) + 7] >= tokenizer.encode(" ab")[0]).all(-1)
+    pairs = longest_of(tokenizer) + SHORT  # of a table
+    (first_pair,) = tokenizer.encode(" ab")  # pairs have the largest ids of the vocabulary
+    return (rows[:, :pairs] >= first_pair).all(-1)
 
 
 def kind_rows(subject):

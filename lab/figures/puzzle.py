@@ -19,7 +19,7 @@ import tyro
 from attention import augment
 from common import UserError, command_line
 from lab.common import NonEmpty
-from lab.corpora.lookup import line, longest_of
+from lab.corpora.lookup import SHORT, line, longest_of
 from lab.figures.explainer import open_model, write_page
 from lab.interop.weights import PUZZLES, locate
 from lab.methods.grid import CacheBySlot
@@ -46,12 +46,17 @@ class Solution:
 
 
 class Watched(CacheBySlot):
-    """A layer's cache on the grid that keeps the attention weights of each slot, (H, M) each, in `seen`."""
+    """A layer's cache on the grid that keeps the attention weights of each slot: (H, M) each, for the M keys
+    that the slot sees.
 
-    seen = ()
+    Attributes:
+        seen: the weights of each slot so far. `solve` puts a new list here for each token.
+    """
+
+    seen = None
 
     def attend(self, q, k, v, log_w):
-        out = super().attend(q, k, v, log_w)
+        out = super().attend(q, k, v, log_w)  # after it, self.k is one more than the number of this slot
         d = q.size(-1)
         q, _, _ = augment(q, k, v, log_w)  # (1, H, 1, d')
         keys = torch.cat([slot.keys for slot in self.slots[: self.k]], dim=2)  # (1, G, M, d')
@@ -78,9 +83,8 @@ def solve(model, tokenizer, table, letter, tau):
     ids = tokenizer.encode(f" {' '.join(table)} {len(chain) - 1} {letter}")
     S = model.config.ponder_steps + 1
     cache = Watched(S)
-    owners = [
-        [] for _ in range(S)
-    ]  # for each slot k the tokens whose keys the cache of slot k holds, in order
+    # for each slot k, the tokens whose keys the cache of slot k holds, in order
+    owners = [[] for _ in range(S)]
     for t, x in enumerate(ids):
         cache.seen = []
         logits, steps = model.ponder_token(x, t, [cache], tau)
@@ -102,7 +106,7 @@ def puzzle(seed, longest=6):
     """A random table, a list of pairs, and a letter for each number of lookups, {n: letter}."""
     rng = random.Random(seed)
     words = line(rng, longest=longest).split()
-    table = words[: longest + 7]
+    table = words[: longest + SHORT]
     lengths = {pair[0]: len(chain_from(pair[0], table)) for pair in table}
     letters = {}
     for n in range(1, longest + 1):
@@ -135,7 +139,8 @@ def show(model, tokenizer, tau=TAU, seed=6):
 
 @validated_dataclass
 class Puzzle:
-    run: NonEmpty | None = None  # directory of a model of the lookup task on the grid; None: models/lookup
+    # directory of a model that was trained on the lookup task with --method grid; None: models/lookup
+    run: NonEmpty | None = None
     seed: int = 6  # seed of the puzzle
     number: int | None = None  # number of lookups of the question that is drawn; None: the largest
     tau: Fraction = TAU  # mask score below which pondering stops
@@ -154,7 +159,7 @@ def main(options: Annotated[Puzzle, tyro.conf.arg(name="")]):
     table, letters = puzzle(o.seed, longest_of(tokenizer))
     number = max(letters) if o.number is None else o.number
     if number not in letters:
-        raise UserError(f"--number {number}: questions take 1 to {max(letters)} lookups; give one of these")
+        raise UserError(f"--number {number}: questions take 1 to {max(letters)} lookups: give one of these")
     show(model, tokenizer, o.tau, o.seed)
     found = solve(model, tokenizer, table, letters[number], o.tau)
     period = SECONDS * (found.steps + 2) + PAUSE

@@ -51,8 +51,7 @@ def decoded(subject):
     """Each token as decoding has it, hard-stopped at tau.
 
     Returns:
-        The losses, the executed steps, and whether the token that follows is the most probable one: (n,)
-            each.
+        (n,) losses, (n,) executed steps, and (n,) whether the most probable token is the one that follows.
     """
     model = subject.model
 
@@ -67,7 +66,9 @@ def decoded(subject):
 @contextmanager
 def rerouted(model, change):
     """A context in which `change` has the last word on the routing: it maps s and log_w (B, T, S) to others.
-    A pass may be about some of the windows only."""
+
+    `change` may get only some of the windows: those that have settled drop out of later passes.
+    """
     own = model.route
     model.route = lambda h, alpha=0.0: change(*own(h, alpha))
     try:

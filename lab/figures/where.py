@@ -17,7 +17,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from lab.figures.comparing import ABOUT, Comparison, needs_router
+from lab.figures.comparing import ABOUT, Comparison
+from lab.figures.runs import needs_router
 from lab.figures.subject import decoded, rerouted
 from lab.figures.tables import COLORS
 from model import Count, Fraction, validated_dataclass
@@ -138,7 +139,9 @@ class Where(Comparison):
         return where_rows(self.subject(run, self.windows))
 
     def picture(self, frame, *panels):
-        first = next(iter(frame.groupby(["method", "K"], sort=False)))[1]
+        # The picture shows the first method only; the table has them all.
+        groups = [group for _, group in frame.groupby(["method", "K"], sort=False)]
+        first = groups[0]
         for axes, group in zip(panels, GROUPS, strict=False):
             mine = first[first.group == group].sort_values("steps")
             axes.barh(mine.kind, mine.steps, xerr=mine.steps_std.fillna(0), color=COLORS[1])

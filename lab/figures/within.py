@@ -20,8 +20,8 @@ from model import Count, validated_dataclass
 
 @contextmanager
 def states_of_slot_0(model):
-    """Within it a list: of each forward pass that begins with slot 0 alone, the state after the embedding and
-    after each layer, (B, T, D) each."""
+    """A context that yields a list. It receives the states of the first pass, which runs slot 0 alone: after
+    the embedding and after each layer, (B, T, D) each."""
     found = []
 
     def before_first(layer, inputs):
@@ -69,7 +69,7 @@ def layer_rows(subject):
 class Within(Comparison):
     """How well the state after each layer would predict, before any extra step. A table."""
 
-    windows: Count = 512  # of the validation text
+    windows: Count = 512  # number of validation windows
     by = ["layer"]
     columns = ABOUT | {"layer": "layer", "loss": "loss:.4f", "size": "size:.2f", "weights": "weights:.4f"}
 

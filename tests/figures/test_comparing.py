@@ -16,7 +16,8 @@ from analyze import pareto
 from common import UserError
 from data import Windows, open_corpus
 from lab.figures import comparing
-from lab.figures.comparing import by_run, losses, read_runs
+from lab.figures.comparing import by_run, losses
+from lab.figures.runs import named, read_runs
 from lab.figures.subject import rerouted
 from lab.interop.weights import load
 from lab.methods import find
@@ -39,7 +40,7 @@ def test_means_over_seeds(make_run):
     assert (adaptive["method"], adaptive["K"], adaptive["seeds"]) == ("PonderLM-3", 3, 2)
     assert adaptive["steps"] == 2.5 and adaptive["steps_std"] == pytest.approx(math.sqrt(0.5))
     assert (looped["seeds"], looped["loss"]) == (1, 0.5) and math.isnan(looped["loss_std"])
-    shape = read_runs(paths)[0].shape
+    shape = read_runs(paths)[0].model_config
     assert adaptive["slots"] == pytest.approx(find("ponderlm3").training_forwards(shape, 2.5, 100) * 0.0512)
     assert adaptive["minutes"] == pytest.approx(51_200 / 100 / 60)
     for name, ours in pd.DataFrame(pareto(paths)).groupby("method"):
@@ -79,7 +80,7 @@ def test_other_tau_and_windows_to_choose_by(trained):
             assert row[which or "loss"] == pytest.approx(out.loss.item(), rel=1e-5)
             steps = row[f"{which}_steps" if which else "steps"]
             assert steps == pytest.approx(out.steps.float().mean().item(), rel=1e-5)
-    with pytest.raises(UserError, match="are reported"):
+    with pytest.raises(UserError, match="are already reported: give --choose"):
         by_run(runs, lambda run: losses(run, (), 10**6, CPU, text))
     runs[0].config.eval_windows = 10**6  # more than there are: it was scored on fewer
     (row,) = losses(runs[0], (0.97,), 0, CPU, text)
@@ -164,8 +165,8 @@ def test_other_settings_are_other_curves(make_run):
         "j": dict(method="pause"),
     }.items():
         make_run(name, 1, 2, **changes)
-    found = comparing.named(read_runs(sorted(x.parent for x in Path().glob("*/results.json"))))
-    assert {name: [run.shape.ponder_steps for run in runs] for name, runs in found.items()} == {
+    found = named(read_runs(sorted(x.parent for x in Path().glob("*/results.json"))))
+    assert {name: [run.model_config.ponder_steps for run in runs] for name, runs in found.items()} == {
         "PonderLM-3": [3, 3, 4],
         "PonderLM-3, penalty_weight 0": [3],
         "LoopedLM, batch_size 4": [3],

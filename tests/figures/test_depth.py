@@ -69,7 +69,7 @@ def test_command(make_run, tmp_path):
     """Catches a run of another method, and a curve or row that is missing."""
     with pytest.raises(UserError, match="--method drawn"):
         Depth((make_run("plain", 1.0, 0),), out=tmp_path / "out").draw()
-    who, figure = {"method": "drawn", "K": 2, "seed": 0}, Depth(out=tmp_path)
+    who, figure = {"method": "drawn", "K": 2, "seed": 0}, Depth((), out=tmp_path)
     rows = pd.DataFrame(who | row for row in depth_rows(drawn_model(), WINDOWS))
     _, (axes,) = new_figure(*figure.sheet)
     figure.picture(rows, axes)

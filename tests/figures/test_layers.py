@@ -6,8 +6,8 @@ from lab_helpers import records
 from safetensors.torch import load_file
 
 from common import UserError, read_json
-from lab.figures.comparing import read_runs
 from lab.figures.layers import Layers, layer_rows, summary, with_worth
+from lab.figures.runs import read_runs
 
 
 def test_rows(trained, tmp_path):

@@ -10,8 +10,8 @@ from lab_helpers import flags, records, small_model
 
 from common import UserError
 from lab.corpora import lookup
-from lab.figures.comparing import read_runs
 from lab.figures.lookup import Kinds, Lookup, answers, kind_rows, stilled
+from lab.figures.runs import read_runs
 from lab.figures.subject import decoded, open_subject, rerouted
 
 
@@ -40,7 +40,7 @@ def test_answers(subject, lines, method):
 
 
 def lookup_rows(runs, **flags):
-    return Lookup(**flags).frame(read_runs(runs))
+    return Lookup((), **flags).frame(read_runs(runs))
 
 
 def test_lookup(trained, tmp_path):

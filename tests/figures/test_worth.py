@@ -5,8 +5,8 @@ import pytest
 from lab_helpers import records
 
 from lab.figures import lookup as worth
-from lab.figures.comparing import read_runs
 from lab.figures.lookup import Worth, answers, summary, trained_steps
+from lab.figures.runs import read_runs
 from lab.figures.subject import open_subject
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from lab_helpers import flags
 
-from lab.figures.comparing import losses, read_runs
+from lab.figures.comparing import losses
+from lab.figures.runs import read_runs
 from lab.interop.warm_start import start_from
 from lab.interop.weights import load
 from lab.methods import configure
@@ -110,4 +111,4 @@ def test_what_a_lowered_depth_cost(settings, shape):
     (row,) = losses(found, (), 0, "cpu")
     read = 5 * 8 * 16 / 1e6
     assert row["read"] == read and row["slots"] == pytest.approx(read * (3 + 3 + 2 + 2 + 2) / 5)
-    assert found.begun.ponder_steps == 2 and found.shape.ponder_steps == 1
+    assert found.K == 2 and found.model_config.ponder_steps == 1
