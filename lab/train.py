@@ -26,7 +26,7 @@ from lab.interop.weights import as_root, locate, parse_config
 from lab.methods import build, check_settings, configure, find
 from lab.methods.schedule import Scheduled, count_steps
 from model import validated_dataclass
-from train import TRAIN_GROUPS, HardwareSettings, TrainConfig, refuse_changes
+from train import TRAIN_GROUPS, DataSettings, HardwareSettings, TrainConfig, refuse_changes
 
 
 @validated_dataclass
@@ -39,6 +39,19 @@ class InitSettings:
 
 
 @validated_dataclass
+class LabDataSettings(DataSettings):
+    """What it reads."""
+
+    # what to train on: pydocs or pysource (docstrings or source files of the Python on this machine), a text,
+    # .jsonl or .parquet file, a folder of these, or a folder made by python -m lab corpus
+    data: str = "pydocs"
+    # how text is split into tokens: bytes, bpe (trained on the text), gpt2, or the directory of a model.
+    # auto: the tokenizer of the model in --init-from, or of a folder made by python -m lab corpus; otherwise
+    # bytes for the preset tiny, bpe for small, gpt2 for the larger ones
+    tokenizer: str = "auto"
+
+
+@validated_dataclass
 class LabHardwareSettings(HardwareSettings):
     """What it runs on."""
 
@@ -48,13 +61,13 @@ class LabHardwareSettings(HardwareSettings):
 
 
 @validated_dataclass
-class LabConfig(InitSettings, LabHardwareSettings, TrainConfig):
+class LabConfig(InitSettings, LabHardwareSettings, LabDataSettings, TrainConfig):
     """The settings of train.py, and more. The tokenizer `auto` is that of --init-from."""
 
     command = "python -m lab {}"
 
 
-LAB_GROUPS = TRAIN_GROUPS | {"hardware": LabHardwareSettings, "start": InitSettings}
+LAB_GROUPS = TRAIN_GROUPS | {"data": LabDataSettings, "hardware": LabHardwareSettings, "start": InitSettings}
 
 
 @validated_dataclass

@@ -7,13 +7,13 @@
                 of 10 lookups, and three of 7 together.)
     3 b Z       3 lookups from b: b -> f -> q -> Z. The end Z is predicted at the token b, so all lookups have
                 to happen at that token. The number of lookups is known before it.
-    3           the number once more: a model that never has to predict it may not read it
+    3           the number again: having to predict it makes the model read it
     the end     filler, which needs no lookup
 
-A question takes 1 lookup up to as many as the longest chain has, or the numbers that are chosen, equally
-often. Answers to earlier questions of a line help with later ones, since a letter may come again; so only the
-first question of a line is scored. A model that cannot follow a chain guesses one of the 4 ends of the table,
-or of fewer, because it can rule out chains that are too short.
+A question takes 1 to as many lookups as the longest chain has, or one of the numbers in --lookups; all are
+equally frequent. Answers to earlier questions of a line help with later ones, since a letter may come again;
+so only the first question of a line is scored. A model that cannot follow a chain guesses one of the 4 ends
+of the table, or of fewer, because it can rule out chains that are too short.
 
 Each word is one token, and so is a pair. A lookup takes one layer, which attends to the pair that begins with
 the letter at hand. A line has 64 tokens, the end of text included, so windows of 64 tokens are lines.
@@ -34,7 +34,7 @@ from pydantic import Field
 
 from common import UserError, read_json, write_json
 from data import id_type, new_folder, split_documents, write_corpus
-from lab.corpora import tokenizers  # noqa: F401 - which knows the words of this task
+from lab.corpora import tokenizers  # noqa: F401 - importing it registers PATTERNS["lookup"]
 from model import Seed
 from sources import pydocs
 from tokenizer import Tokenizer
@@ -42,6 +42,8 @@ from tokenizer import Tokenizer
 CACHE = Path("data")
 Lines = Annotated[int, Field(ge=100)]  # with fewer documents, data.split_documents would cut each document
 LINE = 64  # tokens
+QUESTION = 4  # tokens of a question: the number, the letter, the answer, the number again
+CLOSING = 3  # tokens behind the questions: `the`, `end` and the end of text
 LETTERS = "abcdefghijklmnopq"
 ENDS = "STUVXYZ"
 CHAINS = 4
@@ -74,7 +76,7 @@ def line(rng, lookups=(), longest=6):
         for n in range(1, len(chain)):
             starts[n].append((chain[-1 - n], end))
     rng.shuffle(words)
-    questions = (LINE - 3 - len(letters)) // 4
+    questions = (LINE - CLOSING - len(letters)) // QUESTION
     for _ in range(questions):
         (n,) = rng.choices(lookups)
         letter, end = rng.choice(starts[n])
@@ -110,29 +112,35 @@ def prepare_lookup(
     folder: Path = CACHE / "lookup",
     lines: Lines = 100_000,
     seed: Seed = 0,
-    lookups: tuple[int, ...] = (),
+    lookups: tuple[int, ...] | None = None,
     longest: Literal[6, 10] = 6,
     prose: bool = False,
 ):
     """Prepare the lookup task: puzzles of known difficulty, to train on and to measure with.
 
+    A puzzle is a line of 64 tokens. It begins with a table of pairs, which form chains: ab bf fZ leads from a
+    to Z. A question names a number n and a letter, and its answer is the letter n pairs further on.
+
     Args:
         folder: folder to write
-        lines: number of lines, of 64 tokens each; one in 20 is for validation
+        lines: number of puzzles; one in 20 is for validation
         seed: seed of the random lines
-        lookups: numbers of lookups that questions take, equally often; by default 1 to --longest
-        longest: number of lookups of the longest chain of each line
-        prose: add as many windows of docstrings as there are lines
+        lookups: how many pairs a question follows; give several for an equal mix; None: 1 to --longest
+        longest: pairs in the longest chain of each puzzle
+        prose: add an equal number of 64-token pieces of docstrings
 
     Raises:
         UserError: the folder holds something else, no chain has so many lookups, or there are not enough
             docstrings.
         pydantic.ValidationError: a number is out of its range.
     """
-    lookups = sorted(set(lookups))
+    lookups = sorted(set(lookups or ()))
     if lookups and not 1 <= lookups[0] <= lookups[-1] <= longest:
         given = " ".join(map(str, lookups))
-        raise UserError(f"--lookups {given}: chains have 1 to {longest} lookups, and --longest 10 makes 10")
+        way_out = f"give 1 to {longest}"
+        if longest == 6:
+            way_out += ", or add --longest 10"
+        raise UserError(f"--lookups {given}: the longest chain has {longest} lookups: {way_out}")
     source = f"lookup task, {lines} lines, seed {seed}"
     if longest != 6:
         source += f", longest {longest}"
@@ -142,7 +150,9 @@ def prepare_lookup(
         source += ", and as many windows of docstrings"
     meta = folder / "meta.json"
     if folder.exists() and not (meta.exists() and read_json(meta).get("source") == source):
-        raise UserError(f"{folder} does not hold {source!r}, but something else: use another --folder")
+        raise UserError(
+            f"--folder {folder} already holds something else than {source!r}: use another --folder"
+        )
     if not folder.exists() and prose:
         write_with_prose(folder, source, lines, seed, lookups, longest)
     elif not folder.exists():
@@ -150,8 +160,14 @@ def prepare_lookup(
     print(f"next: python -m lab train --data {folder}")
 
 
-def windows_of_prose(texts, tokens, n):
+def windows_of_prose(texts, tokens, n, lines):
     """The first n windows of some texts, (n, 64): 63 tokens and the end of text each.
+
+    Args:
+        texts: bytes of each.
+        tokens: the tokenizer.
+        n: how many windows.
+        lines: value of --lines, for the message.
 
     Raises:
         UserError: there are fewer windows.
@@ -164,7 +180,8 @@ def windows_of_prose(texts, tokens, n):
         ids += tokens.encode(text)
     if len(ids) < wanted:
         raise UserError(
-            f"there are docstrings for {len(ids) // (LINE - 1)} windows, not {n}: give fewer --lines"
+            f"--lines {lines} --prose: the docstrings fill only {len(ids) // (LINE - 1)} of {n} windows: "
+            "give fewer --lines"
         )
     rows = np.array(ids[:wanted]).reshape(n, LINE - 1)
     return np.pad(rows, ((0, 0), (0, 1)), constant_values=tokens.end_of_text)
@@ -177,27 +194,28 @@ def write_with_prose(folder, source, lines, seed, lookups, longest):
     rng = random.Random(seed)
     train_texts, val_texts = split_documents(pydocs())
     splits = ("train", train_texts, lines * 19 // 20), ("val", val_texts, lines // 20)
-    with new_folder(folder) as half:
+    with new_folder(folder) as unfinished:
         for split, texts, n in splits:
             rng.shuffle(texts)
-            prose = windows_of_prose(texts, tokens, n)
+            prose = windows_of_prose(texts, tokens, n, lines)
             puzzles = []
             for _ in range(n):
                 puzzles.append([*tokens.encode(line(rng, lookups, longest)), tokens.end_of_text])
             rows = np.concatenate([prose, np.array(puzzles)])
             rows = np.random.default_rng(seed).permutation(rows)
-            rows.astype(kind).tofile(half / f"{split}.bin")
-        tokens.save(half / "tokenizer.json")
-        write_json(half / "meta.json", {"source": source, "dtype": kind.name})
+            rows.astype(kind).tofile(unfinished / f"{split}.bin")
+        tokens.save(unfinished / "tokenizer.json")
+        write_json(unfinished / "meta.json", {"source": source, "dtype": kind.name})
 
 
 def kinds_of(T, tokenizer):
     """The kind of each token in a row of T tokens, whole lines: indices of KINDS, (T,)."""
     place = torch.arange(T) % LINE
     start = longest_of(tokenizer) + SHORT  # of the questions
-    stop = LINE - 3
-    kind = 1 + (place - start) % 4
-    return kind.masked_fill(place < start, 0).masked_fill(place >= stop, len(KINDS) - 1)
+    stop = LINE - CLOSING
+    kind = KINDS.index("number") + (place - start) % QUESTION
+    kind = kind.masked_fill(place < start, KINDS.index("pair"))
+    return kind.masked_fill(place >= stop, KINDS.index("filler"))
 
 
 def lookups_asked(x, tokenizer):
@@ -208,9 +226,10 @@ def lookups_asked(x, tokenizer):
         tokenizer: of this task.
 
     Returns:
-        (B, T) integers: the number of lookups at the first question of a line, 0 where filler follows, and -1
-        elsewhere: in the table, before the letter of a question and where a number comes again, where chance
-        decides; and at the other questions of a line, with which earlier answers help.
+        (B, T) integers. At the letter of the first question of a line, its number of lookups. 0 at `the` and
+        `end`, whose next token is certain. -1 everywhere else: before a pair, a letter or the number of a
+        question, which are random; at answers, behind which the number comes again; and at later questions,
+        with which earlier answers help.
 
     Raises:
         UserError: x does not consist of lines of this task.
@@ -229,5 +248,5 @@ def lookups_asked(x, tokenizer):
         )
     place = torch.arange(T) % LINE
     first = place == longest + SHORT + 1  # the letter of the first question
-    filler = (kind == KINDS.index("filler")) & (place < LINE - 1)
+    filler = (kind == KINDS.index("filler")) & (place < LINE - 1)  # behind the end of text a new line begins
     return torch.where(first.to(x.device), lookups, torch.where(filler.to(x.device), 0, -1))

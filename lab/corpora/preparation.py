@@ -28,7 +28,7 @@ from lab.common import NonEmpty, progress
 from lab.corpora.sources import describe, files_of, show, texts
 from lab.corpora.tokenizers import begin_of, load_tokenizer, open_tokenizer
 from model import Positive, validated_dataclass
-from sources import LINES
+from sources import LINES as ROW_SUFFIXES
 from tokenizer import BPE_TRAINING_BYTES, Tokenizer
 
 OURS = None, "bytes", "bpe", "gpt2"  # the tokenizers that the root can open
@@ -40,7 +40,8 @@ BATCH = 4 * 10**6  # bytes of text that are written before state.json is
 class Options:
     """Prepare a corpus for train.py --data, or continue where an earlier command stopped."""
 
-    # a text file, a .jsonl or .parquet file, a folder of them, pydocs, pysource, or a data set of the Hub
+    # a text, .jsonl or .parquet file, a folder of them, pydocs or pysource (text that comes with Python), or
+    # OWNER/NAME of a data set on the Hugging Face Hub
     data: tyro.conf.Positional[NonEmpty]
     to: Path  # new folder to write
     tokenizer: str = "bytes"  # bytes, bpe, gpt2, or the directory of a model or corpus that has a tokenizer
@@ -58,7 +59,7 @@ class State:
     options: dict  # that the folder was begun with
     few: bool  # whether there are so few texts that each is divided
     texts: int = 0  # texts that have been written
-    place: Any = None  # the place behind these texts in a data set of the Hub
+    place: Any = None  # where to resume behind these texts: the state_dict of a data set of the Hub
     tokens: dict = field(default_factory=lambda: {"train": 0, "val": 0})  # tokens that have been written
     bytes: dict = field(default_factory=lambda: {"train": 0, "val": 0})  # bytes of their text
 
@@ -70,7 +71,7 @@ def prepare(o):
         UserError: there is no text, a text cannot be read, the tokenizer does not fit, or the folder exists.
     """
     if o.to.exists():
-        raise UserError(f"{o.to} is there already: give a new folder to --to")
+        raise UserError(f"--to {o.to} already exists: name a new folder")
     part = Path(f"{o.to}.part")
     notes = defaultdict(list)
     source, size = describe(o.data, o.split, o.config)
@@ -88,7 +89,10 @@ def prepare(o):
     except filelock.Timeout:
         raise UserError(f"another process is writing {part}: wait until it has finished") from None
     except OSError as error:
-        raise UserError(f"cannot write {part}: {one_line(error)}; the same command continues there") from None
+        raise UserError(
+            f"cannot write {part} ({one_line(error)}): make room for it, then run the same command again to "
+            "continue"
+        ) from None
     for name in ("state.json", ".lock"):
         (o.to / name).unlink()
     show(notes, o.data)
@@ -101,7 +105,7 @@ def begun(o, part, source):
     Args:
         o: Options.
         part: the folder.
-        source: what tells the texts from others, see sources.describe.
+        source: a description that differs whenever the texts do, see sources.describe.
     """
     file = part / "state.json"
     options = {**asdict(o), "data": source, "to": ""}
@@ -112,14 +116,21 @@ def begun(o, part, source):
         else:
             tokenizer = open_tokenizer(o.tokenizer)
         if tokenizer.end_of_text is None:
-            raise UserError(f"{o.tokenizer} has no eos_token in its tokenizer_config.json: add one there")
+            raise UserError(
+                f"--tokenizer {o.tokenizer} has no end-of-text token: add eos_token to its "
+                "tokenizer_config.json"
+            )
         return State(options, few), tokenizer
     with user_error_if_unreadable(file, f"; delete {part} and begin again"):
         state = State(**read_json(file))
-    other = [name for name in options if state.options.get(name) != options[name]]
-    if other:
+    changed = []  # as they are typed
+    for name, value in options.items():
+        if state.options.get(name) != value:
+            changed.append("DATA" if name == "data" else "--" + name.replace("_", "-"))
+    if changed:
         raise UserError(
-            f"{part} was begun with another {', '.join(other)}: delete it, or give another folder to --to"
+            f"{part} was begun with a different {', '.join(changed)}: delete it, or name another folder with "
+            "--to"
         )
     return state, load_tokenizer(part / "tokenizer.json")
 
@@ -145,7 +156,10 @@ def are_few(o):
         if sides.total() >= FEW and len(sides) == 2:
             return False
     if not sides:
-        raise UserError(f"{o.data} has no text: files that are blank or have zero bytes (UTF-16) are skipped")
+        raise UserError(
+            f"{o.data} has no text: blank files, and files with NUL bytes, such as UTF-16, are skipped; "
+            "convert them to UTF-8"
+        )
     print(f"note: there are only {sides.total()} documents: the last tenth of each is for validation")
     return True
 
@@ -226,9 +240,10 @@ def is_full(o, state):
 
 
 def most_bytes(o, state):
-    """Bytes of the next batch: BATCH, or as many as tokens are still wanted, and at least one."""
+    """Bytes of the next batch."""
     if o.tokens is None:
         return BATCH
+    # A token has at least one byte, so this many bytes cannot give more tokens than are wanted.
     return min(BATCH, max(o.tokens - state.tokens["train"], 1))
 
 
@@ -249,7 +264,7 @@ def take(found, enough):
 
 
 def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096):
-    """Open a corpus as data.open_corpus does, and also .jsonl and .parquet files.
+    """Open a corpus as data.open_corpus does, and also .jsonl, .ndjson and .parquet files.
 
     Args:
         data: as Options.data, or a prepared folder.
@@ -268,7 +283,7 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096):
         else:
             made = open_tokenizer(tokenizer)
         return root.read_corpus(folder, made)
-    has_rows = any(file.suffix.lower() in LINES for file in files_of(data))
+    has_rows = any(file.suffix.lower() in ROW_SUFFIXES for file in files_of(data))
     if tokenizer in OURS and not has_rows:
         return root.open_corpus(data, tokenizer, vocab_size)
     name = tokenizer or "bytes"

@@ -1,8 +1,8 @@
 """Where texts come from: files, JSON lines, Parquet, the Hugging Face Hub, the texts of data.py.
 
 A file is one text, with the name that data.read_texts gives it; a file of more than a megabyte is several
-texts, cut at the ends of lines. Each row of a .jsonl or .parquet file or of a data set is a text. Texts come
-one after another, so that memory does not grow with their number.
+texts, cut at the ends of lines. Each row of a .jsonl, .ndjson or .parquet file or of a data set is a text.
+Texts come one after another, so that memory does not grow with their number.
 """
 
 import codecs
@@ -17,7 +17,8 @@ from itertools import chain, islice
 from pathlib import Path
 
 from common import UserError, one_line, user_error_if_unreadable
-from sources import LINES, NOT_TEXT, PACKAGES, SOURCES, files_below, refuse_packed
+from sources import LINES as ROW_SUFFIXES
+from sources import NOT_TEXT, PACKAGES, SOURCES, files_below, refuse_packed
 from tokenizer import NOT_UTF8
 
 PIECE = 10**6  # bytes
@@ -35,16 +36,17 @@ def files_of(data):
     files = [path] if path.is_file() else files_below(path)
     for file in files:
         refuse_packed(file)
-    of_rows = [file for file in files if file.suffix.lower() in LINES]
+    of_rows = [file for file in files if file.suffix.lower() in ROW_SUFFIXES]
     if not of_rows:
         return files
     for file in files:
-        if file.suffix.lower() in (*LINES, *NOT_TEXT):
+        if file.suffix.lower() in (*ROW_SUFFIXES, *NOT_TEXT):
             continue
         is_text, _ = look_through(file)
         if is_text:
             raise UserError(
-                f"{file} is one text, but {of_rows[0].name} holds many: move them to different folders"
+                f"{file} is one text, but {of_rows[0].name} has a text in each row: move them to different "
+                "folders"
             )
     return files
 
@@ -106,7 +108,7 @@ def of_files(data, field="text", notes=None):
     for file in files_of(data):
         name = str(file.relative_to(Path(data).parent))
         kind = file.suffix.lower()
-        if kind in LINES:
+        if kind in ROW_SUFFIXES:
             with user_error_if_unreadable(file):
                 rows = parquet_rows(file, field) if kind == ".parquet" else json_rows(file, field)
                 for i, text in enumerate(rows, start=1):
@@ -152,7 +154,7 @@ def look_through(file):
 
 
 def json_rows(file, field):
-    """Yield the texts of a .jsonl file, bytes."""
+    """Yield the texts of a .jsonl or .ndjson file, bytes."""
     with open(file, encoding="utf-8-sig") as lines:
         for i, line in enumerate(lines, start=1):
             if line.strip():
@@ -186,9 +188,7 @@ def of_hub(o, first, place):
                 first += 1
     except Exception as error:  # a download can fail with any error
         why = f"{o.data} cannot be read: {one_line(error)}"
-        raise UserError(
-            f"{why}; if the network failed, run the same command again, and it continues"
-        ) from None
+        raise UserError(f"{why}; if the network failed, run the same command again to continue") from None
 
 
 def text_in(row, field):
@@ -197,14 +197,14 @@ def text_in(row, field):
     Raises:
         ValueError: the row has no such field, or something else than a text in it.
     """
-    advice = "give the field of the text to python -m lab corpus prepare --field"
+    advice = "name the field that holds the text, python -m lab corpus prepare --field NAME"
     if not isinstance(row, dict):
-        raise ValueError(f"{row!r:.40} is not a row with a field {field!r}")
+        raise ValueError(f"{row!r:.40} is not a JSON object: each line must be one, with the field {field!r}")
     if field not in row:
-        raise ValueError(f"a row has no field {field!r}, but {', '.join(map(str, row))}: {advice}")
+        raise ValueError(f"a row has the fields {', '.join(map(str, row))} and no {field!r}: {advice}")
     text = "" if row[field] is None else row[field]
     if not isinstance(text, str):
-        raise ValueError(f"{field} = {text!r:.40} is not a text: {advice}")
+        raise ValueError(f"the field {field!r} holds {text!r:.40}, which is not a string: {advice}")
     return text.encode("utf-8", "replace")  # a lone surrogate becomes a question mark
 
 
@@ -212,4 +212,6 @@ def show(notes, data):
     """Print the notes that `texts` has made about files."""
     for remark, names in notes.items():
         shown = ", ".join(names[:3]).encode("utf-8", "backslashreplace").decode()
-        print(f"note: {len(names)} files of {data} {remark}: {shown}{', ..' * (len(names) > 3)}")
+        if len(names) > 3:
+            shown += ", .."
+        print(f"note: {len(names)} files of {data} {remark}: {shown}")

@@ -48,13 +48,15 @@ def open_tokenizer(name):
 
 
 def load_tokenizer(file):
-    """The tokenizer that its `save` wrote, or that of a model of Hugging Face.
+    """Read a tokenizer.json: one that Tokenizer.save wrote, or that of a Hugging Face model.
 
     Raises:
         UserError: the file is missing, damaged, or something else.
     """
     file = Path(file)
     fields = read_json(file) if file.is_file() else {}
+    # With the field `model` it is Hugging Face's; with `tokenizer`, one that HuggingFaceTokenizer.save wrote;
+    # otherwise it is ours.
     if not {"model", "tokenizer"} & fields.keys():
         return tokenizer.load_tokenizer(file)
     with user_error_if_unreadable(file):
@@ -161,7 +163,11 @@ def token_bytes(library, decoder):
     parts = decoder.get("decoders", [decoder])
     kinds = {part["type"] for part in parts}
     if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
-        raise ValueError(f"the decoder {sorted(map(str, kinds))} is not known")
+        found = ", ".join(sorted(map(str, kinds)))
+        raise ValueError(
+            f"its decoder {found} is not supported (only ByteLevel, ByteFallback and Metaspace are): use "
+            "another --tokenizer"
+        )
     space = "\u2581"
     for part in reversed(parts):
         if part["type"] == "Metaspace":
@@ -219,12 +225,13 @@ def definition_of(tokenizer):
     text_of = {}
     for token in tokenizer.tokens:
         text_of[token] = "".join(character[byte] for byte in token)
-    # tiktoken joins any two neighbours that are a token together, so all such pairs are merges.
+    # tiktoken merges any two neighbours whose concatenation is a token, the token of the lowest rank first.
+    # So each split of a token into two tokens is a merge here, in the order of the tokens that they make.
     merges = []
     for token in tokenizer.tokens:
         halves = [(token[:i], token[i:]) for i in range(1, len(token))]
         pairs = [(a, b) for a, b in halves if a in ranks and b in ranks]
-        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))  # as transformers does
         merges += [(text_of[a], text_of[b]) for a, b in pairs]
     library = Library(models.BPE({text_of[token]: i for token, i in ranks.items()}, merges))
     words = pre_tokenizers.Split(Regex(tokenizer.pattern), "isolated")

@@ -223,12 +223,12 @@ def test_another_text_or_setting(monkeypatch):
     """Catches a folder that is gone on with from another text, by other flags or half a file."""
     write_texts(Path("texts"))
     killed(monkeypatch, o := Options("texts", Path("out")), 7)
-    with pytest.raises(UserError, match=r"out\.part.*tokens"):
+    with pytest.raises(UserError, match=r"out\.part.*--tokens"):
         prepare(Options("texts", Path("out"), tokens=10.0))
     with preparation.filelock.FileLock("out.part/.lock"), pytest.raises(UserError, match="another process"):
         prepare(o)
     os.utime("texts/000.txt", (1, 1))
-    with pytest.raises(UserError, match=r"out\.part.*data"):
+    with pytest.raises(UserError, match=r"out\.part.*DATA"):
         prepare(o)
     for damage in ('{"few": 1}', "{"):
         Path("out.part/state.json").write_text(damage)
@@ -236,7 +236,7 @@ def test_another_text_or_setting(monkeypatch):
             prepare(o)
     shutil.rmtree("out.part")
     prepare(o)
-    with pytest.raises(UserError, match="out is there"):
+    with pytest.raises(UserError, match=r"^--to out already exists"):
         prepare(o)
 
 

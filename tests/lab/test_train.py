@@ -324,7 +324,7 @@ def test_without_a_tokenizer(config, tmp_path, capsys):
     (folder,) = (path for path in Path("data").glob("[!.]*") if "bytes" not in path.name)
     make_tokenizer(tmp_path / "llama", "llama 2")
     config, shape = going_on(config, "llama")
-    with pytest.raises(UserError, match="corpus prepare --tokenizer llama"):
+    with pytest.raises(UserError, match="corpus prepare TEXT --to FOLDER --tokenizer llama"):
         corpus_of(replace(config, data=str(folder)), shape)
     make_tokenizer(tmp_path / "llama", "byte-level")
     (folder / "tokenizer.json").unlink()
