@@ -48,7 +48,7 @@ from train import compiled_graphs, objective, preset_settings
 
 Some = Annotated[tuple[TypeVar("T"), ...], Field(min_length=1)]  # for a flag: Some[int]
 Preset = Literal["tiny", "small", "70m", "410m"]
-SHORT = {"eager": 4096}  # most slots for which a form is measured: its N x N matrices take gigabytes
+MOST_SLOTS = {"eager": 4096}  # for which a form is measured: its N x N matrices take gigabytes
 WINDOWS = {"tiny": 256, "small": 64, "70m": 4, "410m": 1}  # of a training step that fits into 80 GB
 PEAK = 989e12  # FLOP/s of an H100 in bfloat16
 # The fraction of PEAK that a training step should reach. Models this narrow are limited by memory bandwidth
@@ -57,12 +57,15 @@ MFU = {"small": 0.15, "70m": 0.18, "410m": 0.28}
 # Most that attention with a soft mask may take, relative to plain attention, by head width. A head of 64 has
 # 65 channels with log w, for which flash kernels use a form of width 96.
 MASK_COST = {56: 1.1, 64: 1.5, 120: 1.1}
+MOST_STEPS = 2.9  # that the preset small may execute per token, of its 3
+LEAST_SAVED = 0.9  # saved fraction of time divided by saved fraction of slots
+LEAST_GRAPH_SPEED_UP = 2  # of decoding one text
 MIB = 2**20
 
 
 @validated_dataclass
 class Options:
-    repeats: Count = 3  # number of rounds, of which the median counts
+    repeats: Count = 3  # number of rounds; the median over the rounds is reported
     device: str = "auto"  # auto, cpu or cuda
     out: Path = Path("out/bench")  # folder for the results
 
@@ -178,7 +181,7 @@ def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
         log_w = -9 * torch.rand(B, N, device=device)
         runs = {"plain": attention_run(sdpa, q, k, v, None)}
         for name in ("sdpa", "exact", "eager"):
-            if SHORT.get(name, N) >= N:
+            if MOST_SLOTS.get(name, N) >= N:
                 runs[name] = attention_run(BACKENDS[name], q, k, v, log_w)
         if on_cuda:
             for name, kernel in KERNELS.items():
@@ -256,7 +259,7 @@ class Step(Options):
     preset: Preset = "small"  # preset whose model is measured
     windows: Count | None = None  # windows per step; None: 2 on a CPU, on a GPU as many as 80 GB hold
     R: Annotated[int, Field(ge=0)] = 2  # refinement passes
-    compile: bool = False  # measure compiled blocks, too
+    compile: bool = False  # also measure compiled blocks
 
 
 def step(o: Annotated[Step, tyro.conf.arg(name="")]):
@@ -342,7 +345,7 @@ def profile(o: Annotated[Profile, tyro.conf.arg(name="")]):
 
 
 def fits(c, share, R, gib, **how):
-    """How many windows at a time a GPU takes, as train.py splits the windows of a step.
+    """The micro-batch size for a GPU with `gib` of memory, if a step is split as train.py splits it.
 
     Args:
         c: the settings of a model.
@@ -363,18 +366,23 @@ def fits(c, share, R, gib, **how):
 
 
 def flops_of_token(c):
-    """FLOPs per token of training, forward and backward, at the mean of R: products with weights, and
-    attention to half of all pairs of slots."""
+    """FLOPs per token of training, forward and backward, at the mean of R.
+
+    A product with P weights takes 2 P FLOPs for each slot. Attention takes 2 products x 2 FLOPs x Hd for each
+    key that a slot sees; with n slots per token, these are half of the n T keys on average. The backward pass
+    takes twice as many as the forward pass.
+    """
     D = c.hidden_size
     Hd = c.num_attention_heads * c.head_width
     Gd = c.kv_heads * c.head_width
     S = c.ponder_steps + 1
     whole_passes = sum(c.refinements) / 2 + 1
     ladder = range(1, S)
-    layer = 2 * D * (Hd + Gd) + 3 * D * c.intermediate_size  # weights
-    slots = sum(ladder) + whole_passes * S
-    pairs = sum(n**2 for n in ladder) + whole_passes * S**2
-    return 6 * (c.num_hidden_layers * (slots * layer + pairs * c.block_size * Hd) + c.vocab_size * D)
+    weights = 2 * D * (Hd + Gd) + 3 * D * c.intermediate_size  # of a layer
+    slots = sum(ladder) + whole_passes * S  # per token
+    pairs = sum(n**2 for n in ladder) + whole_passes * S**2  # the sum of n slots x n slots over the passes
+    layer = slots * weights + pairs * c.block_size * Hd
+    return 6 * (c.num_hidden_layers * layer + c.vocab_size * D)
 
 
 @validated_dataclass
@@ -400,10 +408,10 @@ def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
             row[f"fits_{gib}_GB"] = fits(c, config.batch_size, R, gib, **how)
         rows.append(row)
     flops = flops_of_token(c)
-    hours = [
-        {"GPUs": n, "MFU": mfu, "hours": flops * tokens / (n * mfu * PEAK) / 3600}
-        for n, mfu in product((1, 8), (0.18, 0.28))
-    ]
+    hours = []
+    for gpus, mfu in product((1, 8), (MFU["70m"], MFU["410m"])):  # assumed, not measured
+        seconds = flops * tokens / (gpus * mfu * PEAK)
+        hours.append({"GPUs": gpus, "MFU": mfu, "hours": seconds / 3600})
     about = {"preset": o.preset, "windows": B, "block_size": c.block_size, "R": R, "tokens": tokens}
     about |= {"flops_of_token": flops}
     write(o.out, f"memory-{o.preset}", torch.device("cpu"), **about, rows=rows, hours=hours)
@@ -419,7 +427,9 @@ def prompts_of(ids, n, length):
         UserError: the text is too short.
     """
     if len(ids) <= length:
-        raise UserError(f"--prompts {length}: the validation text has only {len(ids)} tokens; give fewer")
+        raise UserError(
+            f"--prompts {length}: the validation text has only {len(ids)} tokens: give a shorter length"
+        )
     starts = torch.linspace(0, len(ids) - length - 1, n).long().tolist()
     return [ids[start : start + length].tolist() for start in starts]
 
@@ -447,13 +457,13 @@ def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, *
         how: further arguments of the Engine.
 
     Returns:
-        A row for each way. `saved` is the saved time by the saved slots, if at least a tenth of the slots is
-        saved (goal: 0.9).
+        A row for each way. `saved` is the saved fraction of time divided by the saved fraction of slots, if
+        at least a tenth of the slots is saved.
     """
     B = len(prompts)
     K = model.config.ponder_steps
     device = model.lm_head.weight.device
-    how["prefill"] = "sequential"  # the time of reading prompts in parallel does not follow the slots
+    how["prefill"] = "sequential"  # a parallel prefill takes the same time however many slots are skipped
     ways = {"all steps": Engine(model, B, tau=0, **how)}
     ways |= {f"alpha {alpha:g}": Engine(model, B, tau=tau, alpha=alpha, **how) for alpha in alphas}
     compiled = compiled_engine(model, B, tau=0, **how) if compile else None
@@ -473,7 +483,9 @@ def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, *
         row |= {"tokens_per_second": B * new_tokens / time_, "time_ratio": time_ / seconds["all steps"]}
         if name.startswith("alpha"):
             read = [[] for _ in prompts]
-            list(ways[name].stream(prompts, new_tokens, seed=0, read=read))
+            list(
+                ways[name].stream(prompts, new_tokens, seed=0, read=read)
+            )  # fills it: the steps of each token
             steps = sum(map(sum, read)) / sum(map(len, read))
             share = (1 + steps) / (1 + K)
             row |= {"steps": steps, "slot_ratio": share}
@@ -483,7 +495,7 @@ def exit_rows(model, prompts, new_tokens, tau, alphas, repeats, compile=False, *
 
 
 def llama(config):
-    """An untrained Llama of the same shape in transformers, and the same weights as a vanilla model."""
+    """An untrained Llama of transformers, and a vanilla model of ours with the same weights."""
     shape = {name: getattr(config, name) for name in (*BACKBONE, "block_size")}
     vanilla = build(PonderConfig(**shape, method="vanilla", ponder_steps=0)).eval()
     return to_others(vanilla, {"bos_token_id": None, "eos_token_id": None}).eval(), vanilla
@@ -526,14 +538,15 @@ def other_rows(models, prompts, new_tokens, repeats, compile=False, **how):
 @validated_dataclass
 class Decoding(Options):
     run: str | None = None  # directory of a trained PonderLM-3; None: the newest run in out/
-    data: str | None = None  # the text that the run was trained on, unless that is pydocs or pysource
+    # the text that the run was trained on, needed unless that was pydocs or pysource
+    data: str | None = None
     batch_sizes: Some[Count] = (1, 8, 32)  # numbers of sequences that run at once
     prompts: Some[Count] = (32,)  # lengths of prompts, in tokens
     new_tokens: Count = 64  # tokens to generate for each prompt
     tau: float = 1e-4  # mask score below which early exit stops
-    alphas: Some[float] = (0.0, -2.0, -4.0)  # shifts of the router, each with another number of steps
+    alphas: Some[float] = (0.0, -2.0, -4.0)  # router shifts to measure; lower ones take fewer steps
     precision: Literal["float32", "bfloat16"] = "float32"  # precision of the engine and of transformers
-    compile: bool = True  # measure compiled passes beside plain ones, on a CPU in float32
+    compile: bool = True  # also measure compiled passes (only on a CPU in float32)
 
 
 def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
@@ -543,7 +556,7 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
     directory = find_model(o.run)
     model = load(directory).to(device)
     if not (serves(model) and model.has_router):
-        raise UserError(f"{directory} is a model of method {model.config.method}: give a PonderLM-3 to --run")
+        raise UserError(f"{directory} has the method {model.config.method}: name a PonderLM-3 with --run")
     for alpha in o.alphas:
         check_request(model, [], tau=o.tau, alpha=alpha)
     _, _, windows = validation_windows(directory, o.data)
@@ -573,7 +586,8 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
 @validated_dataclass
 class Goals:
     out: Path = Path("out/bench")  # folder of the results
-    run: Path | None = None  # directory of a run of the preset small, whose goals are checked, too
+    # also check that this run of the preset small takes at most 2.9 steps per token
+    run: Path | None = None
 
 
 def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
@@ -593,7 +607,7 @@ def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
     if o.run:
         file = o.run / "results.json"
         with user_error_if_unreadable(file):
-            goal(f"{o.run.name}, executed steps", read_json(file)["hard"]["steps"], most=2.9)
+            goal(f"{o.run.name}, executed steps", read_json(file)["hard"]["steps"], most=MOST_STEPS)
     for file in sorted(o.out.glob("*.json")):
         found = read_json(file)
         with user_error_if_unreadable(file):
@@ -606,11 +620,11 @@ def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
             for row in found.get("exit", []):
                 what = f"{found['run']}, batch {row['batch']}, {row['way']}: "
                 if row.get("saved"):
-                    goal(what + "saved time / saved slots", row["saved"], least=0.9)
+                    goal(what + "saved time / saved slots", row["saved"], least=LEAST_SAVED)
                 if row["way"] == "all steps, no graphs" and row["batch"] == 1:
-                    goal(what + "time / that with graphs", row["time_ratio"], least=2)
+                    goal(what + "time / that with graphs", row["time_ratio"], least=LEAST_GRAPH_SPEED_UP)
     if not rows:
-        raise UserError(f"{o.out} has no results of bench attention, step or decoding: run these first")
+        raise UserError(f"--out {o.out} has no results of bench attention, step or decoding: run these first")
     print(pd.DataFrame(rows).to_string(index=False, float_format="{:.3g}".format))
 
 

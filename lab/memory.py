@@ -1,8 +1,8 @@
 """A formula for the bytes of a training step, in bfloat16 with fused attention.
 
 There are P parameters, P' of them in the matrices of blocks and head, and B windows of T tokens. In a pass of
-the Jacobi iteration a token runs n slots: 1 .. K on the ladder, then K+1 in each of R refinements and in the
-last pass.
+the Jacobi iteration a token runs n slots: 1 .. K in the first K passes, which grow the slots (here called the
+ladder), then K+1 in each of R refinements and in the final pass.
 
 part           bytes
 weights        16 P           weights, gradients, and two moments of AdamW, in float32
@@ -14,6 +14,8 @@ With --recompute, a pass keeps only its input and its output until it is compute
 out: angles, routers, and gradients within a layer, which with --recompute are up to a tenth of the peak. Also
 left out is the memory that a GPU's allocator and CUDA take for themselves.
 """
+
+import math
 
 
 def slots_of_passes(K, R):
@@ -39,16 +41,25 @@ def kept_by_a_slot(c, masked=True, compiled=False, fused=True):
     Gd = c.kv_heads * c.head_width
     width = c.head_width  # of a head in the kernel
     if masked:
-        width += 1 + -(c.head_width + 1) % 8
-    norm = 4 * D if fused or compiled else 8 * D  # float32
-    heads = 4 * (Hd + Gd) // c.head_width * width + 4 * c.num_attention_heads  # q, k, v, out; log-sum-exp
-    if compiled:  # x, both norms' outputs and o_proj's; gate, up and their product
-        layer = 10 * D + heads + 2 * Hd + 6 * inner
-    else:  # two norms, a copy of their outputs for each of five products; o_proj's input; SwiGLU
-        layer = 2 * norm + 10 * D + heads + 2 * Hd + 8 * inner
-    layer += 8  # of both norms
-    beside = (4 * D if fused else 8 * D) + 4 * D  # the final norm's, and h, which the router reads
-    return layer, beside
+        width = 8 * math.ceil((c.head_width + 1) / 8)  # one channel for log w, padded to a multiple of 8
+    norm_input = 4 * D if fused or compiled else 8 * D  # in float32; on a CPU also the normed input
+
+    # q and the output (Hd numbers each), k and v (Gd each): 2 bytes a number, at the width of the kernel; and
+    # log-sum-exp, in float32, for each head.
+    heads = 4 * (Hd + Gd) // c.head_width * width + 4 * c.num_attention_heads
+    o_proj_input = 2 * Hd
+    if compiled:
+        # x in float32 (4 D); the outputs of both norms and of o_proj in bfloat16 (6 D). SwiGLU: gate, up, and
+        # their product.
+        layer = 10 * D + heads + o_proj_input + 6 * inner
+    else:
+        # The inputs of both norms; their outputs in bfloat16, once for each of the five products that read
+        # them (10 D). SwiGLU: gate, its SiLU, up, and the product.
+        layer = 2 * norm_input + 10 * D + heads + o_proj_input + 8 * inner
+    layer += 8  # the inverse RMS of both norms, in float32
+    final_norm = 4 * D if fused else 8 * D
+    h = 4 * D  # which the router reads
+    return layer, final_norm + h
 
 
 def bytes_of_step(c, B, R, *, recompute=False, compiled=False, fused=True):

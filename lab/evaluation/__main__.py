@@ -33,9 +33,11 @@ class Options:
     # models/docstrings
     run: NonEmpty | None = None
     data: NonEmpty | None = None  # text file or folder of text files; None: the validation text of the run
-    corpus: NonEmpty | None = None  # the text that the run was trained on, unless that is pydocs or pysource
+    # the text that the run was trained on, needed unless that was pydocs or pysource, or --data is given
+    corpus: NonEmpty | None = None
     tau: Fraction = 1e-4  # mask score below which decoding stops; 0 never stops early
-    # another model with the same tokenizer: also print the difference to it, in the smaller window of the two
+    # another model with the same tokenizer: print the difference in loss, too; both then read windows of the
+    # shorter context length of the two
     against: NonEmpty | None = None
     windows: Count | None = None  # number of windows to score, spread over the text; None: all
     device: str = "auto"  # auto, cpu, cuda or mps
@@ -53,14 +55,17 @@ def check_pair(run, other, data):
         UserError: they have different tokenizers; or, on the validation text of a run, they were trained on
             different corpora, one of which may contain that text.
     """
-    digests = [load_tokenizer(place / "tokenizer.json").digest for place in (run, other)]
-    if digests[0] != digests[1]:
-        raise UserError(f"--against {other} has another tokenizer than {run}: give a model with the same one")
+    tokenizer = load_tokenizer(run / "tokenizer.json")
+    if load_tokenizer(other / "tokenizer.json").digest != tokenizer.digest:
+        raise UserError(
+            f"--against {other} has a different tokenizer from {run}: name a model with the same one"
+        )
     if not data:
-        corpora = [read_run(place)[2] | {"name": ""} for place in (run, other)]
-        if corpora[0] != corpora[1]:
+        _, _, corpus = read_run(run)
+        _, _, other_corpus = read_run(other)
+        if corpus | {"name": ""} != other_corpus | {"name": ""}:
             raise UserError(
-                f"--against {other} was trained on another corpus than {run}: give a text with --data"
+                f"--against {other} was trained on a different corpus from {run}: name a text with --data"
             )
 
 
@@ -95,10 +100,8 @@ def score_texts(model, name, texts, size, tau, windows=None, other=None):
     places = cut(texts, T, windows)
     least = LEAST if other else 1
     if len(places) < least:
-        raise UserError(
-            f"{name} has {len(places)} windows to score, but {least} are needed: give more text, or more "
-            "--windows"
-        )
+        way_out = "give more text" if windows is None else "give more text or larger --windows"
+        raise UserError(f"{name} has {len(places)} windows, but at least {least} are needed: {way_out}")
     print(f"scoring {len(places):,} windows of {T} tokens; --windows scores fewer", flush=True)
     scores = score(model, texts, places, tau)
     config = model.config
@@ -112,7 +115,7 @@ def score_texts(model, name, texts, size, tau, windows=None, other=None):
     for kind in KINDS:
         loss = getattr(scores, kind).double()
         steps = scores.steps.double().mean().item()
-        if kind == "soft" and model.has_router:
+        if kind == "soft" and model.has_router:  # without one, tau changes nothing
             steps = config.ponder_steps
         mean = loss.mean()
         row = {"loss": mean.item(), "perplexity": mean.exp().item(), "steps": steps}
@@ -120,7 +123,8 @@ def score_texts(model, name, texts, size, tau, windows=None, other=None):
         if "bytes" in result:
             row["bits_per_byte"] = row["loss"] * n / size / math.log(2)
         if other:
-            sizes = places[:, 2] - places[:, 3]  # tokens that each window predicts
+            _, _, end, first = places.T
+            sizes = end - first  # tokens that each window predicts
             row["difference"], row["interval"] = of_text(loss - getattr(theirs, kind).double(), sizes)
         result[kind] = row
     return result
@@ -131,13 +135,13 @@ def show(result):
     size = f", {result['bytes']:,} bytes" if "bytes" in result else ""
     print(f"{result['run']} ({result['method']}, K = {result['K']}) on {result['text']}")
     print(f"{result['tokens']:,} tokens predicted{size}\n")
-    print("                        loss  perplexity  bits/byte  steps  6N, MFLOPs")
+    print("                        loss  perplexity  bits/byte  steps  MFLOPs a token")
     for kind, title in zip(KINDS, ("soft, all steps", f"decoded, tau {result['tau']:g}"), strict=True):
         row = result[kind]
         bits = f"{row['bits_per_byte']:.4f}" if "bits_per_byte" in row else "-"
         print(
             f"{title:20}{row['loss']:8.4f}{row['perplexity']:12.3f}{bits:>11}"
-            f"{row['steps']:7.2f}{row['paper_flops'] / 1e6:12.2f}"
+            f"{row['steps']:7.2f}{row['paper_flops'] / 1e6:16.2f}"
         )
         if "difference" in row:
             print(f"  minus the other: {row['difference']:+.4f} ± {row['interval']:.4f} (95 %)")
@@ -145,10 +149,7 @@ def show(result):
 
 def main(o: Annotated[Options, tyro.conf.arg(name="")]):
     if o.data and o.corpus:
-        raise UserError(
-            f"--corpus {o.corpus} is the text that the run was trained on, and --data {o.data} another "
-            "text: omit one of the two"
-        )
+        raise UserError(f"--data {o.data} and --corpus {o.corpus} cannot be combined: omit one of them")
     if o.out:
         o.out.parent.mkdir(parents=True, exist_ok=True)  # an error here should not come after an hour
     run = find_model(o.run, otherwise=INCLUDED)

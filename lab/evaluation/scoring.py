@@ -32,11 +32,13 @@ def cut(texts, T, most=None):
     further = np.maximum(np.ceil((n - 1 - T) / hop), 0).astype(int)  # windows after the first one
     counts = np.where(n < 2, 0, 1 + further)  # windows of each text
     ends = counts.cumsum()
+    first_of_text = ends - counts  # the number of each text's first window
     chosen = np.arange(ends[-1])
     if most and most < len(chosen):
         chosen = np.linspace(0, ends[-1] - 1, most).astype(int)
     text = np.searchsorted(ends, chosen, side="right")
-    start = hop * (chosen - (ends - counts)[text])
+    number_in_text = chosen - first_of_text[text]
+    start = hop * number_in_text
     first = np.where(start == 0, 1, start + T + 1 - hop)  # what the window before has not predicted
     return np.stack([text, start, np.minimum(start + T + 1, n[text]), first], axis=1)
 

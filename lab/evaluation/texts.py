@@ -17,12 +17,12 @@ from sources import SOURCES
 def validation_corpus(run, data=None, other=False, flag="--data"):
     """The corpus that a run was evaluated on.
 
-    A run may come from a stranger, so no file is opened only because its train.json names it. The caller has
-    to name it, too, and a tokenizer with a name was copied into the run.
+    train.json may come from a stranger, so a file that it names is opened only if the caller names it as
+    well. A tokenizer that was given by name is read from its copy in the run.
 
     Args:
         run: its directory.
-        data: the text that the run was trained on; None: that is one of data.SOURCES.
+        data: the text that the run was trained on; None: that is one of sources.SOURCES.
         other: whether `data` may be another text in the same tokens.
         flag: by which a command is given `data`, for messages.
 
@@ -32,9 +32,9 @@ def validation_corpus(run, data=None, other=False, flag="--data"):
     Raises:
         UserError: it is no run, or `data` is missing, another text, or in the ids of another tokenizer.
     """
-    config, shape, known = read_run(run)
+    config, model_config, known = read_run(run)
     if data is None and config.data not in SOURCES:
-        raise UserError(f"{run} was trained on {config.data!r}: give this text again with {flag}")
+        raise UserError(f"{run} was trained on {config.data!r}: name this text with {flag}")
     config = replace(config, data=data or config.data)
     has_tokenizer_of_model = config.tokenizer == "auto" and getattr(config, "init_from", None)
     has_named_tokenizer = config.tokenizer not in ("auto", *OURS)
@@ -42,16 +42,17 @@ def validation_corpus(run, data=None, other=False, flag="--data"):
         tokenizer = str(run)
     else:
         tokenizer = pick_tokenizer(config.preset, config.data, config.tokenizer)
-    corpus = open_corpus(config.data, tokenizer, shape.vocab_size)
+    corpus = open_corpus(config.data, tokenizer, model_config.vocab_size)
     if corpus.fingerprint()["tokenizer"] != known.get("tokenizer"):
         raise UserError(
-            f"{config.data} is in the ids of another tokenizer than {run}: give the run's own text"
+            f"{config.data} was encoded with a different tokenizer from {run}: name the run's own text with "
+            f"{flag}"
         )
     if not other and corpus.fingerprint()["val_sha256"] != known.get("val_sha256"):
         raise UserError(
-            f"{config.data} is not the text that {run} was evaluated on: give that text to {flag}"
+            f"{config.data} is not the text that {run} was evaluated on: name that text with {flag}"
         )
-    return config, shape, corpus
+    return config, model_config, corpus
 
 
 def validation_windows(run, data=None, other=False):
@@ -60,8 +61,8 @@ def validation_windows(run, data=None, other=False):
     Returns:
         The settings of the run, its tokenizer, and the Windows.
     """
-    config, shape, corpus = validation_corpus(run, data, other)
-    return config, corpus.tokenizer, Windows(corpus.val, shape.block_size, seed=0)
+    config, model_config, corpus = validation_corpus(run, data, other)
+    return config, corpus.tokenizer, Windows(corpus.val, model_config.block_size, seed=0)
 
 
 def validation_text(run, data=None):
@@ -74,7 +75,7 @@ def validation_text(run, data=None):
         Its name, a list of its ids, and its bytes, None if they are not known.
     """
     if not Path(run, "train.json").is_file():
-        raise UserError(f"{run} is a model, not a run with a validation text: give a text with --data")
+        raise UserError(f"{run} is a model, not a run with a validation text: name a text with --data")
     _, _, corpus = validation_corpus(run, data, flag="--corpus")
     return f"validation text of {run}", [corpus.val], corpus.val_bytes
 
