@@ -43,7 +43,7 @@ class LabDataSettings(DataSettings):
     """What it reads."""
 
     # what to train on: pydocs or pysource (docstrings or source files of the Python on this machine), a text,
-    # .jsonl or .parquet file, a folder of these, or a folder made by python -m lab corpus
+    # .jsonl, .ndjson or .parquet file, a folder of these, or a folder made by python -m lab corpus
     data: str = "pydocs"
     # how text is split into tokens: bytes, bpe (trained on the text), gpt2, or the directory of a model.
     # auto: the tokenizer of the model in --init-from, or of a folder made by python -m lab corpus; otherwise

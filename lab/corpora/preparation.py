@@ -40,8 +40,8 @@ BATCH = 4 * 10**6  # bytes of text that are written before state.json is
 class Options:
     """Prepare a corpus for train.py --data, or continue where an earlier command stopped."""
 
-    # a text, .jsonl or .parquet file, a folder of them, pydocs or pysource (text that comes with Python), or
-    # OWNER/NAME of a data set on the Hugging Face Hub
+    # a text, .jsonl, .ndjson or .parquet file, a folder of them, pydocs or pysource (text that comes with
+    # Python), or OWNER/NAME of a data set on the Hugging Face Hub
     data: tyro.conf.Positional[NonEmpty]
     to: Path  # new folder to write
     tokenizer: str = "bytes"  # bytes, bpe, gpt2, or the directory of a model or corpus that has a tokenizer

@@ -100,7 +100,7 @@ def check_ids(place, data):
         print(f"note: {data} has no tokenizer.json: its ids are assumed to be those of {place}")
     elif load_tokenizer(file).digest != load_tokenizer(own_file).digest:
         raise UserError(
-            f"--data {data} was not prepared with the tokenizer of {place}: prepare its text again, "
+            f"--data {data} was not prepared with the tokenizer of {place}: prepare its text again with "
             f"python -m lab corpus prepare TEXT --to FOLDER --tokenizer {place}"
         )
 
