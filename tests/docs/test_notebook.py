@@ -1,7 +1,11 @@
 """The tour as a notebook: made by its script, and true."""
 
+import os
+
 import nbformat
 import pytest
+import torch
+from jupyter_client.manager import start_new_kernel
 from lab_helpers import ROOT
 from nbconvert.preprocessors import ExecutePreprocessor
 
@@ -34,3 +38,25 @@ def test_it_runs(directory):
     runner = ExecutePreprocessor(timeout=120, kernel_name="python3")
     runner.preprocess(notebook, {"metadata": {"path": str(directory)}})
     assert printed(notebook) == shown
+
+
+@pytest.mark.slow
+def test_a_training_in_a_cell(tmp_path):
+    """Catches a training that shows no progress in a notebook, or that loses its steps at an interrupt."""
+    (tmp_path / "text.txt").write_text("one two three. " * 300)
+    manager, client = start_new_kernel(cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    flags = ["--preset", "tiny", "--data", "text.txt", "--device", "cpu", "--log-every", "2", "--name", "x"]
+    client.execute(f"import train; print(train.train(*train.parse({flags}))[1])")
+    printed = ""
+    interrupted = False
+    while "\nNone\n" not in printed:
+        message = client.get_iopub_msg(timeout=120)
+        assert message["msg_type"] != "error", message["content"]
+        printed += message["content"].get("text", "")
+        if "step 4/1000" in printed and not interrupted:
+            manager.interrupt_kernel()
+            interrupted = True
+    manager.shutdown_kernel(now=True)
+    assert "stopped; resume with" in printed
+    step = torch.load(tmp_path / "out/x/trainer.pt", weights_only=True)["step"]
+    assert 4 <= step < 1000
