@@ -119,11 +119,11 @@ def parse(argv=None):
     new_model_config = parsed["model"]
     if first.resume:
         refuse_changes(run, (config, model_config), (new_config, new_model_config))
-    else:
+    check(new_config, new_model_config)
+    if not first.resume:
+        refuse_ignored(first, config, new_model_config)
         if not first.init_from:  # a model has its own tokenizer and vocabulary
             root.refuse_ignored(first, new_config, new_model_config)
-        refuse_ignored(first, config, new_model_config)
-    check(new_config, new_model_config)
     return new_config, new_model_config
 
 
