@@ -303,12 +303,19 @@ def check_settings(config):
             f"--backbone-options {given}: the backbone llama has no options: omit --backbone-options"
         )
     if backbone is not Llama:
+        known = [option.name for option in fields(backbone.Options)]
+        for name in config.backbone_options:
+            if name not in known:
+                raise UserError(
+                    f"--backbone-options {name}: the backbone {config.backbone} has no such option: give "
+                    f"only {', '.join(known)}"
+                )
         try:
             backbone.Options(**config.backbone_options)
         except (TypeError, ValueError) as error:
-            known = ", ".join(option.name for option in fields(backbone.Options))
             raise UserError(
-                f"--backbone-options for {config.backbone}: {one_line(error)}; the options are {known}"
+                f"--backbone-options for {config.backbone}: {one_line(error)}: give numbers for "
+                f"{', '.join(known)}"
             ) from None
     if not isinstance(config, kind.Config):
         raise ValueError(
