@@ -164,7 +164,9 @@ def main(options: Annotated[Puzzle, tyro.conf.arg(name="")]):
     found = solve(model, tokenizer, table, letters[number], o.tau)
     period = SECONDS * (found.steps + 2) + PAUSE
     at = [100 * SECONDS * (k + 1) / period for k in range(found.steps + 2)]  # percent
-    write_page(o.out, "puzzle.svg", found=found, number=number, period=period, at=at)
+    # The picture begins with its last frame, for readers who see it still.
+    start = PAUSE - 1 - period
+    write_page(o.out, "puzzle.svg", found=found, number=number, period=period, at=at, start=start)
 
 
 if __name__ == "__main__":
