@@ -16,7 +16,8 @@ out/analyze/).
     windows                       (W, T+1)     token ids of W windows, with n = W T inputs and as many targets
     steps           K-hat         (n,)         executed pondering steps of each token, at tau
     truncated_ce    CE_i          (n, K+1)     loss in nats with integration truncated after step i and
-                                               the weights renormalised to a sum of 1
+                                               the weights renormalised to a sum of 1 (reading note 11:
+                                               else CE_0 mostly measures how much weight was cut off)
     difficulty      l_t           (n,)         loss before any pondering, from h^(0) alone: truncated_ce[:, 0]
     gain_i          Delta CE_i    (n,)         CE_{i-1} - CE_i, what step i gains
 
@@ -88,8 +89,8 @@ def by_token(windows, measure):
 
 
 def losses_by_depth(model, windows, tau):
-    """With soft masks and all K steps: truncated_ce (n, K+1), and where decoding would stop at tau, steps
-    (n,)."""
+    """truncated_ce (n, K+1), with soft masks and all K steps; and steps (n,), the last step that decoding at
+    tau would execute."""
 
     def measure(x, y):
         h, s, log_w = model.states(x)
@@ -303,7 +304,7 @@ def tokens(model, windows, tokenizer, tau=TAU, words=WORDS, least=50):
 
 
 def perplexity(loss):
-    return math.exp(loss) if loss < 709 else math.inf
+    return math.exp(loss) if loss < 709 else math.inf  # exp overflows above that
 
 
 def tau_curve(model, windows, taus=TAUS):
@@ -342,8 +343,8 @@ def pareto(runs):
     if len(evaluated_on) > 1:
         which = ", ".join(str(run) for run in evaluated_on.values())
         raise UserError(
-            "these runs were evaluated on different data (text, tokens or number of windows) and cannot be "
-            f"compared: {which}"
+            "these runs were evaluated on different data and cannot be compared: pass runs of the same text, "
+            f"tokenizer, --block-size and --eval-windows ({which})"
         )
     for row in rows:
         row["frontier"] = int(not any(is_better(other, row) for other in rows))
@@ -691,8 +692,8 @@ def measure_run(run, options):
 def open_windows(run, model_config, count, data=None):
     """The first `count` windows, in their fixed random order, that a run was evaluated on.
 
-    A run may come from a stranger. So no file is opened because its train.json names it: `data` says
-    where the text is, unless it is one of SOURCES.
+    A run may come from a stranger. So a path is never opened just because the run's train.json names it:
+    `data` says where the text is, unless it is one of SOURCES.
 
     Returns:
         (W, T+1), token ids.
@@ -721,8 +722,8 @@ def open_windows(run, model_config, count, data=None):
     for key in ("val_sha256", "tokenizer"):
         if fingerprint[key] != corpus_before.get(key):
             raise UserError(
-                f"{data} is not the text that {run} was evaluated on, or has other tokens: pass that text "
-                "with --data"
+                f"{data} is not the text that {run} was evaluated on, or is tokenized "
+                "differently: pass the original text with --data"
             )
     val = Windows(corpus.val, model_config.block_size, seed=0)
     return val.stack(0, min(count, val.count))

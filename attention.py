@@ -16,8 +16,8 @@ B: batch; N: sequence length in slots (a slot is one input vector of the transfo
 several, see model.py); H: query heads; G: key/value heads (G divides H); d: head dimension.
 
     eager    the definition, with the N x N scores in memory
-    sdpa     PyTorch's fused kernels. They take no per-key bias, so log w is passed as an extra channel of q
-             and k
+    sdpa     PyTorch's fused kernels. They take either is_causal or a mask, and a mask that also holds the
+             causal triangle is N x N. So log w is passed as an extra channel of q and k
     fa2      the same extra channel, through the package flash-attn; it needs a GPU and half precision
     auto     eager for short sequences on a CPU, otherwise sdpa
 """
@@ -65,7 +65,7 @@ def augment(q, k, v, log_w):
 
     Args:
         q: (B, H, N, d).
-        k: (B, G, N, d). So is v.
+        k, v: (B, G, N, d).
         log_w: (B, N), or None.
 
     Returns:
@@ -127,7 +127,7 @@ def soft_mask_attention(q, k, v, log_w=None, backend=auto):
 
     Args:
         q: (B, H, N, d).
-        k: (B, G, N, d), where G divides H. So is v.
+        k, v: (B, G, N, d), where G divides H.
         log_w: (B, N), at most 0. None means w = 1 everywhere: plain causal attention.
         backend: one of the functions in BACKENDS, or any function of the same four arguments.
 
@@ -141,8 +141,8 @@ def soft_mask_attention(q, k, v, log_w=None, backend=auto):
     G = k.size(1)
     if k.shape != (B, G, N, d) or v.shape != k.shape or H % G:
         raise ValueError(
-            f"q, k and v have shapes {[*q.shape]}, {[*k.shape]} and {[*v.shape]}; they must be "
-            "(B, H, N, d) and twice (B, G, N, d), where G divides H"
+            f"q, k and v have shapes {[*q.shape]}, {[*k.shape]} and {[*v.shape]}; q must be (B, H, N, d), "
+            "and k and v (B, G, N, d), where G divides H"
         )
     if log_w is not None and log_w.shape != (B, N):
         raise ValueError(f"log_w has shape {[*log_w.shape]}; for this q it must be {[B, N]}")
@@ -154,7 +154,7 @@ def attend_to_cache(q, k, v, d):
 
     Args:
         q: (B, H, 1, d'), augmented if the keys are.
-        k: (B, G, C, d'). So is v.
+        k, v: (B, G, C, d').
         d: the head dimension before augmentation.
 
     Returns:

@@ -71,7 +71,9 @@ def load(directory):
     config_file = Path(directory, "config.json")
     refuse_lfs_pointer(config_file)
     content = json.loads(config_file.read_text(encoding="utf-8"))
-    if content.pop("format", None) != FORMAT or content.pop("method", None) != PonderLM.method:
+    model_format = content.pop("format", None)
+    method = content.pop("method", None)
+    if model_format != FORMAT or method != PonderLM.method:
         raise ValueError(
             "its config.json is not that of a PonderLM-3 (python -m lab reads and converts others)"
         )
@@ -147,10 +149,10 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, 524}
 
 
 def check_free(run):
-    """Refuse a folder that holds anything but the beginning of a training that has no checkpoint yet.
+    """Refuse a folder that is in use. One of a training that ended before its first checkpoint is free.
 
     Raises:
-        UserError: it does.
+        UserError: the folder is in use.
     """
     names = {file.name.removesuffix(".tmp") for file in run.glob("*")} - {".lock"}
     # A training writes these before its first checkpoint, in this order. If it ended in between, the folder
@@ -236,11 +238,11 @@ def load_checkpoint(run, model, optimizer):
     file = run / "trainer.pt"
     if not file.exists():  # the training ended before its first checkpoint
         return 0, []
-    way_out = f"; its weights are in {run}/model.safetensors; train anew under another --name"
+    way_out = f"; its weights are in {run}/model.safetensors; start a new training with another --name"
     with user_error_if_unreadable(file, way_out):
         content = torch.load(file, map_location="cpu", weights_only=True)
         model.load_state_dict(content["model"])
-        # The parameter groups are those of this training, which may run on another device.
+        # Keep this optimizer's groups: they say whether it is fused, which depends on the device.
         state = optimizer.state_dict() | {"state": content["optimizer"]["state"]}
         optimizer.load_state_dict(state)
         return content["step"], content["log"]
@@ -251,13 +253,12 @@ def check_finite(run, step, **values):
     Raises:
         UserError: one of the values is infinite or nan.
     """
-    if all(math.isfinite(value) for value in values.values()):
-        return
-    found = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-    raise UserError(
-        f"training diverged: not finite at step {step} ({found}). Try a lower --learning-rate; to "
-        f"continue from the last checkpoint, if there is one: {resume_flags(run)}"
-    )
+    wrong = [f"{name} = {value:.4g}" for name, value in values.items() if not math.isfinite(value)]
+    if wrong:
+        raise UserError(
+            f"training diverged at step {step}: {', '.join(wrong)}. Use a lower --learning-rate, or resume "
+            f"from the last checkpoint, if one was saved, with {resume_flags(run)}"
+        )
 
 
 def resume_flags(run):

@@ -53,7 +53,8 @@ def one_line(error):
 
 
 def with_flags(message):
-    """A message about settings, such as "head_dim = 7 is odd", with the settings as flags: "--head-dim 7"."""
+    """A message about settings, such as "head_dim = 7 is odd", or "betas.1 = 3.0" of one of several values,
+    with the settings as flags: "--head-dim 7", "--betas 3.0"."""
     return re.sub(r"\b([a-z_]+)[.0-9]* = ", lambda match: f"--{match[1].replace('_', '-')} ", message)
 
 
@@ -178,6 +179,11 @@ def termination_signals():
     return [getattr(signal, name) for name in names if hasattr(signal, name)]
 
 
+def heard_signals():
+    """Those of them that are not ignored. One that is ignored stays so: that is how nohup works."""
+    return [number for number in termination_signals() if signal.getsignal(number) != signal.SIG_IGN]
+
+
 def in_main_thread():
     """Python allows signal handlers in the main thread only, so a web server's thread goes without them."""
     return threading.current_thread() is threading.main_thread()
@@ -189,8 +195,7 @@ def default_signals():
     if not in_main_thread():
         yield
         return
-    heard = [number for number in termination_signals() if signal.getsignal(number) != signal.SIG_IGN]
-    usual = {number: signal.signal(number, signal.SIG_DFL) for number in heard}
+    usual = {number: signal.signal(number, signal.SIG_DFL) for number in heard_signals()}
     try:
         yield
     finally:
@@ -225,9 +230,7 @@ def defer_signals():
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         os.write(2, b"\nstopping; send the signal again to exit at once\n")
 
-    # A signal that is ignored stays ignored: that is how nohup works.
-    heard = [number for number in termination_signals() if signal.getsignal(number) != signal.SIG_IGN]
-    usual = {number: signal.signal(number, receive) for number in heard}
+    usual = {number: signal.signal(number, receive) for number in heard_signals()}
     try:
         yield received
     finally:
@@ -260,7 +263,7 @@ def command_line(main):
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        sys.exit("error: out of memory: ask for fewer or smaller things at once")
+        sys.exit("error: out of memory: use a smaller --micro-batch-size, --batch-size or --block-size")
     except OSError as error:
         if not error.filename:  # not about a file that the user named
             raise
@@ -302,8 +305,9 @@ def parse_groups(groups, argv, **how):
     Raises:
         pydantic.ValidationError: a value is out of its range.
     """
-    # tyro would report a wrong value in pydantic's words. So it fills settings that check nothing, which are
-    # then made into settings that do.
+    # If tyro built the settings, it would print pydantic's whole report of a wrong value. So it fills
+    # settings that check nothing. The real ones are built here, and their error reaches command_line, which
+    # prints one line.
     unchecked_groups = {title: unchecked(settings) for title, settings in groups.items()}
     Flags = make_dataclass("Flags", [(title, type(group)) for title, group in unchecked_groups.items()])
     default = Flags(**unchecked_groups)
@@ -314,7 +318,8 @@ def parse_groups(groups, argv, **how):
 def unchecked(settings):
     """A copy of some settings, of a class that has the same fields and checks no values."""
     kind = type(settings)
-    # The names say where the source is, whose comments are the help texts. Python 3.13 wants the line, too.
+    # tyro finds the help texts in the source of the class, which it locates by these attributes (Python 3.13
+    # needs the line number, too).
     where = ("__module__", "__qualname__", "__doc__", "__firstlineno__")
     namespace = {name: getattr(kind, name) for name in where if hasattr(kind, name)}
     namespace["__post_init__"] = lambda self: None
@@ -322,10 +327,10 @@ def unchecked(settings):
     return copy(**{field.name: getattr(settings, field.name) for field in fields(kind)})
 
 
-def split_into(groups, config):
+def split_into(group_types, config):
     """Settings -> {title: the part of them that a group has}."""
     parts = {}
-    for title, kind in groups.items():
+    for title, kind in group_types.items():
         parts[title] = kind(**{field.name: getattr(config, field.name) for field in fields(kind)})
     return parts
 

@@ -56,10 +56,9 @@ LLM_C_HEADER = (20240520).to_bytes(4, "little")  # how files of llm.c begin, bef
 def split_documents(documents):
     """Divide documents into training and validation texts.
 
-    One document in 20 is held out for validation, chosen by the hash of its name, so that no text has its
-    other half on the other side. With fewer than 100 documents, or where that leaves a side empty, the
-    last tenth of each document is held out instead (at least one byte), so that a text which is cut ends
-    on both sides.
+    One document in 20 is held out for validation, chosen by the hash of its name, so that no document is in
+    both splits. With fewer than 100 documents, or where that leaves a split empty, the last tenth of each
+    document is held out instead: at least one byte, so that each document ends in both splits.
 
     Returns:
         Two lists of bytes.
@@ -112,11 +111,11 @@ def new_folder(folder):
     program has made that folder meanwhile, its folder stays."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as temporary:
-        half = Path(temporary, "half")
-        half.mkdir()
-        yield half
+        unfinished = Path(temporary, "unfinished")
+        unfinished.mkdir()
+        yield unfinished
         try:
-            half.rename(folder)
+            unfinished.rename(folder)
         except OSError:
             if not folder.exists():
                 raise
@@ -125,17 +124,17 @@ def new_folder(folder):
 def write_corpus(folder, source, documents, tokenizer):
     """Make a prepared folder. `source` says where the documents came from."""
     train, val = split_documents(documents)
-    with new_folder(folder) as half:
-        atomic_write(half / "train.bin", lambda temporary: write_tokens(train, tokenizer, temporary))
-        atomic_write(half / "val.bin", lambda temporary: write_tokens(val, tokenizer, temporary))
-        tokenizer.save(half / "tokenizer.json")
+    with new_folder(folder) as unfinished:
+        atomic_write(unfinished / "train.bin", lambda temporary: write_tokens(train, tokenizer, temporary))
+        atomic_write(unfinished / "val.bin", lambda temporary: write_tokens(val, tokenizer, temporary))
+        tokenizer.save(unfinished / "tokenizer.json")
         meta = {
             "source": source,
             "bytes": sum(len(text) for _, text in documents),
             "val_bytes": sum(len(text) for text in val),
             "dtype": id_type(tokenizer.vocab_size).name,
         }
-        write_json(half / "meta.json", meta)
+        write_json(unfinished / "meta.json", meta)
 
 
 def prepare(data, tokenizer_name, vocab_size):
@@ -159,7 +158,10 @@ def prepare(data, tokenizer_name, vocab_size):
             raise UserError(f"--data {data} holds no text: give a text file, or a folder with text files")
         source = documents_version(path.name, documents)
     else:
-        raise UserError(f"--data {data!r} is not a file or folder, nor one of {', '.join(SOURCES)}")
+        raise UserError(
+            f"--data {data!r} is not a file or folder: give a text file, a folder of texts, or one of "
+            f"{', '.join(SOURCES)}"
+        )
     kind = f"bpe{vocab_size}" if tokenizer_name == "bpe" else tokenizer_name
     digest = hashlib.sha256(f"{source} {kind}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
     folder = Path("data", f"{path.stem}-{kind}-{digest}")
@@ -314,7 +316,7 @@ def open_ids(file, stated, vocab_size):
     wider = wider_type(file, kind, vocab_size)
     if wider is not None:
         raise UserError(
-            f'{file} looks like {wider}, not {kind}: say so in its meta.json, {{"dtype": "{wider}"}}'
+            f'{file} looks like {wider}, not {kind}: put {{"dtype": "{wider}"}} into a meta.json beside it'
         )
     largest = int(ids[: 10**9].max())
     if largest >= vocab_size:
@@ -326,8 +328,8 @@ def open_ids(file, stated, vocab_size):
 
 
 def wider_type(file, kind, vocab_size):
-    """The widest type, wider than `kind`, whose values are all ids; None if there is none. Read as a type
-    that is too narrow, most ids would be followed by zeros, which no text has."""
+    """The widest type, wider than `kind`, under which every value is a valid id; None if there is none. (A
+    file of wide ids that is read as a narrow type shows each id followed by zeros, which are valid ids.)"""
     size = file.stat().st_size
     for name in reversed(ID_TYPES):
         width = np.dtype(name).itemsize
@@ -371,8 +373,8 @@ class Windows:
         if len(ids) <= block_size:
             name = getattr(ids, "filename", "the text")
             raise UserError(
-                f"{name} has {len(ids)} tokens, which do not fill a window of {block_size}: use more text, "
-                "or a smaller --block-size"
+                f"{name} has {len(ids)} tokens, but one window of --block-size {block_size} needs "
+                f"{block_size + 1}: use more text, or a smaller --block-size"
             )
         self.tokens = ids
         self.block_size = block_size

@@ -90,7 +90,10 @@ def check_attention(name, device, precision, head_width):
     elif precision != "bfloat16":
         reason = f"flash-attn needs half precision, and --precision is {precision}"
     elif head_width > 248:
-        reason = f"flash-attn takes heads of at most 248 numbers beside log w, and these have {head_width}"
+        # Its limit is 256. The channel of log w and the padding to a multiple of 8 take 8 of them.
+        reason = (
+            f"flash-attn takes heads up to 248 wide, since log w needs a channel; these are {head_width} wide"
+        )
     else:
         return
     raise UserError(
@@ -102,7 +105,7 @@ def check_attention(name, device, precision, head_width):
 
 
 def why_not_compile(device):
-    """The reason why torch.compile would fail or not pay on a device; None if there is no such reason.
+    """Why torch.compile would fail, or not be worth it, on a device; None if it should work.
 
     Triton, which compiles for a GPU, builds a small C program on first use. So it needs a C compiler and
     Python's header, which slim images and some Pythons lack.
@@ -166,11 +169,11 @@ def eval_batch_size(T, device):
     return max(1, tokens // T)
 
 
-def parts_that_fit(share, most):
-    """The size of micro-batches: at most `most` of a process's `share` of the windows of a step.
+def micro_batch_that_fits(share, most):
+    """The size of a micro-batch, in windows: at most `most`, for a process that has `share` windows per step.
 
-    A divisor of the share makes all micro-batches equal, so that one set of shapes is compiled. Where
-    none is at least half of what fits, the last micro-batch is smaller than the others.
+    If the size divides the share, all micro-batches are equal, and only one set of shapes is compiled. But
+    if no divisor of the share is at least half of `most`, the last micro-batch is smaller than the others.
     """
     if most >= share:
         return share
@@ -182,7 +185,8 @@ def parts_that_fit(share, most):
 
 
 def free_memory(model):
-    """Bytes of a GPU that activations may take, with a tenth of it left alone."""
+    """Bytes of a GPU that this process may have allocated at the peak of a training step, weights and
+    gradients included. A tenth is left alone."""
     free, _ = torch.cuda.mem_get_info()
     # AdamW makes its two numbers per weight in the first step.
     adamw = 8 * sum(p.numel() for p in model.parameters())
@@ -274,6 +278,7 @@ def cpu_name():
 
 def current_commit():
     """The commit that this file is of, followed by -dirty where a tracked file differs from it, or None."""
+    # --exclude=* ignores all tags, so that --always prints the hash.
     ask = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(ask, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)

@@ -42,8 +42,8 @@ from router import TAU, Router, mask_keys, stop_step, upcast
 
 # -- Settings --------------------------------------------------------------------------------------
 
-# A dataclass that checks the types and ranges of its fields. It raises a ValueError, also for "3" in
-# place of 3.
+# A dataclass that checks the types and ranges of its fields, and raises a ValueError. It is strict: "3" in
+# place of 3 is an error, too.
 validated_dataclass = pydantic.dataclasses.dataclass(config={"strict": True, "extra": "forbid"})
 
 Size = Annotated[int, Field(ge=1, le=2**20)]
@@ -57,11 +57,13 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @validated_dataclass
 class BackboneConfig:
-    """The transformer, by the names that Hugging Face gives to the settings of a Llama."""
+    """Settings of the transformer, named as in Hugging Face's LlamaConfig."""
 
     # The comment at a field, or right above it, is its --help.
 
-    vocab_size: Size = 257  # vocabulary size, for --tokenizer bpe only: other tokenizers have their own
+    # vocabulary size; as a flag, that of a BPE (--tokenizer bpe, 4096 if omitted): other tokenizers have
+    # their own size
+    vocab_size: Size = 257
     hidden_size: Size = 128  # model width (D)
     intermediate_size: Size = 344  # width of the SwiGLU MLP
     num_hidden_layers: Annotated[int, Field(ge=1, le=1000)] = 4  # transformer layers
@@ -73,7 +75,8 @@ class BackboneConfig:
     rms_norm_eps: Positive = 1e-5  # epsilon of RMSNorm
     rope_theta: Positive = 10_000.0  # base of RoPE's wavelengths
     tie_word_embeddings: bool = False  # use the embedding table as the output head
-    embed_scale: Positive | None = None  # factor on embeddings; None: sqrt(2.5 D), for unit RMS
+    # factor on the token embeddings; None: sqrt(2.5 D), which gives new embeddings an RMS of 1
+    embed_scale: Positive | None = None
 
     def __post_init__(self):
         D, H, G = self.hidden_size, self.num_attention_heads, self.kv_heads
@@ -81,11 +84,12 @@ class BackboneConfig:
             raise ValueError(f"num_key_value_heads = {G}: it must divide num_attention_heads = {H}")
         if self.head_dim is None and D % H:
             raise ValueError(
-                f"hidden_size = {D} is not divisible by num_attention_heads = {H}: give head_dim, too"
+                f"hidden_size = {D} is not divisible by num_attention_heads = {H}: set --head-dim, too"
             )
         if self.head_width % 2:
             raise ValueError(
-                f"head_dim = {self.head_width} is odd, but RoPE rotates pairs: use an even number"
+                f"head_dim = {self.head_width} (the width of a head) is odd, but RoPE rotates pairs: set an "
+                "even one"
             )
 
     @property
@@ -101,7 +105,7 @@ class BackboneConfig:
     @property
     def scale(self):
         """Factor on the embeddings. They start with a standard deviation of sqrt(2/(5D)), so sqrt(2.5 D)
-        gives them an RMS of 1, as the normalised states have that are fed back beside them."""
+        gives them an RMS of 1, like the normalised states that are fed back."""
         return math.sqrt(2.5 * self.hidden_size) if self.embed_scale is None else self.embed_scale
 
 
@@ -113,10 +117,12 @@ class PonderingConfig:
     # initial logits of the router: K+1 numbers, one for each number of steps from 0 to K. None: rising
     # linearly from 0 to 6, which favours K steps
     router_offset: tuple[Finite, ...] | None = None
-    # lowest and highest number of refinement passes (R) of the Jacobi iteration; each training step draws one
+    # lowest and highest number of refinement passes (R); each training step draws a number in this range.
+    # More passes come closer to what decoding computes, and cost more
     refinements: tuple[int, int] = (2, 3)
-    # form of the bottom-mass penalty. printed: the paper's formula, which uses the mean cross-entropy; token:
-    # a variant that uses the cross-entropy of each token
+    # form of the bottom-mass penalty, which discourages steps that tokens do not need. printed: the paper's
+    # formula, from the mean cross-entropy (at usual losses it is zero); token: a variant, from the
+    # cross-entropy of each token
     penalty: Literal["printed", "token"] = "printed"
     penalty_weight: NonNegative = 0.5  # weight of the bottom-mass penalty (lambda; the paper gives no value)
 
@@ -129,7 +135,7 @@ class PonderingConfig:
         low, high = self.refinements
         if not 0 <= low <= high < 2**31:
             raise ValueError(
-                f"refinements = {self.refinements}: the lowest must be at least 0, the highest not below it"
+                f"refinements = {self.refinements}: give two numbers from 0 to 2**31 - 1, the larger one last"
             )
 
     @property
@@ -159,7 +165,7 @@ def apply_rope(x, cos, sin):
 
     Args:
         x: (B, heads, N, d).
-        cos: (N, d) or (B, 1, N, d). So is sin.
+        cos, sin: (N, d) or (B, 1, N, d).
     """
     a, b = x.chunk(2, dim=-1)
     rotated = x * cos + torch.cat([-b, a], dim=-1) * sin
@@ -179,6 +185,16 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.H * self.d, D, bias=False)
 
     def forward(self, x, rope, log_w, backend, cache):
+        """
+        Args:
+            x: (B, N, D).
+            rope: (cos, sin), from Llama.rope_cos_sin.
+            log_w, backend: as in Llama.forward.
+            cache: a LayerCache, which takes the place of attention among the N slots, or None.
+
+        Returns:
+            (B, N, D).
+        """
         B, N, _ = x.shape
         q = self.q_proj(x).view(B, N, self.H, self.d).transpose(1, 2)  # (B, H, N, d)
         k = self.k_proj(x).view(B, N, self.G, self.d).transpose(1, 2)  # (B, G, N, d)
@@ -380,9 +396,9 @@ class PonderLM(nn.Module):
         previous pass, slot 0 always reads e, and the keys are biased by the log w of the previous pass.
         The gradient flows through all passes.
 
-        The K T latents depend on each other in one chain: first by token, then by step. The first K passes
-        make the first K links exact, and each refinement at least one more. So K (T-1) refinements are
-        exact, and no more are ever run.
+        In the order h_1^(0) .. h_1^(K-1), h_2^(0) .., each latent depends only on those before it. So each
+        pass makes at least one more of them exact: the growing passes the first K, and K (T-1) refinements
+        all others. No more refinements than that are ever run.
 
         Args:
             idx, R, tau, alpha: as in `forward`. With R None, the iteration ends when a pass changes the
@@ -451,7 +467,7 @@ class PonderLM(nn.Module):
         """
         T = idx.size(1)
         if not 0 < T <= self.config.block_size:
-            raise ValueError(f"the input has {T} tokens; this model reads 1 to {self.config.block_size}")
+            raise ValueError(f"the input has {T} tokens, but this model reads 1 to {self.config.block_size}")
         return self.model.embed_tokens(idx) * self.config.scale
 
     def transform(self, x, positions, log_w=None, cache=None):
@@ -469,12 +485,14 @@ class PonderLM(nn.Module):
         return self.router(h[..., 0, :], alpha)
 
     def mask_keys(self, log_w, tau=None):
-        """The bias of the keys of a token's slots. (..., S) -> (..., S), see router.mask_keys."""
+        """The bias of the keys of a token's slots. (..., S) -> (..., S), see router.mask_keys. A method
+        without a mask (lab/methods) returns None."""
         return mask_keys(log_w, tau)
 
     def feed_back(self, h, e):
         """The input of the next slot, given an output h (..., D): h itself, after the final RMSNorm and
-        without a projection (reading note 8). The embedding e is not used again."""
+        without a projection (reading note 8). The embedding e is not used here; other methods (lab/methods)
+        read it again."""
         return h
 
     # -- From states to predictions (section 3.2.3) ------------------------------------------------
@@ -565,7 +583,8 @@ class PonderLM(nn.Module):
     # -- Weights -----------------------------------------------------------------------------------
 
     def init_weights(self, module):
-        """Truncated normal with std sqrt(2/(5D)); zero for the router, so that it starts at its offset."""
+        """Truncated normal with std sqrt(2/(5D)), since the paper does not say (reading note 8); zero for
+        the router, so that it starts at its offset."""
         std = math.sqrt(2 / (5 * self.config.hidden_size))
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)

@@ -7,7 +7,7 @@ log_w         log w      (..., K+1)    log of the mask score w_k = s_k + .. + s_
 stop_step     K-hat      (...)         the last step whose mask score is at least tau
 tau           tau        scalar        decoding stops where w < tau; None: soft masks, no step is skipped
 alpha         alpha      scalar        shifts the distribution to more (> 0) or fewer (< 0) steps
-ce            ce_k       (..., K+1)    cross-entropy if integration stops after step k, in nats
+ce            ce_k       (..., K+1)    loss in nats of the prediction from s_0 h^(0) + .. + s_k h^(k) alone
 rho           rho_k      (K+1,)        degree to which k steps suffice for a good prediction, from 0 to 1
 relaxed_steps            (...)         a differentiable lower bound of K-hat, which --step-price charges
 
@@ -34,9 +34,9 @@ def upcast(x):
 class Router(nn.Module):
     """s = softmax(W h^(0) + offset + alpha [0..K]).
 
-    The printed alpha is one scalar added to every logit, which cancels in the softmax; here it multiplies the
-    step index (reading note 3). W starts at zero (PonderLM.init_weights), so s starts at softmax(offset). The
-    offset is K+1 fixed numbers, saved with the config (reading note 6).
+    In the paper, alpha is one number that is added to every logit, which the softmax cancels. Here it is
+    multiplied by the step index (reading note 3). W starts at zero (PonderLM.init_weights), so s starts at
+    softmax(offset). The offset is K+1 fixed numbers, saved with the config (reading note 6).
     """
 
     def __init__(self, D, K, offset):
@@ -121,7 +121,8 @@ def mask_keys(log_w, tau=None):
 
 def resolved_fraction(ce, form="printed"):
     """rho, the degree to which k steps suffice (section 3.4.2), for each k. A token counts as resolved if
-    its loss is below about half a nat.
+    its loss is below about half a nat: with the paper's factor of 10, the sigmoid falls from 0.88 to 0.12
+    between 0.3 and 0.7 nats.
 
     Args:
         ce: (n, depths) in nats, the cross-entropy of n tokens.
@@ -148,7 +149,8 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
 
     It should push w_k down where step k is not needed. Say that going from k-1 to k steps resolves a
     fraction d_rho_k more of the tokens. Then the penalty selects that fraction of the tokens, those whose
-    w_k is smallest, since they rely on step k the least, and lowers their w_k:
+    w_k is smallest, since they rely on step k the least, and lowers their w_k. (The paper does not say why
+    as many tokens should give up step k as were resolved by it.)
 
         rho_k   = 1 - sigmoid(10 (CE_k - 0.5))             1: k steps suffice, 0: they do not
         d_rho_k = max(rho_k - rho_{k-1}, 0)                what step k adds to it

@@ -128,7 +128,10 @@ def make_sampler(options):
     def choose(logits):
         logits = logits.float().cpu()
         if not logits.isfinite().all():
-            raise UserError("the logits are not finite: the weights, or --alpha, are too large")
+            raise UserError(
+                "the logits are not finite: use an --alpha nearer to 0, or another model if the weights "
+                "are damaged"
+            )
         if options.temperature < 1e-6:  # practically 0, and dividing by it could overflow
             return int(logits.argmax())
         k = min(options.top_k or len(logits), len(logits))
@@ -346,7 +349,7 @@ def main(options):
     if options.show_steps:
         print_legend(K)
 
-    read = []
+    steps_read = []
     new_tokens = 0
     start = time.perf_counter()
     for i in range(options.num_samples):
@@ -356,13 +359,13 @@ def main(options):
         if options.seed is not None:
             sampling["seed"] = (options.seed + i) % 2**63
         pairs = stream(
-            model, ids, options.max_new_tokens, ends={tokenizer.end_of_text}, read=read, **sampling
+            model, ids, options.max_new_tokens, ends={tokenizer.end_of_text}, read=steps_read, **sampling
         )
         pieces = show(as_text(pairs, tokenizer, {tokenizer.end_of_text}), K, marked=options.show_steps)
         new_tokens += sum(steps is not None for _, steps in pieces)
     seconds = time.perf_counter() - start
 
-    mean_steps = sum(read) / len(read)
+    mean_steps = sum(steps_read) / len(steps_read)
     saved = 1 - (1 + mean_steps) / (1 + K)
     print(
         f"\n{mean_steps:.2f} of {K} pondering steps per token read, {saved:.0%} of the slots saved; "

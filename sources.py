@@ -21,7 +21,11 @@ from common import UserError, progress, refuse_lfs_pointer
 from tokenizer import NOT_UTF8
 
 PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # read beside the standard library
-LINES = (".jsonl", ".ndjson", ".parquet")  # one file holds many texts; python -m lab corpus reads these
+ROW_SUFFIXES = (
+    ".jsonl",
+    ".ndjson",
+    ".parquet",
+)  # one file holds many texts; python -m lab corpus reads these
 NOT_TEXT = (".json", ".csv")  # structured data, not text
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z")  # archives and compressed files
 SAVED_DATA = (".arrow",)  # what datasets.save_to_disk writes
@@ -61,7 +65,7 @@ def pysource():
 
 
 def pydocs():
-    """The docstrings of these files, each only once, and Python's help topics: one document per file."""
+    """The docstrings of package_files(), each only once, and Python's help topics: one document per file."""
     files = list(package_files())
     show = progress(f"reading the docstrings of {len(files):,} files")
     sources = []
@@ -142,7 +146,7 @@ def read_documents(path):
     Files that hold no text are skipped with a note: those of NOT_TEXT, and those with NUL bytes.
 
     Raises:
-        UserError: a file of LINES, an archive, a saved data set, or a Git LFS pointer.
+        UserError: a file of ROW_SUFFIXES, an archive, a saved data set, or a Git LFS pointer.
         OSError: a file cannot be read.
     """
     files = [path] if path.is_file() else files_below(path)
@@ -152,7 +156,7 @@ def read_documents(path):
     for file in files:
         name = str(file.relative_to(path.parent))
         suffix = file.suffix.lower()
-        if suffix in LINES:
+        if suffix in ROW_SUFFIXES:
             raise UserError(f"{file} holds many texts: prepare it with python -m lab corpus prepare {file}")
         refuse_packed(file)
         if suffix in NOT_TEXT:
@@ -184,8 +188,8 @@ def refuse_packed(file):
         raise UserError(f"{file} is a compressed file or an archive: unpack it first, or move it elsewhere")
     if suffix in SAVED_DATA:
         raise UserError(
-            f"{file} belongs to a saved data set: write its texts as .jsonl (dataset.to_json), and prepare "
-            "that with python -m lab corpus prepare"
+            f"{file} is part of a data set that was saved with save_to_disk: write its texts as .jsonl "
+            "(dataset.to_json), and prepare that with python -m lab corpus prepare"
         )
 
 

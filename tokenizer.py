@@ -162,11 +162,11 @@ def load_tokenizer(file):
         UserError: the file is missing, damaged, or holds something else.
     """
     fields = read_json(file)
-    with user_error_if_unreadable(file):
+    with user_error_if_unreadable(file, ": restore the file, or prepare the text or train the model again"):
         name = fields.get("name")
         if name not in PATTERNS:
             raise UserError(
-                f"{file} is not a tokenizer that train.py or data.py wrote: python -m lab may read it"
+                f"{file} is not a tokenizer that train.py or data.py wrote: python -m lab can perhaps read it"
             )
         if fields["pattern"] != PATTERNS[name]:
             raise ValueError(f"its pattern is not that of {name}")

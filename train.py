@@ -75,7 +75,7 @@ from hardware import (
     eval_batch_size,
     free_memory,
     has_fast_bfloat16,
-    parts_that_fit,
+    micro_batch_that_fits,
     peak_memory,
     pick_precision,
     should_compile,
@@ -132,25 +132,31 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 @validated_dataclass
 class RunSettings:
-    """Which run."""
+    """The run: its folder, and where it begins."""
 
     # The comment at a field, or right above it, is its --help.
-    preset: Literal[tuple(PRESETS)] = "tiny"  # named set of defaults; any other flag overrides it
+    # named set of defaults, which any other flag overrides. If omitted: small on a GPU with bfloat16, else
+    # tiny. The defaults shown here are those of the preset that is chosen
+    preset: Literal[tuple(PRESETS)] = "tiny"
     name: str | None = None  # name of the run, which is its folder in --out; None: preset, date and time
     out: str = "out"  # folder that holds the runs
-    # resume a run with the settings it was begun with: the run --name, or else the newest one in --out
+    # resume a run with the settings it was begun with: the run --name, or else the newest one in --out.
+    # --steps, --learning-rate, --data and the hardware flags, among others, may change
     resume: bool = False
-    # random seed of the initial weights, the order of the windows, and the refinement passes of each step
+    # random seed of the initial weights, the order of the windows, and the number of refinement passes that
+    # each training step draws
     seed: Seed = 0
 
     def __post_init__(self):
         if self.name is not None and (self.name in ("", ".", "..") or "/" in self.name):
-            raise ValueError(f"name = {self.name!r} cannot be the name of a folder: use a name without /")
+            raise ValueError(
+                f"name = {self.name!r} cannot be the name of a folder: choose another, without /"
+            )
 
 
 @validated_dataclass
 class DataSettings:
-    """What it reads."""
+    """The text, and how it is read."""
 
     # what to train on: pydocs or pysource (docstrings or source files of the Python on this machine), a text
     # file, a folder of text files, or a folder with train.bin and val.bin
@@ -162,47 +168,47 @@ class DataSettings:
 
 @validated_dataclass
 class OptimisationSettings:
-    """How it is trained."""
+    """Batches, learning rate and AdamW."""
 
     steps: Count = 1000  # number of training steps
     batch_size: Count = 8  # windows (sequences of --block-size tokens) per training step
-    # windows per forward and backward pass, whose gradients add up to those of --batch-size windows. None:
-    # all of them on a CPU, as many as fit into memory on a GPU
+    # windows per forward and backward pass; gradients are accumulated over several of them until --batch-size
+    # windows are done. None: all at once on a CPU, as many as fit into memory on a GPU
     micro_batch_size: Count | None = None
     learning_rate: NonNegative = 4e-3  # peak learning rate of AdamW; a cosine decays it to a tenth
     # fraction of the training steps during which the learning rate rises linearly to its peak
     warmup: Fraction = 0.05
     weight_decay: Fraction = 0.1  # weight decay on matrices, except the router's
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # AdamW's beta 1 and beta 2
-    clip: NonNegative = 1.0  # gradients are scaled down to this norm; 0 turns clipping off
+    clip: NonNegative = 1.0  # largest norm of the gradient: a larger one is scaled down; 0 turns it off
 
 
 @validated_dataclass
 class RouterSettings:
-    """How the router is trained."""
+    """Training of the router."""
 
     router_rate: NonNegative = 3.0  # factor on the learning rate of the router
-    # price of a pondering step: a term of the loss, in nats per executed step; 0 turns it off (not in the
-    # paper)
+    # loss in nats per pondering step, times the mean number of steps per token in a differentiable form; 0
+    # turns it off (not in the paper)
     step_price: NonNegative = 0.0
     price_from: Fraction = 0.0  # fraction of training after which --step-price applies
 
 
 @validated_dataclass
 class EvaluationSettings:
-    """When it is logged, saved and evaluated."""
+    """Logging, checkpoints and evaluation."""
 
     log_every: Count = 20  # training steps between log lines
     eval_every: Count = 250  # training steps between checkpoints; at each, 64 validation windows are scored
     eval_windows: Count = 512  # number of validation windows in the final evaluation
-    # early-exit threshold, for the logged and the final number of steps: a token takes no further pondering
-    # step once the mask score w is below it
+    # early-exit threshold, used in the log and the final evaluation, not in training: a token takes no
+    # further pondering step once w, the router's probability that it needs one, is below it
     tau: Fraction = TAU
 
 
 @validated_dataclass
 class HardwareSettings:
-    """What it runs on."""
+    """Device, precision, speed and memory."""
 
     device: str = "auto"  # cpu, cuda or mps; auto is a GPU if there is one, else the CPU
     # precision of matrix products; auto is bfloat16 where the hardware has it, else float32
@@ -353,16 +359,18 @@ def refuse_changes(run, before, now):
     """Refuse to resume a training with settings that would make it another one.
 
     Args:
-        before: a TrainConfig and a Config. So is now.
+        before, now: pairs of a TrainConfig and a Config.
 
     Raises:
         UserError: it names them.
     """
-    before = asdict(before[0]) | asdict(before[1])
-    now = asdict(now[0]) | asdict(now[1])
-    changed = [name for name in now if before[name] != now[name] and name not in MAY_CHANGE]
+    recorded = asdict(before[0]) | asdict(before[1])
+    asked = asdict(now[0]) | asdict(now[1])
+    changed = [name for name in asked if recorded[name] != asked[name] and name not in MAY_CHANGE]
     if changed:
-        changes = "; ".join(f"{name}: {before[name]} -> {now[name]}" for name in changed)
+        changes = "; ".join(
+            f"--{name.replace('_', '-')} {asked[name]} (was {recorded[name]})" for name in changed
+        )
         raise UserError(
             f"{run} was begun with other settings: drop --resume to train a new run, or undo these changes: "
             f"{changes}"
@@ -383,7 +391,9 @@ def read_run(run, kind=TrainConfig):
     """
     file = Path(run, "train.json")
     if not file.is_file():
-        raise UserError(f"{run} is not a training run (no train.json): to start a new one, drop --resume")
+        raise UserError(
+            f"{run} is not a training run (no train.json): check --name and --out, or drop --resume"
+        )
     content = read_json(file)
     with user_error_if_unreadable(file, "; resume it with the program that began it"):
         settings = OLD_DEFAULTS | dict(content["config"])
@@ -400,7 +410,9 @@ def run_settings(run):
     config, model_settings, _ = read_run(run)
     method = model_settings.pop("method", None)
     if method != PonderLM.method:
-        raise UserError(f"{run} is of the method {method!r}: resume it with python -m lab train --resume")
+        raise UserError(
+            f"{run} was trained with the method {method!r}: resume it with python -m lab train --resume"
+        )
     with user_error_if_unreadable(run / "train.json"):
         return config, from_json(Config, model_settings)
 
@@ -414,8 +426,8 @@ def objective(model, x, y, R, price=0.0):
         L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)) + price mean(relaxed(w))
 
     The printed penalty of n tokens is 0 where all CE_k are above 0.5 + log(n) / 10, which is 1.1 nats for
-    n = 512 (reading note 2). There the router learns from CE alone: through log w in attention, and
-    through s in the integration.
+    n = 512, because then all rho_k are below 1/n, and no token is selected (reading note 2). There the
+    router learns from CE alone: through log w in attention, and through s in the integration.
 
     Args:
         x: (B, T), token ids.
@@ -446,21 +458,22 @@ def objective(model, x, y, R, price=0.0):
 
 def depth_losses(model, out, y, with_target):
     """CE_k of the n tokens that have a target, integrated up to step k = 0 .. K. -> (n, K+1), without
-    gradient
+    gradient"""
 
-    CE_0 is computed only if the penalty can depend on it. It enters d_rho_1 = max(rho_1 - rho_0, 0), and
-    where n rho_1 < 1, that selects no token, whatever CE_0 is.
-    """
-    ce = model.partial_losses(out.h, out.s, y, range(1, model.config.ponder_steps))  # (B, T, K-1)
-    ce = torch.cat([ce, out.ce.detach()[..., None]], dim=-1)  # (B, T, K)
-    ce = ce.flatten(0, 1)[with_target]  # (n, K)
-    rho_1 = resolved_fraction(ce[:, :1], model.config.penalty)
-    if len(ce) * rho_1.item() < 0.999:  # this waits for a GPU, too; the margin is for rounding
-        ce_0 = torch.full_like(ce[:, :1], math.inf)
-    else:
-        ce_0 = model.partial_losses(out.h, out.s, y, range(1))  # (B, T, 1)
-        ce_0 = ce_0.flatten(0, 1)[with_target]  # (n, 1)
-    return torch.cat([ce_0, ce], dim=-1)
+    def losses_of(depths):
+        ce = model.partial_losses(out.h, out.s, y, depths)  # (B, T, depths)
+        return ce.flatten(0, 1)[with_target]  # (n, depths)
+
+    between = losses_of(range(1, model.config.ponder_steps))  # CE_1 .. CE_{K-1}
+    last = out.ce.detach().flatten()[with_target][:, None]  # CE_K, which is known already
+    from_1 = torch.cat([between, last], dim=-1)  # (n, K), CE_1 .. CE_K
+
+    # CE_0 is computed only if the penalty can depend on it. It enters d_rho_1 = max(rho_1 - rho_0, 0), and
+    # where n rho_1 < 1, that selects no token, whatever CE_0 is.
+    rho_1 = resolved_fraction(from_1[:, :1], model.config.penalty)
+    can_select = len(from_1) * rho_1.item() >= 0.999  # this waits for a GPU, too; the margin is for rounding
+    ce_0 = losses_of(range(1)) if can_select else torch.full_like(last, math.inf)  # (n, 1)
+    return torch.cat([ce_0, from_1], dim=-1)
 
 
 class LossModule(nn.Module):
@@ -534,6 +547,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
 
     # The run. What was decided above is recorded as well.
     run = run_folder(config, rank)
+    # A given --micro-batch-size stays recorded, even where several processes make it smaller now.
     config = replace(config, name=run.name, micro_batch_size=config.micro_batch_size or micro_batch_size)
     with locked(run) if is_main else nullcontext():
         first_step, log = start_or_resume(run, config, model_config, model, optimizer, corpus)
@@ -660,8 +674,8 @@ def check_same_corpus(config, corpus):
     _, _, recorded = read_run(run, type(config))
     if {**recorded, "name": None} != {**corpus.fingerprint(), "name": None}:
         raise UserError(
-            f"{config.data} is not the text that {run} was trained on, or has other tokens: name that text "
-            "with --data"
+            f"{config.data} is not the text that {run} was trained on, or is tokenized differently: pass "
+            "the original text with --data"
         )
 
 
@@ -699,7 +713,7 @@ def fit_to_hardware(config, model, loss_module, windows, device, world_size):
         micro_batch_size = given_micro_batch_size(config, share)
     elif is_measured:
         fitting = min(gather(windows_that_fit(model, loss_of)))
-        micro_batch_size = parts_that_fit(share, fitting)
+        micro_batch_size = micro_batch_that_fits(share, fitting)
     else:
         micro_batch_size = share
 
@@ -708,8 +722,9 @@ def fit_to_hardware(config, model, loss_module, windows, device, world_size):
         print("compiling the blocks, which takes about a minute", flush=True)
         compile_for_training(model)
     if compiled and is_measured and micro_batch_size < share:
-        # Compiled blocks keep fewer activations, so perhaps twice as many windows fit.
-        larger = parts_that_fit(share, 2 * fitting)
+        # Compiled blocks keep fewer activations, so perhaps twice as many windows fit. (Measuring them as
+        # above would compile them for each size that is tried.)
+        larger = micro_batch_that_fits(share, 2 * fitting)
         fits = peak_memory(model, loss_of, larger) <= free_memory(model)
         if all(gather(fits)):
             micro_batch_size = larger
@@ -769,7 +784,7 @@ def start_or_resume(run, config, model_config, model, optimizer, corpus):
     )
     if rank == 0:
         if first_step < config.steps:
-            # The run is resumed, so its final evaluation is out of date.
+            # There are training steps to do, so a final evaluation that is here is out of date.
             (run / "results.json").unlink(missing_ok=True)
         description = {
             "config": asdict(config),
@@ -889,8 +904,8 @@ class Clock:
     def end_saving(self):
         self.saving_seconds = self.now() - self.began
 
-    def take_line(self):
-        """Begin a new log line. -> seconds per training step since the last one, or None if they are not
+    def finish_interval(self):
+        """End the interval since the last log line. -> seconds per training step in it, or None if not
         known"""
         if self.steps > 0:
             self.seconds_per_step = self.step_seconds / self.steps
@@ -904,7 +919,7 @@ class Clock:
         steps_left = config.steps - done
         checkpoints_left = math.ceil(config.steps / config.eval_every) - done // config.eval_every
         if steps_left == 0:
-            checkpoints_left = 1  # this one
+            checkpoints_left = 1  # the last one, which follows this log line
         # The final evaluation scores more windows, in three ways.
         final_evaluation = 3 * self.evaluation_seconds * config.eval_windows / CHECKPOINT_WINDOWS
         return (
@@ -923,7 +938,7 @@ def compiled_graphs():
 
 def log_step(done, means, clock, config, model_config):
     """Print a line of progress. -> the row of log.jsonl"""
-    seconds_per_step = clock.take_line()
+    seconds_per_step = clock.finish_interval()
     if seconds_per_step is None:
         speed = None
         timing = "compiling"

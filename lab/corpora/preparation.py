@@ -28,7 +28,7 @@ from lab.common import NonEmpty, progress
 from lab.corpora.sources import describe, files_of, show, texts
 from lab.corpora.tokenizers import begin_of, load_tokenizer, open_tokenizer
 from model import Positive, validated_dataclass
-from sources import LINES as ROW_SUFFIXES
+from sources import ROW_SUFFIXES
 from tokenizer import BPE_TRAINING_BYTES, Tokenizer
 
 OURS = None, "bytes", "bpe", "gpt2"  # the tokenizers that the root can open

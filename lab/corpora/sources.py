@@ -17,8 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 from common import UserError, one_line, user_error_if_unreadable
-from sources import LINES as ROW_SUFFIXES
-from sources import NOT_TEXT, PACKAGES, SOURCES, files_below, refuse_packed
+from sources import NOT_TEXT, PACKAGES, ROW_SUFFIXES, SOURCES, files_below, refuse_packed
 from tokenizer import NOT_UTF8
 
 PIECE = 10**6  # bytes

@@ -129,7 +129,7 @@ def test_preset_without_bfloat16(monkeypatch, capsys):
         (False, "cuda", "bfloat16", 64, "not installed"),
         (True, "cpu", "bfloat16", 64, "needs a GPU"),
         (True, "cuda", "float32", 64, "--precision is float32"),
-        (True, "cuda", "bfloat16", 256, "at most 248"),
+        (True, "cuda", "bfloat16", 256, "up to 248"),
         (True, "cuda", "bfloat16", 248, None),
     ],
 )
@@ -189,11 +189,11 @@ def test_the_clock(monkeypatch):
         clock.end_step()
 
     step(60, compiled=4)
-    assert clock.take_line() is None  # nothing but compiling so far
+    assert clock.finish_interval() is None  # nothing but compiling so far
     step(30, compiled=1)
     step(2)
     step(4)
-    assert clock.take_line() == 3
+    assert clock.finish_interval() == 3
     step(1)
     clock.begin()
     pass_time(8)
@@ -201,8 +201,8 @@ def test_the_clock(monkeypatch):
     clock.begin()
     pass_time(5)
     clock.end_saving()
-    assert clock.take_line() == 1  # since the last line
-    assert clock.take_line() == 1  # no step since
+    assert clock.finish_interval() == 1  # since the last line
+    assert clock.finish_interval() == 1  # no step since
     # 96 steps, checkpoints at 50 and 100 of 13 s each, and 3 evaluations of twice as many windows
     assert clock.seconds_left(4) == 96 + 2 * 13 + 3 * 8 * 2
     assert clock.seconds_left(50) == 50 + 13 + 48

@@ -205,7 +205,7 @@ def test_config_refuses(wrong):
 @pytest.mark.parametrize("T", [0, 33])
 def test_input_refused(T):
     """Catches a text that does not fit the window, and becomes an error of somebody else."""
-    with pytest.raises(ValueError, match="tokens; this model reads 1 to"):
+    with pytest.raises(ValueError, match="tokens, but this model reads 1 to"):
         small_model()(tokens(T=T))
 
 

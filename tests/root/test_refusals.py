@@ -113,7 +113,7 @@ def test_a_header():
     "name, words",
     [
         *(("a.gz", "unpack"), ("a.jsonl.gz", "unpack"), ("b.tar", "unpack"), ("c.ZIP", "unpack")),
-        *(("d.arrow", "saved data set.*to_json"), ("e.ndjson", "lab corpus"), ("f.parquet", "lab corpus")),
+        *(("d.arrow", "save_to_disk.*to_json"), ("e.ndjson", "lab corpus"), ("f.parquet", "lab corpus")),
     ],
 )
 @pytest.mark.parametrize("alone", [True, False])
