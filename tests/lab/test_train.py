@@ -80,7 +80,7 @@ def test_resume_of_a_method(config, shape):
     run, _ = train(*parse(["--resume", "--name", "x", "--attention", "eager", "--steps", "3"]))
     found, settings, _ = read_run(run)
     assert (found.attention, settings) == ("eager", shape) and load(run).config == shape
-    with pytest.raises(UserError, match="method: ponderlm1 -> ouro; accumulate: False -> True"):
+    with pytest.raises(UserError, match=r"--method ouro \(was ponderlm1\); --accumulate True \(was False\)"):
         parse(["--resume", "--name", "x", "--method", "ouro", "--accumulate"])
 
 
