@@ -130,7 +130,7 @@ def test_compressed_files(name):
     Path(name).write_bytes(b"not even a byte of 0")
     for read in (open_corpus, lambda name: prepare(Options(name, Path("out")))):
         for source in ("texts", name):
-            with pytest.raises(UserError, match=f"{name} (is a compressed|is part of a data set that was saved)"):
+            with pytest.raises(UserError, match=f"{name} (is a compressed|is part of a data set)"):
                 read(source)
     assert not Path("out.part").exists()
 
