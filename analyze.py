@@ -233,6 +233,7 @@ def find_words(pieces):
         is_cut = match.start() == 0 or match.end() == len(text)
         if is_cut:
             continue
+        # The first token that ends after a byte is the one that holds the byte.
         first = int(np.searchsorted(ends, match.start(), "right"))
         last = int(np.searchsorted(ends, match.end() - 1, "right"))
         covered = b"".join(pieces[first : last + 1])
@@ -425,7 +426,8 @@ def sheet(title, panels=1):
 
 
 def column(rows, key, **wanted):
-    """The values of one column in the rows that have the `wanted` values. Rows of no tokens are left out."""
+    """The values of one column in the rows that have the `wanted` values. Rows whose number of tokens is 0,
+    and whose means are nan, are left out."""
     values = []
     for row in rows:
         is_wanted = all(row[name] == value for name, value in wanted.items())
@@ -559,7 +561,7 @@ def draw_pareto(rows, axes):
 
 
 def name_unit(figure, unit):
-    """Write `unit` in place of "token" wherever it stands in a figure."""
+    """Write `unit` in place of "token" wherever it stands in a figure. A model of bytes has "byte" there."""
     for text in figure.findobj(Text):
         text.set_text(text.get_text().replace("token", unit))
 
@@ -590,9 +592,9 @@ class Options:
     device: str = "auto"  # cpu, cuda or mps; auto is a GPU if there is one, else the CPU
 
 
-# The flags that each figure follows.
+# The flags that each figure uses.
 OF_ONE_RUN = {"run", "data", "windows", "out", "device"}
-FOLLOWED = {
+USED_FLAGS = {
     "curve": {"run", "runs", "out"},
     "converge": OF_ONE_RUN,
     "buckets": OF_ONE_RUN | {"tau"},
@@ -640,13 +642,13 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
 def check_flags(options):
     """
     Raises:
-        UserError: a flag was given that the figure does not follow.
+        UserError: a flag was given that the figure does not use.
     """
-    followed = FOLLOWED[options.figure]
+    used = USED_FLAGS[options.figure]
     for field in fields(options):
         is_given = field.name != "figure" and getattr(options, field.name) != field.default
-        if is_given and field.name not in followed:
-            names = [name for name in FOLLOWED if field.name in FOLLOWED[name]]
+        if is_given and field.name not in used:
+            names = [name for name in USED_FLAGS if field.name in USED_FLAGS[name]]
             raise UserError(
                 f"{options.figure} does not use --{field.name}: omit it (it is for {', '.join(names)})"
             )

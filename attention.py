@@ -103,7 +103,9 @@ def sdpa(q, k, v, log_w):
 def fa2(q, k, v, log_w):
     """The package flash-attn, whose layout is (B, N, H, d)."""
     if flash_attn_func is None:
-        raise RuntimeError("fa2 needs the package flash-attn; sdpa gives the same result without it")
+        raise RuntimeError(
+            "fa2 needs flash-attn, which is not installed: use sdpa, which gives the same result"
+        )
     d = q.size(-1)
     q, k, v = (x.transpose(1, 2) for x in augment(q, k, v, log_w))
     out = flash_attn_func(q, k, v, causal=True, softmax_scale=1 / math.sqrt(d))

@@ -75,7 +75,7 @@ def load(directory):
     method = content.pop("method", None)
     if model_format != FORMAT or method != PonderLM.method:
         raise ValueError(
-            "its config.json is not that of a PonderLM-3 (python -m lab reads and converts others)"
+            "its config.json does not describe a PonderLM-3 (python -m lab reads and converts other models)"
         )
     weights_file = Path(directory, "model.safetensors")
     refuse_lfs_pointer(weights_file)
@@ -101,7 +101,7 @@ def from_json(kind, content):
     """
     missing = kind.__dataclass_fields__.keys() - content.keys()
     if missing:
-        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        raise ValueError(f"the settings lack {', '.join(sorted(missing))}")
     # Through JSON, because the strict mode accepts a list as a tuple only where it parses the JSON itself.
     return pydantic.TypeAdapter(kind).validate_json(json.dumps(content))
 
@@ -149,7 +149,7 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, 524}
 
 
 def check_free(run):
-    """Refuse a folder that is in use. One of a training that ended before its first checkpoint is free.
+    """Refuse a folder that is in use. One that a training left before its first checkpoint may be reused.
 
     Raises:
         UserError: the folder is in use.

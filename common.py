@@ -180,7 +180,7 @@ def termination_signals():
 
 
 def heard_signals():
-    """Those of them that are not ignored. One that is ignored stays so: that is how nohup works."""
+    """The termination signals that are not ignored. An ignored one stays so: that is how nohup works."""
     return [number for number in termination_signals() if signal.getsignal(number) != signal.SIG_IGN]
 
 
@@ -252,8 +252,8 @@ def command_line(main):
         main()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails, too
+        sys.exit(141)  # 128 + SIGPIPE, as a shell reports it
     except KeyboardInterrupt:
         sys.exit(130)
     except pydantic.ValidationError as error:
@@ -328,7 +328,15 @@ def unchecked(settings):
 
 
 def split_into(group_types, config):
-    """Settings -> {title: the part of them that a group has}."""
+    """Split settings into groups.
+
+    Args:
+        group_types: {title: class of settings}.
+        config: settings that have the fields of all groups.
+
+    Returns:
+        {title: settings}.
+    """
     parts = {}
     for title, kind in group_types.items():
         parts[title] = kind(**{field.name: getattr(config, field.name) for field in fields(kind)})

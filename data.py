@@ -58,7 +58,7 @@ def split_documents(documents):
 
     One document in 20 is held out for validation, chosen by the hash of its name, so that no document is in
     both splits. With fewer than 100 documents, or where that leaves a split empty, the last tenth of each
-    document is held out instead: at least one byte, so that each document ends in both splits.
+    document is held out instead: at least one byte, so that both splits contain a part of every document.
 
     Returns:
         Two lists of bytes.
@@ -307,7 +307,8 @@ def open_ids(file, stated, vocab_size):
     kind = stated if stated is not None else id_type(vocab_size).name
     if kind not in ID_TYPES:  # numpy would take any type, also pointers
         raise UserError(
-            f"{file.with_name('meta.json')}: dtype = {kind!r} is not one of {', '.join(ID_TYPES)}"
+            f"{file.with_name('meta.json')}: dtype {kind!r} is not supported: use that of {file.name}, "
+            f"one of {', '.join(ID_TYPES)}"
         )
     with user_error_if_unreadable(file, "; a prepared folder has train.bin and val.bin"):
         ids = np.memmap(file, kind, mode="r")

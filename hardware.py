@@ -141,7 +141,7 @@ def compile_for_training(model):
     One graph of a block is compiled for each number of slots that a Jacobi pass can have, K+1 in all. The
     compiled cross-entropy keeps 3 bytes per logit instead of 12 (measured on a CPU in bfloat16).
     """
-    torch._dynamo.config.recompile_limit = 64
+    torch._dynamo.config.recompile_limit = 64  # more than K+1; torch's own limit would leave some uncompiled
     # DistributedDataParallel would split each block at its buckets. That gains nothing here, because every
     # pass uses all weights, so their gradients are complete only at the end.
     torch._dynamo.config.optimize_ddp = False
@@ -184,9 +184,9 @@ def micro_batch_that_fits(share, most):
     return math.ceil(share / parts)
 
 
-def free_memory(model):
-    """Bytes of a GPU that this process may have allocated at the peak of a training step, weights and
-    gradients included. A tenth is left alone."""
+def memory_budget(model):
+    """How many bytes this process is allowed to hold at the peak of a training step, weights and gradients
+    included. A tenth is kept in reserve."""
     free, _ = torch.cuda.mem_get_info()
     # AdamW makes its two numbers per weight in the first step.
     adamw = 8 * sum(p.numel() for p in model.parameters())
@@ -215,7 +215,7 @@ def windows_that_fit(model, loss_of):
     Raises:
         UserError: not even one fits.
     """
-    room = free_memory(model)
+    room = memory_budget(model)
     one = peak_memory(model, loss_of, 1)
     if one > room:
         gigabytes = f"{max(room, 0) / 1e9:.1f} GB"

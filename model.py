@@ -59,10 +59,10 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class BackboneConfig:
     """Settings of the transformer, named as in Hugging Face's LlamaConfig."""
 
-    # The comment at a field, or right above it, is its --help.
+    # tyro shows the comment beside or above a field as the help of its flag. (257: 256 bytes, end of text)
 
-    # vocabulary size; as a flag, that of a BPE (--tokenizer bpe, 4096 if omitted): other tokenizers have
-    # their own size
+    # number of tokens of a BPE, only with --tokenizer bpe (4096 if omitted): other tokenizers fix their own
+    # size
     vocab_size: Size = 257
     hidden_size: Size = 128  # model width (D)
     intermediate_size: Size = 344  # width of the SwiGLU MLP
@@ -117,8 +117,8 @@ class PonderingConfig:
     # initial logits of the router: K+1 numbers, one for each number of steps from 0 to K. None: rising
     # linearly from 0 to 6, which favours K steps
     router_offset: tuple[Finite, ...] | None = None
-    # lowest and highest number of refinement passes (R); each training step draws a number in this range.
-    # More passes come closer to what decoding computes, and cost more
+    # training computes all slots in parallel and then refines them: lowest and highest number of such
+    # refinement passes (R), drawn anew in each training step. More passes are closer to decoding, and slower
     refinements: tuple[int, int] = (2, 3)
     # form of the bottom-mass penalty, which discourages steps that tokens do not need. printed: the paper's
     # formula, from the mean cross-entropy (at usual losses it is zero); token: a variant, from the
@@ -140,8 +140,8 @@ class PonderingConfig:
 
     @property
     def offset(self):
-        """The router starts at s = softmax(offset). The default puts 86 % on step K for K = 3 (reading
-        note 6)."""
+        """The router starts at s = softmax(offset). The default puts 86 % on step K for K = 3, so that all
+        steps are trained at first (reading note 6)."""
         if self.router_offset is not None:
             return self.router_offset
         K = self.ponder_steps
@@ -398,7 +398,9 @@ class PonderLM(nn.Module):
 
         In the order h_1^(0) .. h_1^(K-1), h_2^(0) .., each latent depends only on those before it. So each
         pass makes at least one more of them exact: the growing passes the first K, and K (T-1) refinements
-        all others. No more refinements than that are ever run.
+        all others. No more refinements than that are ever run. (With T = 2 and K = 1: pass 1 makes h_1^(0)
+        exact, since slot 0 of token 1 sees only itself. In pass 2, slot 1 of token 1 reads it; so h_2^(0),
+        which attends to that slot, is exact.)
 
         Args:
             idx, R, tau, alpha: as in `forward`. With R None, the iteration ends when a pass changes the
@@ -418,7 +420,8 @@ class PonderLM(nn.Module):
         # This is how PonderLM-2 begins (reading note 8).
         for _ in range(K):
             h, s, log_w = self.jacobi_pass(e, latents, key_log_w, alpha)
-            latents = self.feed_back(h, e[:, :, None])  # h itself: (B, T, 1 .. K, D), one more each time
+            # (B, T, 1 .. K, D), one more each time. feed_back returns h itself; e is for other methods.
+            latents = self.feed_back(h, e[:, :, None])
             key_log_w = self.mask_keys(log_w, tau)  # (B, T, S)
 
         # Refining: all slots, in every pass.
@@ -467,7 +470,10 @@ class PonderLM(nn.Module):
         """
         T = idx.size(1)
         if not 0 < T <= self.config.block_size:
-            raise ValueError(f"the input has {T} tokens, but this model reads 1 to {self.config.block_size}")
+            raise ValueError(
+                f"the input has {T} tokens, but this model reads 1 to {self.config.block_size}: shorten it, "
+                "or use a model with a larger block_size"
+            )
         return self.model.embed_tokens(idx) * self.config.scale
 
     def transform(self, x, positions, log_w=None, cache=None):

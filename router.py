@@ -120,15 +120,17 @@ def mask_keys(log_w, tau=None):
 
 
 def resolved_fraction(ce, form="printed"):
-    """rho, the degree to which k steps suffice (section 3.4.2), for each k. A token counts as resolved if
-    its loss is below about half a nat: with the paper's factor of 10, the sigmoid falls from 0.88 to 0.12
-    between 0.3 and 0.7 nats.
+    """rho, the degree to which k steps suffice (section 3.4.2), for each k.
+
+    With the paper's factor of 10, 1 - sigmoid falls from 0.88 to 0.12 between losses of 0.3 and 0.7 nats. So
+    a token counts as resolved if its loss is below about half a nat. But the printed form takes the mean loss
+    of all tokens first, so its rho is nearly 1 or nearly 0.
 
     Args:
         ce: (n, depths) in nats, the cross-entropy of n tokens.
-        form: 'printed' is the formula that the paper prints: the sigmoid of the mean cross-entropy.
-            'token' is the mean of the tokens' sigmoids, which makes rho the fraction of tokens that are
-            resolved (reading note 2).
+        form: 'printed' is the formula that the paper prints: the sigmoid of the mean loss. 'token' is the
+            mean of the tokens' sigmoids, which makes rho the fraction of tokens that are resolved (reading
+            note 2).
 
     Returns:
         (depths,), from 0 (not at all) to 1 (fully).

@@ -157,7 +157,10 @@ def read_documents(path):
         name = str(file.relative_to(path.parent))
         suffix = file.suffix.lower()
         if suffix in ROW_SUFFIXES:
-            raise UserError(f"{file} holds many texts: prepare it with python -m lab corpus prepare {file}")
+            raise UserError(
+                f"{file} has one text per row, which this command does not read: prepare it with python -m "
+                f"lab corpus prepare {file}"
+            )
         refuse_packed(file)
         if suffix in NOT_TEXT:
             skipped.append(name)
@@ -180,8 +183,8 @@ def read_documents(path):
 def refuse_packed(file):
     """
     Raises:
-        UserError: an archive, a compressed file or a saved data set, whose text would be missing without
-            a word.
+        UserError: an archive, a compressed file or a saved data set, whose text would otherwise be left
+            out silently.
     """
     suffix = file.suffix.lower()
     if suffix in PACKED:

@@ -73,8 +73,8 @@ from hardware import (
     compile_for_training,
     describe_machine,
     eval_batch_size,
-    free_memory,
     has_fast_bfloat16,
+    memory_budget,
     micro_batch_that_fits,
     peak_memory,
     pick_precision,
@@ -97,7 +97,7 @@ from tokenizer import BPE_VOCAB_SIZE
 
 # -- Settings --------------------------------------------------------------------------------------
 
-# How the settings of a preset differ from the defaults below: those of the training, and those of the model.
+# For each preset, what differs from the defaults below: settings of the training, and of the model.
 PRESETS = {
     # For 2 CPU cores.
     "tiny": (
@@ -134,14 +134,16 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class RunSettings:
     """The run: its folder, and where it begins."""
 
-    # The comment at a field, or right above it, is its --help.
+    # tyro shows the comment beside or above a field as the help of its flag.
+
     # named set of defaults, which any other flag overrides. If omitted: small on a GPU with bfloat16, else
     # tiny. The defaults shown here are those of the preset that is chosen
     preset: Literal[tuple(PRESETS)] = "tiny"
     name: str | None = None  # name of the run, which is its folder in --out; None: preset, date and time
     out: str = "out"  # folder that holds the runs
-    # resume a run with the settings it was begun with: the run --name, or else the newest one in --out.
-    # --steps, --learning-rate, --data and the hardware flags, among others, may change
+    # resume a run with the settings it was begun with: the run --name, or else the newest one in --out. What
+    # may change: steps, learning rate, clip, tau, how often it is logged and evaluated, micro-batch size, the
+    # hardware flags, and the place of the text
     resume: bool = False
     # random seed of the initial weights, the order of the windows, and the number of refinement passes that
     # each training step draws
@@ -188,8 +190,8 @@ class RouterSettings:
     """Training of the router."""
 
     router_rate: NonNegative = 3.0  # factor on the learning rate of the router
-    # loss in nats per pondering step, times the mean number of steps per token in a differentiable form; 0
-    # turns it off (not in the paper)
+    # adds this many nats to the loss for each pondering step that a token takes on average, in a
+    # differentiable approximation; 0 turns it off (not in the paper)
     step_price: NonNegative = 0.0
     price_from: Fraction = 0.0  # fraction of training after which --step-price applies
 
@@ -345,13 +347,12 @@ def refuse_ignored(first, config, model_config):
     tokenizer = pick_tokenizer(config.preset, config.data, config.tokenizer)
     if first.vocab_size is not None and tokenizer in ("bytes", "gpt2"):
         raise UserError(
-            f"--vocab-size {first.vocab_size} is the size of a BPE, but the tokenizer is {tokenizer}: drop "
+            f"--vocab-size {first.vocab_size} applies to a BPE, but the tokenizer is {tokenizer}: drop "
             "--vocab-size, or add --tokenizer bpe"
         )
     if config.step_price and model_config.ponder_steps == 0:
         raise UserError(
-            f"--step-price {config.step_price} charges pondering steps, and --ponder-steps 0 allows none: "
-            "drop one of the two"
+            f"--step-price {config.step_price} has no effect with --ponder-steps 0: drop one of the two"
         )
 
 
@@ -442,7 +443,8 @@ def objective(model, x, y, R, price=0.0):
     config = model.config
     loss = out.loss
     penalty = torch.zeros_like(loss)
-    # The tokens that have a target; this waits for a GPU, once per micro-batch.
+    # The tokens that have a target: all of them in windows of a corpus, but other callers may have padding.
+    # This waits for a GPU, once per micro-batch.
     with_target = (y != -100).flatten().nonzero().squeeze(1)  # (n,)
     log_w = out.log_w.flatten(0, 1)[with_target]  # (n, K+1)
     if config.ponder_steps == 0 or len(log_w) == 0:
@@ -521,7 +523,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     """
     rank, world_size, device = init_distributed(config.device)
     is_main = rank == 0  # only this process prints and writes files
-    # What "auto" stands for on this machine is recorded, so that a resumed run keeps it on another one.
+    # The precision that "auto" chose is recorded, so that a run that is resumed elsewhere keeps it.
     config = replace(config, precision=pick_precision(config.precision, device))
     check_before_reading(config, model_config, device, world_size)
 
@@ -545,9 +547,10 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     if world_size > 1:
         loss_module = DistributedDataParallel(loss_module, gradient_as_bucket_view=True)
 
-    # The run. What was decided above is recorded as well.
+    # The run. Its name and the size of its micro-batches are recorded:
     run = run_folder(config, rank)
-    # A given --micro-batch-size stays recorded, even where several processes make it smaller now.
+    # So that a resumed run computes the same penalty, which is per micro-batch. A given --micro-batch-size
+    # stays recorded, even where several processes make it smaller now.
     config = replace(config, name=run.name, micro_batch_size=config.micro_batch_size or micro_batch_size)
     with locked(run) if is_main else nullcontext():
         first_step, log = start_or_resume(run, config, model_config, model, optimizer, corpus)
@@ -560,6 +563,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                 """True if any process got a signal. They tell each other, so all must ask together."""
                 return any(gather(bool(signals)))
 
+            # All processes take the same steps. They tell each other something in stop_requested,
+            # mean_over_processes and evaluate, so each of these must be called by all of them.
             for step in range(first_step, config.steps):
                 done = step + 1
                 is_last = done == config.steps
@@ -725,7 +730,7 @@ def fit_to_hardware(config, model, loss_module, windows, device, world_size):
         # Compiled blocks keep fewer activations, so perhaps twice as many windows fit. (Measuring them as
         # above would compile them for each size that is tried.)
         larger = micro_batch_that_fits(share, 2 * fitting)
-        fits = peak_memory(model, loss_of, larger) <= free_memory(model)
+        fits = peak_memory(model, loss_of, larger) <= memory_budget(model)
         if all(gather(fits)):
             micro_batch_size = larger
     if is_measured:

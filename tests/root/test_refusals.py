@@ -224,9 +224,9 @@ def test_names_of_the_same_second():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--ponder-steps 0 --step-price 0.1", "--step-price 0.1 charges pondering steps"),
-        ("--tokenizer bytes --vocab-size 300", "--vocab-size 300 is the size of a BPE"),
-        ("--vocab-size 300", "--vocab-size 300 is the size of a BPE"),
+        ("--ponder-steps 0 --step-price 0.1", "--step-price 0.1 has no effect"),
+        ("--tokenizer bytes --vocab-size 300", "--vocab-size 300 applies to a BPE"),
+        ("--vocab-size 300", "--vocab-size 300 applies to a BPE"),
         ("--tokenizer bpe", None),
         ("--tokenizer bpe --vocab-size 300", None),
         ("--preset small --ponder-steps 0", None),
