@@ -7,7 +7,7 @@ evaluate   measure perplexity and bits per byte on texts, or compare two models
 bench      measure speed and memory
 convert    show a directory of weights, or convert it to or from Hugging Face's form
 corpus     prepare a corpus: JSON lines, large streams, or the lookup task
-worth      show what extra steps are worth on puzzles, as a table
+worth      show what extra steps are worth on puzzles: a table and a figure
 puzzle     show how a model solves puzzles, one lookup per extra step
 """
 

@@ -1,7 +1,7 @@
 """Measure speed, as ratios of medians, and on CUDA the peak memory.
 
     python -m lab bench attention     forms of soft-mask attention against plain attention
-    python -m lab bench step          a training step against plain passes over as many slots
+    python -m lab bench step          a training step against a plain Llama on sequences as long
     python -m lab bench profile       where the time of one training step goes, and how long compiling takes
     python -m lab bench memory        memory of a training step by formula, what fits, and how long it takes
     python -m lab bench decoding      early exit against all steps, compiled passes, transformers
@@ -66,7 +66,7 @@ MIB = 2**20
 @validated_dataclass
 class Options:
     repeats: Count = 3  # number of rounds; the median over the rounds is reported
-    device: str = "auto"  # auto, cpu or cuda
+    device: str = "auto"  # cpu or cuda; auto is a GPU if there is one, else the CPU
     out: Path = Path("out/bench")  # folder for the results
 
 
@@ -191,7 +191,8 @@ def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
         refused += [{"backend": name, "N": N, "d": d, "why": why} for name, why in failed.items()]
         if "plain" not in seconds:
             raise UserError(
-                f"plain attention failed at --lengths {N} --widths {d}: {failed['plain']}; give smaller ones"
+                f"plain attention failed at --lengths {N} --widths {d} ({failed['plain']}): if memory ran "
+                "out, give smaller ones"
             )
         for name, time_ in seconds.items():
             row = {"backend": name, "N": N, "d": d, "milliseconds": 1e3 * time_, "MiB": memory[name]}
@@ -258,13 +259,14 @@ def step_run(shape, B, R, device, dtype, *, plain=False, compiled=False, recompu
 class Step(Options):
     preset: Preset = "small"  # preset whose model is measured
     windows: Count | None = None  # windows per step; None: 2 on a CPU, on a GPU as many as 80 GB hold
-    R: Annotated[int, Field(ge=0)] = 2  # refinement passes
+    R: Annotated[int, Field(ge=0)] = 2  # refinement passes of a training step (see train --refinements)
     compile: bool = False  # also measure compiled blocks
 
 
 def step(o: Annotated[Step, tyro.conf.arg(name="")]):
-    """Measure a training step against plain passes over as many slots, in bfloat16 where the hardware is fast
-    at it."""
+    """Measure a training step of PonderLM-3 against a plain Llama of the same shape that reads sequences as
+    long as those of the step: with K+1 slots per token, for example, K+1 times as long as the text. Both run
+    in bfloat16 where the hardware is fast at it."""
     device = pick_device(o.device)
     _, shape = preset_settings(o.preset)
     dtype = getattr(torch, pick_precision("auto", device))
@@ -275,7 +277,9 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
     runs = {name: step_run(shape, B, o.R, device, dtype, **how) for name, how in cases.items()}
     seconds, memory, failed = measure(runs, o.repeats, device)
     if "plain" not in seconds:
-        raise UserError(f"the plain step failed: {failed['plain']}; give fewer --windows than {B}")
+        raise UserError(
+            f"the plain step failed ({failed['plain']}): if memory ran out, give fewer than {B} --windows"
+        )
     rows = []
     flops = B * shape.block_size * flops_of_token(replace(shape, refinements=(o.R, o.R)))
     for name, time_ in seconds.items():
@@ -294,7 +298,7 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
 class Profile(Options):
     preset: Preset = "small"  # preset whose model is measured
     windows: Count | None = None  # windows per step; None: 2 on a CPU, on a GPU as many as 80 GB hold
-    R: Annotated[int, Field(ge=0)] = 2  # refinement passes
+    R: Annotated[int, Field(ge=0)] = 2  # refinement passes of a training step (see train --refinements)
     compile: bool = False  # compile the blocks and the cross-entropy
     rows: Count = 20  # number of operations that are listed, those that take longest
 
@@ -543,8 +547,11 @@ class Decoding(Options):
     batch_sizes: Some[Count] = (1, 8, 32)  # numbers of sequences that run at once
     prompts: Some[Count] = (32,)  # lengths of prompts, in tokens
     new_tokens: Count = 64  # tokens to generate for each prompt
-    tau: float = 1e-4  # mask score below which early exit stops
-    alphas: Some[float] = (0.0, -2.0, -4.0)  # router shifts to measure; lower ones take fewer steps
+    # no further step once the router's probability that it is needed falls below this; 0: never stop early
+    tau: float = 1e-4
+    # shifts of the router to measure: each is added k times to the router's logit of k steps, so that lower
+    # ones take fewer steps
+    alphas: Some[float] = (0.0, -2.0, -4.0)
     precision: Literal["float32", "bfloat16"] = "float32"  # precision of the engine and of transformers
     compile: bool = True  # also measure compiled passes (only on a CPU in float32)
 

@@ -5,7 +5,9 @@
     python -m lab train --resume                     resume the newest run, exactly
     torchrun --nproc_per_node=2 -m lab train
 
-Every flag and its default: python -m lab train --method NAME --help. train.py says what a run consists of.
+Every flag and its default: python -m lab train --method NAME --help. It also lists flags that the method does
+not use, such as --router-offset for a method without a router: a new value for one of these is refused.
+train.py says what a run consists of.
 """
 
 from contextlib import ExitStack
@@ -55,8 +57,9 @@ class LabDataSettings(DataSettings):
 class LabHardwareSettings(HardwareSettings):
     """What it runs on."""
 
-    # form of attention: eager (the plain formula), sdpa (PyTorch's fused kernels), exact (sdpa, but in half
-    # precision log w keeps 16 bits, not 8) or fa2 (the package flash-attn); auto picks a fast one
+    # form of attention: eager (the plain formula), sdpa (PyTorch's fused kernels), exact (sdpa, with the soft
+    # mask kept to 16 significant bits in half precision, not 8) or fa2 (the package flash-attn); auto picks a
+    # fast one
     attention: Literal["auto", "eager", "sdpa", "fa2", "exact"] = "auto"
 
 
@@ -164,11 +167,13 @@ def check(config, model_config):
     kind = find(model_config.method)
     if config.step_price and not kind.priced:
         raise UserError(
-            f"step_price = {config.step_price}, but {kind.method} has no price on steps: omit --step-price"
+            f"--step-price {config.step_price} has no effect on --method {kind.method}, which has no price "
+            "on steps: omit --step-price"
         )
     if config.attention != "auto" and kind.grid:
         raise UserError(
-            f"attention = {config.attention}, but {kind.method} has its own attention: omit --attention"
+            f"--attention {config.attention} has no effect on --method {kind.method}, which has its own "
+            "attention: omit --attention"
         )
     if config.init_from and not config.resume:
         check_start(config.init_from, model_config)  # before a text is prepared

@@ -7,6 +7,7 @@ import pytest
 from lab_helpers import ROOT, python, run_command
 
 from lab.__main__ import COMMANDS
+from lab.methods import all_methods
 
 SCRIPTS = {file.stem for file in ROOT.glob("*.py")}
 # Packages of lab/requirements.txt and others that no import of a file may need.
@@ -72,6 +73,13 @@ def test_every_flag_is_explained(command):
     _, printed, _ = run_command(command, ["--help"], ".")
     assert printed.count("--") > 10
     assert flags_without_help(printed) == []
+
+
+def test_help_lists_every_method():
+    """Catches a method that the help of --method does not name."""
+    _, printed, _ = run_command("lab train", ["--help"], ".")
+    words = printed.partition("--method STR")[2].partition("--backbone STR")[0].replace(",", " ").split()
+    assert [kind.method for kind in all_methods() if kind.method not in words] == []
 
 
 def test_without_docstrings():

@@ -140,7 +140,9 @@ def prepare_lookup(
         way_out = f"give 1 to {longest}"
         if longest == 6:
             way_out += ", or add --longest 10"
-        raise UserError(f"--lookups {given}: the longest chain has {longest} lookups: {way_out}")
+        raise UserError(
+            f"--lookups {given} is impossible, since the longest chain has {longest} lookups: {way_out}"
+        )
     source = f"lookup task, {lines} lines, seed {seed}"
     if longest != 6:
         source += f", longest {longest}"

@@ -90,8 +90,7 @@ def prepare(o):
         raise UserError(f"another process is writing {part}: wait until it has finished") from None
     except OSError as error:
         raise UserError(
-            f"cannot write {part} ({one_line(error)}): make room for it, then run the same command again to "
-            "continue"
+            f"cannot write {part} ({one_line(error)}): fix this, then run the same command again to continue"
         ) from None
     for name in ("state.json", ".lock"):
         (o.to / name).unlink()
@@ -160,7 +159,9 @@ def are_few(o):
             f"{o.data} has no text: blank files, and files with NUL bytes, such as UTF-16, are skipped; "
             "convert them to UTF-8"
         )
-    print(f"note: there are only {sides.total()} documents: the last tenth of each is for validation")
+    n = sides.total()
+    found = "is only 1 document" if n == 1 else f"are only {n} documents"
+    print(f"note: there {found}: the last tenth of each is for validation")
     return True
 
 

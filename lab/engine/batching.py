@@ -181,10 +181,12 @@ class Engine:
         """
         if not serves(self.model):
             method = self.model.config.method
-            raise UserError(f"{method} decodes in a way that the engine does not know: use simple.generate")
+            raise UserError(
+                f"the engine cannot decode models of the method {method}: use lab.engine.simple.generate"
+            )
         check_request(self.model, [], tau=self.tau, alpha=self.alpha)
         if self.prefill not in PREFILL:
-            raise ValueError(f"prefill = {self.prefill!r}: give one of {', '.join(PREFILL)}")
+            raise ValueError(f"prefill = {self.prefill!r} is unknown: use one of {', '.join(PREFILL)}")
         if self.device.type == "mps":
             raise UserError("the engine chooses tokens in float64, which MPS does not have: use --device cpu")
         of_weights = self.model.lm_head.weight.dtype

@@ -13,13 +13,18 @@ from pydantic import Field
 
 import sample
 from common import UserError
-from model import validated_dataclass
+from model import Finite, Fraction, validated_dataclass
+from router import TAU
 
 
 @validated_dataclass
 class Sampling(sample.Sampling):
     """The sampling settings of every `generate`: those of sample.py, and top_p."""
 
+    # no further step once the router's probability that it is needed falls below this; 0: never stop early
+    tau: Fraction = TAU
+    # added k times to the router's logit of k steps: > 0 more steps, < 0 fewer; try -2 to 2
+    alpha: Finite = 0.0
     # sample from the fewest tokens whose probabilities add up to this (nucleus sampling); None: from all
     top_p: Annotated[float, Field(ge=1e-30, le=1)] | None = None
 

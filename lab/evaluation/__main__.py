@@ -35,12 +35,14 @@ class Options:
     data: NonEmpty | None = None  # text file or folder of text files; None: the validation text of the run
     # the text that the run was trained on, needed unless that was pydocs or pysource, or --data is given
     corpus: NonEmpty | None = None
-    tau: Fraction = 1e-4  # mask score below which decoding stops; 0 never stops early
+    # no further step once the router's probability that it is needed falls below this; 0: never stop early
+    tau: Fraction = 1e-4
     # another model with the same tokenizer: print the difference in loss, too; both then read windows of the
     # shorter context length of the two
     against: NonEmpty | None = None
-    windows: Count | None = None  # number of windows to score, spread over the text; None: all
-    device: str = "auto"  # auto, cpu, cuda or mps
+    # number of windows (pieces of the model's context length) to score, spread over the text; None: all
+    windows: Count | None = None
+    device: str = "auto"  # cpu, cuda or mps; auto is a GPU if there is one, else the CPU
     out: Path | None = None  # JSON file to write the numbers to
 
 

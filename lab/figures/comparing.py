@@ -67,16 +67,16 @@ class Comparison:
     # directories of trained runs; or the CSV that an earlier call wrote, to redraw it (flags that change what
     # is measured are then ignored)
     runs: tuple[str, ...]
-    # the text that the runs were trained on, needed unless that was pydocs or pysource; lookup, kinds, mixed
-    # and worth also take another text in the same tokens
+    # the text that the runs were trained on, needed unless that was pydocs or pysource
     data: NonEmpty | None = None
     out: Path = Path("out/analyze")  # folder for the results
-    device: str = "auto"  # auto, cpu, cuda or mps
+    device: str = "auto"  # cpu, cuda or mps; auto is a GPU if there is one, else the CPU
 
     tau = None  # where models stop, see open_subject; some figures have a flag in its place
-    other = False  # whether --data may be another text in the same tokens
+    other = False  # whether --data may be another text in the same tokens, see OnAnyText
     by = []  # columns that tell the rows of one run apart
     columns = {}  # of the table, see tables.py
+    keeps = ["method", "K"]  # columns that its CSV has beside those of `by` and `columns`
     keeps_means = False  # whether the CSV has means over the seeds; otherwise it has the rows of each run
     sheet = None  # of the picture, the arguments of new_figure; None: the figure is a table alone
 
@@ -116,14 +116,35 @@ class Comparison:
         """The numbers that an earlier call wrote, and the cells of their table.
 
         Raises:
-            UserError: there are other arguments beside the CSV, or it is not one of this figure.
+            UserError: there are other arguments beside the CSV, or it lacks columns of this figure.
         """
         if len(self.runs) > 1:
             raise UserError("--runs mixes a CSV with other arguments: give directories of runs, or one CSV")
         (file,) = self.runs
         with user_error_if_unreadable(file):
             frame = pd.read_csv(file)
+        needed = [*self.keeps, *self.by, *(column.partition(":")[0] for column in self.columns.values())]
+        if not self.keeps_means:
+            needed = ["seed", *(name for name in needed if name != "seeds")]
+        missing = [name for name in dict.fromkeys(needed) if name not in frame]
+        if missing:
+            figure = type(self).__name__.lower()
+            raise UserError(
+                f"{file} is not a CSV of the figure {figure}, since it has no column {', '.join(missing)}: "
+                f"give a {figure}.csv, or directories of runs"
+            )
+        with user_error_if_unreadable(file):
             return frame, self.table(frame)
+
+
+@validated_dataclass
+class OnAnyText(Comparison):
+    """A figure that also measures runs on a text that they were not trained on."""
+
+    # the text to measure on: the one that the runs were trained on, needed unless that was pydocs or
+    # pysource, or any text that was tokenized in the same way
+    data: NonEmpty | None = None
+    other = True
 
 
 def by_run(runs, measure, one_text=True):
@@ -449,6 +470,8 @@ class Compare(Comparison):
     # x axis: steps per token, slots computed in training, tokens read, minutes of training, or tau (then the
     # y axis has the steps per token, not the loss)
     over: Literal["steps", "slots", "read", "minutes", "tau"] = "steps"
+
+    keeps = ["method", "K", "tau", "steps", "loss", "slots", "read", "minutes"]
 
     def frame(self, runs):
         device = pick_device(self.device)

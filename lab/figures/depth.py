@@ -93,8 +93,8 @@ def depth_rows(model, windows):
 class Depth(Comparison):
     """Draw how much steps would gain if they went to the right tokens. For runs of --method drawn."""
 
-    # windows of validation text; the gain of a step is fitted on the first half of them and tested on the
-    # second
+    # number of windows (pieces of the model's context length) to measure; the gain of a step is fitted on the
+    # first half of them and tested on the second
     windows: Count = 512
     sheet = "steps a token", "loss, nats a token"
     by = ["step", "share"]

@@ -72,18 +72,23 @@ class Difficulty:
 
     reference: NonEmpty  # another model with the same tokenizer, whose losses are the difficulty
     run: NonEmpty | None = None  # directory of a trained PonderLM-3; None: the newest run in out/
-    windows: Count = 256  # windows of validation text
-    tau: Fraction | None = None  # mask score below which pondering stops; None: that of the run's evaluation
+    windows: Count = 256  # number of windows (pieces of the model's context length) to measure
+    # no further step once the router's probability that it is needed falls below this; 0: never stop early;
+    # None: the tau of the run's evaluation
+    tau: Fraction | None = None
     # the text that the run was trained on, needed unless that was pydocs or pysource
     data: NonEmpty | None = None
     out: Path | None = None  # folder for the results; None: <run>/report
-    device: str = "auto"  # auto, cpu, cuda or mps
+    device: str = "auto"  # cpu, cuda or mps; auto is a GPU if there is one, else the CPU
 
     def draw(self):
         path = find_model(self.run)
         subject = open_subject(path, self.windows, self.tau, pick_device(self.device), self.data)
         if not subject.model.iterates or not subject.model.has_router:
-            raise UserError(f"{path} has the method {subject.model.method}: name a PonderLM-3 with --run")
+            raise UserError(
+                f"this figure needs a router and the Jacobi iteration, which {path} (method "
+                f"{subject.model.method}) lacks: name a run of --method ponderlm3 with --run"
+            )
         difficulty = reference_losses(subject, find_model(self.reference))
         out = self.out or path / "report"
         figures = {"buckets": gains(subject, difficulty), "shift": shifts(subject, difficulty)}

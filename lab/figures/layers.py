@@ -101,6 +101,7 @@ class Layers(Comparison):
     """Draw how many layers an extra step is worth, with a table."""
 
     device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
+    keeps = ["model", "layers", "K", "loss", "steps", "parameters", "training", "decoding", "worth"]
     sheet = "layers of a model without thinking", "nats per token"
 
     def frame(self, runs):

@@ -25,7 +25,7 @@ from pydantic import PositiveInt
 from attention import LOG_W_HIDDEN
 from common import UserError, command_line
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
-from lab.figures.comparing import ABOUT, Comparison, draw_curves
+from lab.figures.comparing import ABOUT, OnAnyText, draw_curves
 from lab.figures.runs import needs_router, read_runs
 from lab.figures.subject import decoded, open_subject, rerouted
 from lab.figures.tables import look_of, show
@@ -47,13 +47,15 @@ def answers(subject):
 
 
 @validated_dataclass
-class Lookup(Comparison):
+class Lookup(OnAnyText):
     """Draw accuracy and steps by the number of lookups, for models that were trained on the lookup task."""
 
-    tau: Fraction | None = None  # mask score below which pondering stops; None: that of each run's evaluation
-    # let models take up to these numbers of steps instead of K; new steps get a copy of the router's last row
+    # no further step once the router's probability that it is needed falls below this; 0: never stop early;
+    # None: the tau of each run's evaluation
+    tau: Fraction | None = None
+    # measure each model once with each of these as its largest number of steps, instead of K; the router
+    # treats a new step like the last one
     most: tuple[PositiveInt, ...] | None = None
-    other = True
     by = ["most", "lookups"]
     keeps_means = True
     sheet = "lookups that the next token takes (0: filler)", "", 2
@@ -153,12 +155,13 @@ def kind_rows(subject):
 
 
 @validated_dataclass
-class Kinds(Comparison):
+class Kinds(OnAnyText):
     """Show which tokens of the lookup task take steps, and which of these steps are needed. A table."""
 
-    tau: Fraction | None = None  # mask score below which pondering stops; None: that of each run's evaluation
+    # no further step once the router's probability that it is needed falls below this; 0: never stop early;
+    # None: the tau of each run's evaluation
+    tau: Fraction | None = None
 
-    other = True
     by = ["kind"]
     keeps_means = True
     columns = ABOUT | {"kind": "kind", "share of tokens": "tokens:.3f", "steps": "steps:.2f"}
@@ -286,11 +289,14 @@ def summary(frame):
 
 
 @validated_dataclass
-class Worth(Comparison):
+class Worth(OnAnyText):
     """Draw the accuracy of models with and without extra steps on puzzles, with a table of what they cost."""
 
-    tau: Fraction | None = None  # mask score below which pondering stops; None: that of each run's evaluation
+    # no further step once the router's probability that it is needed falls below this; 0: never stop early;
+    # None: the tau of each run's evaluation
+    tau: Fraction | None = None
     device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
+    keeps = [*ROW, "learning_rate", "steps", "lookups", "right", "passes", "seconds"]
     sheet = "lookups that a question takes", "accuracy"
 
     def frame(self, runs):

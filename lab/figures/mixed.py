@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 
 from lab.corpora.lookup import SHORT, longest_of, lookups_asked
-from lab.figures.comparing import ABOUT, Comparison
+from lab.figures.comparing import ABOUT, OnAnyText
 from lab.figures.subject import decoded
 from model import Fraction, validated_dataclass
 
@@ -54,12 +54,13 @@ def kind_rows(subject):
 
 
 @validated_dataclass
-class Mixed(Comparison):
+class Mixed(OnAnyText):
     """Show loss, steps and accuracy on prose and on puzzles of models that were trained on both. A table."""
 
-    tau: Fraction | None = None  # mask score below which pondering stops; None: that of each run's evaluation
+    # no further step once the router's probability that it is needed falls below this; 0: never stop early;
+    # None: the tau of each run's evaluation
+    tau: Fraction | None = None
 
-    other = True
     by = ["kind"]
     columns = ABOUT | {"kind": "kind", "loss": "loss:.4f", "with all steps": "all_steps:.4f"}
     columns |= {"steps": "steps:.2f", "right": "right:.3f"}

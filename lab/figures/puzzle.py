@@ -143,7 +143,8 @@ class Puzzle:
     run: NonEmpty | None = None
     seed: int = 6  # seed of the puzzle
     number: int | None = None  # number of lookups of the question that is drawn; None: the largest
-    tau: Fraction = TAU  # mask score below which pondering stops
+    # no further step once the router's probability that it is needed falls below this; 0: never stop early
+    tau: Fraction = TAU
     out: Path = Path("out/puzzle.svg")  # file of the picture
 
 

@@ -155,7 +155,10 @@ def read_runs(directories):
         )
     for a, b in combinations(runs, 2):
         if identity(a) == identity(b):
-            raise UserError(f"{a.path} and {b.path} are the same training: remove one of them from --runs")
+            raise UserError(
+                f"{a.path} and {b.path} repeat the same training (same settings and seed): keep one of them "
+                "in --runs"
+            )
     return runs
 
 

@@ -126,8 +126,10 @@ def where_rows(subject):
 class Where(Comparison):
     """Draw which kinds of tokens take extra steps, with a table."""
 
-    windows: Count = 512  # windows of validation text
-    tau: Fraction | None = None  # mask score below which pondering stops; None: that of each run's evaluation
+    windows: Count = 512  # number of windows (pieces of the model's context length) to measure
+    # no further step once the router's probability that it is needed falls below this; 0: never stop early;
+    # None: the tau of each run's evaluation
+    tau: Fraction | None = None
     by = ["group", "kind"]
     keeps_means = True
     sheet = "executed steps after the token, mean", "", 3

@@ -71,8 +71,9 @@ def main(
             transformers loads, any other model a directory of this project
         half: write weights in float16, 2 bytes each; they are read as float32 again
         transformers: write a model of any method so that AutoModelForCausalLM and AutoTokenizer load it
-        tau: with --transformers, the mask score below which the written model stops by default; None: the tau
-            of the run's evaluation, or 1e-4
+        tau: with --transformers, the default tau of the written model: no further step once the router's
+            probability that it is needed falls below this; 0: never stop early; None: the tau of the run's
+            evaluation, or 1e-4
     """
     check_flags(to, half, transformers, tau)
     place = locate(directory)

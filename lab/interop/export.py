@@ -140,7 +140,8 @@ class Code:
         defines = any(not is_import(node) for node, _ in names_in(file).get(name, ()))
         if defines and taken_from != file and name not in INTERCHANGEABLE:
             raise RuntimeError(
-                f"{taken_from} and {file} both define {name}, which a modelling file cannot hold: rename one"
+                f"{taken_from} and {file} both define {name}, but the exported file can hold only one: "
+                "rename one"
             )
 
 

@@ -313,9 +313,13 @@ def read_others(directory):
         )
     except Exception as error:  # for a damaged file, transformers raises many classes of errors
         raise ValueError(one_line(error)) from None
-    wrong = {name: found for name, found in info.items() if found}
+    wrong = {kind: sorted(map(str, found)) for kind, found in info.items() if found}
     if wrong:
-        raise ValueError(f"its tensors do not fit its config.json: {wrong}")
+        first = "; ".join(f"{kind} {', '.join(found[:2])}" for kind, found in wrong.items())
+        raise ValueError(
+            f"its tensors do not fit its config.json ({first}): use the config.json that belongs to "
+            "these weights"
+        )
     return renamed(other.state_dict(), {theirs: ours for ours, theirs in NEOX.items()})
 
 

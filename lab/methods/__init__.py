@@ -70,15 +70,17 @@ from train import objective as of_paper
 class PonderConfig(Config):
     """The settings that all methods have. The first two say which method it is, and on which transformer."""
 
-    # how the model ponders, for example ponderlm3, grid, ponderlm2, looped or vanilla; a wrong name lists all
+    # how the model ponders: ponderlm3, ablation-mask, ablation-integration, ablation-router, ablation-index,
+    # ablation-price, ablation-price-grid, drawn, drawn-shared, grid, grid-fixed, looped, lowered, mor-expert,
+    # mor-token, ouro, pause, ponderlm1, ponderlm2, shared, shared-grid, vanilla, warmup or warmup-jacobi
     method: str = "ponderlm3"
     backbone: str = "llama"  # the transformer: llama, gpt_neox or llama3
     # settings of the transformer, as names and numbers, for example rotary_pct 0.25. gpt_neox has rotary_pct
-    # and parallel_residual; llama3 has factor, low_freq_factor, high_freq_factor and
+    # and parallel_residual 1 or 0; llama3 has factor, low_freq_factor, high_freq_factor and
     # original_max_position_embeddings
     backbone_options: dict = field(default_factory=dict)
-    # feed back the token's embedding plus g times the state, with a learned g that starts at 0; off: the
-    # state alone. On by default for a Llama that learns to ponder
+    # an extra step reads the token's embedding plus g times the last state (g is learned, from 0), not the
+    # state alone. On by default with --init-from and a plain model
     reread: bool = False
 
     def __post_init__(self):
@@ -300,15 +302,16 @@ def check_settings(config):
     if backbone is Llama and config.backbone_options:
         given = " ".join(f"{name} {value}" for name, value in config.backbone_options.items())
         raise UserError(
-            f"--backbone-options {given}: the backbone llama has no options: omit --backbone-options"
+            f"--backbone-options {given} has no effect on the backbone llama, which has no options: omit "
+            "--backbone-options"
         )
     if backbone is not Llama:
         known = [option.name for option in fields(backbone.Options)]
         for name in config.backbone_options:
             if name not in known:
                 raise UserError(
-                    f"--backbone-options {name}: the backbone {config.backbone} has no such option: give "
-                    f"only {', '.join(known)}"
+                    f"--backbone-options {name} is no option of the backbone {config.backbone}: give only "
+                    f"{', '.join(known)}"
                 )
         try:
             backbone.Options(**config.backbone_options)

@@ -81,8 +81,8 @@ class PrintedIndex(PonderLM3):
 
 @validated_dataclass
 class PriceConfig(PonderConfig):
-    # fraction of --step-price that is charged on the expected number of steps, w_1 + .. + w_K; the rest is
-    # charged as in train.py, on the steps that decoding executes
+    # share of --step-price charged on the router's expected number of steps, w_1 + .. + w_K; the rest is
+    # charged on the steps that decoding would execute
     by_probability: Fraction = 1.0
 
 

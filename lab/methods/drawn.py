@@ -21,8 +21,8 @@ from model import Count, Fraction, NonNegative, validated_dataclass
 
 @validated_dataclass
 class DrawnConfig(PriceConfig):
-    # fraction of --step-price that is charged on the expected number of steps, w_1 + .. + w_K; the rest is
-    # charged as in train.py, on the steps that decoding executes
+    # share of --step-price charged on the router's expected number of steps, w_1 + .. + w_K; the rest is
+    # charged on the steps that decoding would execute
     by_probability: Fraction = 0.0
     drawn: Fraction = 0.5  # fraction of the tokens that take a random number of steps in training
     # training step by which --drawn has fallen linearly to 0; None: it stays constant

@@ -140,7 +140,8 @@ def test_few_documents(rows, capsys):
     """Catches an empty validation, an end that is learned and asked, another choice than
     data.split_documents's."""
     prepare(Options(str(write_texts(Path("texts"), rows)), Path("out")))
-    assert f"{len(rows)} documents" in capsys.readouterr().out
+    number = "is only 1 document:" if len(rows) == 1 else f"are only {len(rows)} documents:"
+    assert number in capsys.readouterr().out
     assert same_ids(data.open_corpus("texts"), data.open_corpus("out"))
     documents = [(f"{i}\udcff", str(i).encode()) for i in range(1000)]
     assert [text for name, text in documents if is_held_out(name)] == data.split_documents(documents)[1]

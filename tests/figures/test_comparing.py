@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from lab_helpers import flags, small_model, tokens
+from lab_helpers import ROOT, flags, small_model, tokens
 
 from analyze import pareto
 from common import UserError
@@ -148,6 +148,16 @@ def test_pairs_agree_in_where_they_ran(make_run, capsys):
     assert comparing.over_seeds(frame, ["tau"]).machine.tolist()[1].count(";") == 1
     older = frame.drop(columns=comparing.ORIGIN)  # of a CSV that has no such columns: pairs by seed alone
     assert comparing.differences(older, "PonderLM-2").difference.notna().all()
+
+
+@pytest.mark.parametrize("flags", [{}, {"against": "PonderLM-2"}])
+def test_csv_of_another_figure(flags, tmp_path):
+    """Catches a CSV of another figure that ends in a traceback, with --against too, or is drawn as if it were
+    one of this figure."""
+    csv = str(ROOT / "docs/figures/layers.csv")
+    with pytest.raises(UserError, match=r"layers\.csv .*no column method, tau"):
+        comparing.Compare(runs=(csv,), out=tmp_path, **flags).draw()
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_settings_are_other_curves(make_run):
