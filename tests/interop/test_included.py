@@ -16,7 +16,7 @@ from sample import stream
 def test_its_loss_is_as_stated():
     """Catches weights that are other ones than described, or read as others: loss to 1e-3, steps to 0.02."""
     model, idx = load(INCLUDED), torch.tensor([list(explainer.TEXT.encode())[:65]])
-    of_text = (INCLUDED / "README.md").read_text("utf-8").split("explainer's opening text")[1]
+    of_text = (INCLUDED / "README.md").read_text("utf-8").split("Loss on the first text")[1]
     stated = re.findall(r"\| `--tau (\S+)` \| (\S+) \| (\S+) \|", of_text)
     assert len(stated) == 2
     for tau, loss, steps in stated:
@@ -54,7 +54,7 @@ def test_its_files_are_those_of_a_run():
     """Catches a setting that its files lack, and a page unlike results.json."""
     config, shape, _ = read_run(INCLUDED)
     assert shape == read_config(INCLUDED)
-    page = (INCLUDED / "README.md").read_text("utf-8").split("explainer's opening text")[0]
+    page = (INCLUDED / "README.md").read_text("utf-8").split("Loss on the first text")[0]
     stated = {tau: scores for tau, *scores in re.findall(r"\| `--tau (\S+)`.* \| (\S+) \| (\S+) \|", page)}
     hard = read_json(INCLUDED / "results.json")["hard"]
     assert stated["1e-4"] == [f"{hard['loss']:.4f}", f"{hard['steps']:.2f}"] and config.tau == 1e-4

@@ -187,7 +187,7 @@ REFUSED = {  # what is made: what becomes of it, and the words of the refusal
         (in_config(backbone="gpt_neox", backbone_options={"rotary_pct": 2.0}), "config.json.*rotary_pct"),
         (in_config(odd=1), "config.json.*odd"),
         (in_bytes(lambda _: LFS_POINTER), "model.safetensors is a Git LFS pointer.*git lfs pull"),
-        (lambda d: write_json(d, {"format": "ponderlm-3", "method": "grid"}), "config.json.*lacks"),
+        (lambda d: write_json(d, {"format": "ponderlm-3", "method": "grid"}), "config.json.*lack"),
     ],
 }
 
