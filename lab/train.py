@@ -23,7 +23,13 @@ from checkpoint import newest_run
 from common import UserError, command_line, join, parse_groups, split_into
 from lab.common import settings_of
 from lab.corpora.preparation import open_corpus
-from lab.interop.warm_start import FEEDBACK_RATE, check_ids, check_start, start_defaults, start_from
+from lab.interop.warm_start import (
+    FEEDBACK_RATE,
+    check_same_tokenizer,
+    check_start,
+    start_defaults,
+    start_from,
+)
 from lab.interop.weights import as_root, locate, parse_config
 from lab.methods import build, check_settings, configure, find
 from lab.methods.schedule import Scheduled, count_steps
@@ -55,7 +61,7 @@ class LabDataSettings(DataSettings):
 
 @validated_dataclass
 class LabHardwareSettings(HardwareSettings):
-    """What it runs on."""
+    """Device, precision, speed and memory."""
 
     # form of attention: eager (the plain formula), sdpa (PyTorch's fused kernels), exact (sdpa, with the soft
     # mask kept to 16 significant bits in half precision, not 8) or fa2 (the package flash-attn); auto picks a
@@ -65,7 +71,7 @@ class LabHardwareSettings(HardwareSettings):
 
 @validated_dataclass
 class LabConfig(InitSettings, LabHardwareSettings, LabDataSettings, TrainConfig):
-    """The settings of train.py, and more. The tokenizer `auto` is that of --init-from."""
+    """The settings of train.py, and those that only the lab has."""
 
     command = "python -m lab {}"
 
@@ -200,7 +206,8 @@ def train(config, model_config):
         def make(model_config):
             model = make_model(config, model_config)
             if isinstance(model, Scheduled):
-                # Counting is a hook on all optimizers of this process: it is removed when the training ends.
+                # Its schedule follows training steps, which a hook on all optimizers of this process counts.
+                # The hook is removed when the training ends.
                 counting = count_steps(model)
                 at_the_end.callback(counting.remove)
             return model
@@ -216,7 +223,7 @@ def open_text(config, data, tokenizer, vocab_size):
         data, tokenizer, vocab_size: as open_corpus.
 
     Raises:
-        UserError: as check_ids; or the text has ids that the model does not know.
+        UserError: as check_same_tokenizer; or the text has ids that the model does not know.
     """
     if config.init_from and tokenizer == "bpe" and vocab_size <= 257:  # as many as bytes have
         raise UserError(
@@ -226,7 +233,7 @@ def open_text(config, data, tokenizer, vocab_size):
     if config.init_from and config.tokenizer == "auto":
         # A run keeps a copy of the tokenizer, since the model that it started from may be gone.
         place = Path(config.out, config.name) if config.resume else locate(config.init_from)
-        check_ids(place, data)
+        check_same_tokenizer(place, data)
         tokenizer = str(place)
     corpus = open_corpus(data, tokenizer, vocab_size)
     if not config.init_from:
@@ -242,7 +249,7 @@ def open_text(config, data, tokenizer, vocab_size):
 
 
 def way_to_own_ids(config):
-    """What to do, for a message, so that a text comes in the ids of the model of --init-from."""
+    """Advice for a message: how to get the text into the token ids of the model of --init-from."""
     if config.tokenizer == "auto":
         return "give a text in the tokens of this model"
     if Path(locate(config.init_from), "tokenizer.json").is_file():

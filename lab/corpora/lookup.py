@@ -10,10 +10,10 @@
     3           the number again: having to predict it makes the model read it
     the end     filler, which needs no lookup
 
-A question takes 1 to as many lookups as the longest chain has, or one of the numbers in --lookups; all are
-equally frequent. Answers to earlier questions of a line help with later ones, since a letter may come again;
-so only the first question of a line is scored. A model that cannot follow a chain guesses one of the 4 ends
-of the table, or of fewer, because it can rule out chains that are too short.
+A question takes from one lookup up to the length of the longest chain, or one of the numbers in --lookups,
+each equally often. Answers to earlier questions of a line help with later ones, since a letter may come
+again; so only the first question of a line is scored. A model that cannot follow a chain guesses one of the 4
+ends of the table, or of fewer, because it can rule out chains that are too short.
 
 Each word is one token, and so is a pair. A lookup takes one layer, which attends to the pair that begins with
 the letter at hand. A line has 64 tokens, the end of text included, so windows of 64 tokens are lines.

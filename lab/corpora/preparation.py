@@ -213,7 +213,7 @@ def write(o, part, state, tokenizer, notes):
         files = {}
         for split, tokens in state.tokens.items():
             files[split] = stack.enter_context(open(part / f"{split}.bin", "ab"))
-            files[split].truncate(width * tokens)  # what was written behind the state is written again
+            files[split].truncate(width * tokens)  # drops what was written after the last saved state
         while not is_full(o, state):
             batch = take(found, most_bytes(o, state))
             if not batch:

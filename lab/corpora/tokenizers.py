@@ -51,7 +51,7 @@ def load_tokenizer(file):
     """Read a tokenizer.json: one that Tokenizer.save wrote, or that of a Hugging Face model.
 
     Raises:
-        UserError: the file is missing, damaged, or something else.
+        UserError: the file is missing, damaged, or not a tokenizer.
     """
     file = Path(file)
     fields = read_json(file) if file.is_file() else {}

@@ -337,8 +337,8 @@ class Engine:
         chosen = []
         if self.reads_in_parallel():
             logits = self.read_contexts(rows, contexts)
-            # These tokens take random number 0. They are not in `context` yet, so `given` does not count
-            # them, and the row, which reads them at position `given`, goes on with random number 1.
+            # These tokens used random number 0. They follow the `given` tokens of the context, so the row
+            # reads them next and chooses its next token with random number 1.
             tokens = choose_finite(logits, random_numbers[:, 0], *choice)
             chosen = list(zip(sequences, tokens.tolist(), strict=True))
         else:
@@ -454,7 +454,7 @@ class Engine:
         A = len(self.running)
         places = max(sequence.length for sequence in self.running) + 1
         if places > self.most_places + self.ahead:
-            raise RuntimeError("a bug: a row stands still, but its text does not end")
+            raise RuntimeError("internal error: a row stopped before its text ended; please report this")
         capacity = self.cache.layers[0].size(2)
         if self.few_shapes:
             # There is one graph for each A and number of places, so both are rounded up to few values. Short

@@ -185,7 +185,7 @@ def has_moved(before, after, active, following, tolerance):
 
 
 def stopped_states(model, idx, tau, alpha=0.0, lengths=None):
-    """The states of any method, as decoding at tau has them. The arguments are those of `settle`.
+    """The states that decoding at tau would compute, for any method. The arguments are those of `settle`.
 
     Returns:
         h (B, T, S, D), s (B, T, S) and the executed steps (B, T).

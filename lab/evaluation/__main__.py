@@ -133,7 +133,7 @@ def score_texts(model, name, texts, size, tau, windows=None, other=None):
 
 
 def show(result):
-    """Print the result of score_texts, with the `run` that was scored."""
+    """Print a result of score_texts, to which the caller has added `run`."""
     size = f", {result['bytes']:,} bytes" if "bytes" in result else ""
     print(f"{result['run']} ({result['method']}, K = {result['K']}) on {result['text']}")
     print(f"{result['tokens']:,} tokens predicted{size}\n")

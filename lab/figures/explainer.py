@@ -69,15 +69,18 @@ def packed(model, first=0):
 
 
 def open_model(path, method, tokens):
-    """A Llama of some method, and its tokenizer.
+    """Open a Llama that must have this method and this tokenizer.
 
     Args:
         path: its directory.
         method: the name of the method.
         tokens: the name of the tokenizer.
 
+    Returns:
+        The model and its tokenizer.
+
     Raises:
-        UserError: it is another model.
+        UserError: it has another one.
     """
     model = load(path)
     tokenizer = load_tokenizer(path / "tokenizer.json")

@@ -66,8 +66,8 @@ def with_worth(frame):
 def summary(frame):
     """The table: means over seeds for each model, its layers and K, with 95 % intervals of loss and worth."""
     rows = []
-    deepest = frame[frame["model"] == "plain"].groupby("seed")["loss"].min()
-    shallowest = frame[frame["model"] == "plain"].groupby("seed")["loss"].max()
+    lowest_plain_loss = frame[frame["model"] == "plain"].groupby("seed")["loss"].min()
+    highest_plain_loss = frame[frame["model"] == "plain"].groupby("seed")["loss"].max()
     for (model, layers, K), group in frame.groupby(["model", "layers", "K"], sort=False):
         means = group.mean(numeric_only=True)
         deviations = group.std(numeric_only=True)
@@ -75,8 +75,10 @@ def summary(frame):
             key: interval(deviations[key], group[key].notna().sum()) for key in ("loss", "worth")
         }
         has_worth = group.worth.notna()
-        is_ahead = group.loss < group.seed.map(deepest)  # of the deepest plain model: worth is a lower bound
-        is_behind = group.loss > group.seed.map(shallowest)  # of every plain model: worth is an upper bound
+        # Ahead of all plain models: worth is a lower bound.
+        is_ahead = group.loss < group.seed.map(lowest_plain_loss)
+        # Behind all plain models: worth is an upper bound.
+        is_behind = group.loss > group.seed.map(highest_plain_loss)
         worth = show(means.worth, ".2f", half_intervals["worth"])
         bounds = {(True, False): "≥ ", (False, True): "≤ ", (True, True): "≈ ", (False, False): ""}
         worth = bounds[is_ahead[has_worth].any(), is_behind[has_worth].any()] + worth

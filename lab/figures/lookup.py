@@ -26,7 +26,7 @@ from attention import LOG_W_HIDDEN
 from common import UserError, command_line
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, OnAnyText, draw_curves
-from lab.figures.runs import needs_router, read_runs
+from lab.figures.runs import read_runs, refuse_without_router
 from lab.figures.subject import decoded, open_subject, rerouted
 from lab.figures.tables import look_of, show
 from lab.interop.warm_start import longer, start_from
@@ -169,7 +169,7 @@ class Kinds(OnAnyText):
     columns |= {"fewest right": "worst_left:.3f"}
 
     def measure(self, run):
-        needs_router(run)
+        refuse_without_router(run)
         return kind_rows(self.subject(run, 400))
 
 

@@ -121,7 +121,7 @@ def each_once(texts):
 
 
 def as_typed(value):
-    """The value of a setting as its flag has it: '1 2' for (1, 2)."""
+    """The value of a setting as one types it after its flag: '1 2' for (1, 2)."""
     if isinstance(value, tuple):
         return " ".join(as_typed(part) for part in value)
     if isinstance(value, float):
@@ -225,11 +225,11 @@ def difference_in_scoring(a, b, one_text):
     return None
 
 
-def needs_router(run):
+def refuse_without_router(run):
     """Refuse a run whose method lacks PonderLM-3's router.
 
     Raises:
-        UserError: it does.
+        UserError: the method lacks it.
     """
     if not run.method.priced:  # that is: it has a router like PonderLM-3's, not just a gate
         raise UserError(

@@ -18,7 +18,7 @@ import pandas as pd
 import torch
 
 from lab.figures.comparing import ABOUT, Comparison
-from lab.figures.runs import needs_router
+from lab.figures.runs import refuse_without_router
 from lab.figures.subject import decoded, rerouted
 from lab.figures.tables import COLORS
 from model import Count, Fraction, validated_dataclass
@@ -64,7 +64,8 @@ def kinds_of(windows, tokenizer):
 
 
 def places_of(pieces):
-    """The place in its word of each token of a window except for the last one; pieces: the bytes of each."""
+    """Where each token of a window, except the last, stands in its word. `pieces` holds the bytes of each
+    token."""
     places = []
     before_in_word = False  # whether the token before ends in a word; the first token begins one
     for piece, following in pairwise(pieces):
@@ -137,7 +138,7 @@ class Where(Comparison):
     columns |= {"steps": "steps:.2f", "loss": "loss:.3f"}
 
     def measure(self, run):
-        needs_router(run)
+        refuse_without_router(run)
         return where_rows(self.subject(run, self.windows))
 
     def picture(self, frame, *panels):

@@ -81,7 +81,7 @@ def longer(config, K):
     return config.offset + (last,) * further_steps
 
 
-def check_ids(place, data):
+def check_same_tokenizer(place, data):
     """Check that a text is or will be encoded with the tokenizer of the model in the directory `place`.
 
     Raises:
