@@ -490,7 +490,7 @@ def test_what_cannot_be(model, monkeypatch):
     ):
         with pytest.raises(UserError, match=words):
             Engine(wrong, **how)
-    with pytest.raises(ValueError, match="prefill = 'fast': give one of jacobi, sequential, auto"):
+    with pytest.raises(ValueError, match="prefill = 'fast' is unknown: use one of jacobi, sequential, auto"):
         Engine(model, prefill="fast")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=r"C\+\+ compiler"):
