@@ -307,8 +307,8 @@ def open_ids(file, stated, vocab_size):
     kind = stated if stated is not None else id_type(vocab_size).name
     if kind not in ID_TYPES:  # numpy would take any type, also pointers
         raise UserError(
-            f"{file.with_name('meta.json')}: dtype {kind!r} is not supported: use that of {file.name}, "
-            f"one of {', '.join(ID_TYPES)}"
+            f"{file.with_name('meta.json')}: dtype {kind!r} is not supported: set it to "
+            f"the type of the ids in {file.name} ({', '.join(ID_TYPES)})"
         )
     with user_error_if_unreadable(file, "; a prepared folder has train.bin and val.bin"):
         ids = np.memmap(file, kind, mode="r")

@@ -61,8 +61,8 @@ class BackboneConfig:
 
     # tyro shows the comment beside or above a field as the help of its flag. (257: 256 bytes, end of text)
 
-    # number of tokens of a BPE, only with --tokenizer bpe (4096 if omitted): other tokenizers fix their own
-    # size
+    # vocabulary size of a BPE, allowed only with --tokenizer bpe (4096 if omitted). The other tokenizers have
+    # a fixed size
     vocab_size: Size = 257
     hidden_size: Size = 128  # model width (D)
     intermediate_size: Size = 344  # width of the SwiGLU MLP

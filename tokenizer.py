@@ -166,7 +166,7 @@ def load_tokenizer(file):
         name = fields.get("name")
         if name not in PATTERNS:
             raise UserError(
-                f"{file} is not a tokenizer that train.py or data.py wrote: python -m lab can perhaps read it"
+                f"{file} is not a tokenizer that train.py or data.py wrote: python -m lab reads others"
             )
         if fields["pattern"] != PATTERNS[name]:
             raise ValueError(f"its pattern is not that of {name}")

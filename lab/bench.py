@@ -563,7 +563,10 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
     directory = find_model(o.run)
     model = load(directory).to(device)
     if not (serves(model) and model.has_router):
-        raise UserError(f"{directory} has the method {model.config.method}: name a PonderLM-3 with --run")
+        raise UserError(
+            f"this benchmark needs a PonderLM-3 with a router, and {directory} has the method "
+            f"{model.config.method}: name another run with --run"
+        )
     for alpha in o.alphas:
         check_request(model, [], tau=o.tau, alpha=alpha)
     _, _, windows = validation_windows(directory, o.data)

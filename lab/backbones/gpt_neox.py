@@ -41,7 +41,8 @@ def rotary_width(config):
     if width % 2 or not width:
         raise UserError(
             f"--backbone-options rotary_pct {rotary_pct:g} would rotate {width} of the {config.head_width} "
-            "components of a head, but RoPE rotates pairs: give one that makes this an even number above 0"
+            "components of a head, but RoPE rotates pairs: choose a rotary_pct for which that number is even "
+            "and above 0"
         )
     return width
 

@@ -153,7 +153,7 @@ def prepare_lookup(
     meta = folder / "meta.json"
     if folder.exists() and not (meta.exists() and read_json(meta).get("source") == source):
         raise UserError(
-            f"--folder {folder} already holds something else than {source!r}: use another --folder"
+            f"--folder {folder} already holds something other than {source!r}: use another --folder"
         )
     if not folder.exists() and prose:
         write_with_prose(folder, source, lines, seed, lookups, longest)

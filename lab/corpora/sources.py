@@ -94,7 +94,7 @@ def texts(o, first=0, place=None, notes=None):
     else:
         known = ", ".join(SOURCES)
         raise UserError(
-            f"{o.data!r} does not exist: give a file, a folder, one of {known}, or a data set of the Hub"
+            f"{o.data!r} does not exist: give a file, a folder, one of {known}, or a data set on the Hub"
         )
     for name, text in islice(found, first, None):
         yield name, text, None

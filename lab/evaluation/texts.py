@@ -35,8 +35,8 @@ def validation_corpus(run, data=None, other=False, flag="--data"):
     config, model_config, known = read_run(run)
     if data is None and config.data not in SOURCES:
         raise UserError(
-            f"{run} was trained on {config.data!r}, and a file that a run names is not opened unasked: pass "
-            f"it with {flag}"
+            f"{run} was trained on {config.data!r}. For safety, paths that are stored in a run are not "
+            f"opened: pass the text with {flag}"
         )
     config = replace(config, data=data or config.data)
     has_tokenizer_of_model = config.tokenizer == "auto" and getattr(config, "init_from", None)

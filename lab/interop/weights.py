@@ -286,13 +286,13 @@ def check_others(config, rope, neox):
     for name, known in only.items():
         value = config.get(name)
         if value not in (known, None):
-            raise ValueError(f"{name} = {value!r} cannot be read, only {known!r}: give another model")
+            raise ValueError(f"{name} = {value!r} is not supported (only {known!r} is): use another model")
     rope_types = ("default",) if neox else ("default", "llama3")
     rotates_as_known = neox or rope.get("partial_rotary_factor", 1) == 1
     if rope["rope_type"] not in rope_types or not rotates_as_known:
         known = " and ".join(rope_types)
         raise ValueError(
-            f"rope_parameters = {rope} cannot be read, only RoPE of type {known}: give another model"
+            f"rope_parameters = {rope} is not supported (only RoPE of type {known} is): use another model"
         )
 
 
