@@ -55,9 +55,10 @@ decode() { # run, the text that it was trained on
 for part in "${@:?which part: a, b, c or d}"; do
   case $part in
     a) PONDERLM_TEST_DEVICE=$test_device "$PYTHON" -m pytest -q "${tests[@]}" ;;
-    b) [ -f "$out/small/results.json" ] ||
+    b) mkdir -p "$out"
+       [ -f "$out/small/results.json" ] ||
          TORCH_LOGS=recompiles "$PYTHON" train.py --data "$data" --out "$out" --name small "${device[@]}" \
-           "${toy_training[@]}" 2> >(tee recompiles.txt >&2) && mkdir -p "$out" && mv recompiles.txt "$out"
+           "${toy_training[@]}" 2> >(tee "$out/recompiles.txt" >&2)
        bench profile --preset "${presets%% *}" "${toy_profile[@]}"
        "$PYTHON" sample.py --run "$out/small" --tau 1e-4 --max-new-tokens "${NEW:-500}" "${device[@]}"
        train vanilla --method vanilla
