@@ -263,7 +263,10 @@ def command_line(main):
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        sys.exit("error: out of memory: use a smaller --micro-batch-size, --batch-size or --block-size")
+        sys.exit(
+            "error: out of memory: compute less at once, for instance with a smaller --micro-batch-size when "
+            "training, or fewer --windows when measuring"
+        )
     except OSError as error:
         if not error.filename:  # not about a file that the user named
             raise

@@ -323,7 +323,7 @@ def open_ids(file, stated, vocab_size):
     if largest >= vocab_size:
         raise UserError(
             f"{file} has token id {largest}, but the vocabulary has {vocab_size} tokens: name the tokenizer "
-            "that encoded it, for instance --tokenizer gpt2"
+            "that encoded it, for instance --tokenizer gpt2, or omit --tokenizer if the folder has its own"
         )
     return ids
 

@@ -45,11 +45,11 @@ def init_distributed(device_name):
         # gloo's threads alive at exit, and they may abort; so import it first.
         from torch import _dynamo  # noqa: F401
 
-        print(f"waiting for {os.environ['WORLD_SIZE']} processes", flush=True)
         # Objects and barriers go through gloo: through NCCL they would wait for the GPU.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         patience = timedelta(days=1)  # the others wait while the first prepares a corpus
         with default_signals():  # so that Ctrl-C ends the wait, in which Python runs no handlers
+            print(f"waiting for {os.environ['WORLD_SIZE']} processes", flush=True)
             dist.init_process_group(backend, timeout=patience)
     rank, world_size = rank_and_world_size()
     if rank > 0:  # only the first process prints

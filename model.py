@@ -140,8 +140,8 @@ class PonderingConfig:
 
     @property
     def offset(self):
-        """The router starts at s = softmax(offset). The default puts 86 % on step K for K = 3, so that all
-        steps are trained at first (reading note 6)."""
+        """The router starts at s = softmax(offset). The default puts 86 % on step K for K = 3, so at
+        first hardly any step is masked (reading note 6)."""
         if self.router_offset is not None:
             return self.router_offset
         K = self.ponder_steps

@@ -124,7 +124,7 @@ def resolved_fraction(ce, form="printed"):
 
     With the paper's factor of 10, 1 - sigmoid falls from 0.88 to 0.12 between losses of 0.3 and 0.7 nats. So
     a token counts as resolved if its loss is below about half a nat. But the printed form takes the mean loss
-    of all tokens first, so its rho is nearly 1 or nearly 0.
+    of all tokens first, so its rho is close to 0 or to 1, unless that mean is near half a nat.
 
     Args:
         ce: (n, depths) in nats, the cross-entropy of n tokens.

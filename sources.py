@@ -21,11 +21,7 @@ from common import UserError, progress, refuse_lfs_pointer
 from tokenizer import NOT_UTF8
 
 PACKAGES = ("numpy", "torch", "matplotlib", "sympy", "networkx")  # read beside the standard library
-ROW_SUFFIXES = (
-    ".jsonl",
-    ".ndjson",
-    ".parquet",
-)  # one file holds many texts; python -m lab corpus reads these
+ROW_SUFFIXES = (".jsonl", ".ndjson", ".parquet")  # a text in each row; python -m lab corpus reads these
 NOT_TEXT = (".json", ".csv")  # structured data, not text
 PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z")  # archives and compressed files
 SAVED_DATA = (".arrow",)  # what datasets.save_to_disk writes

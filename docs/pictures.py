@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from common import command_line
+from lab.memory import slots_of_passes
 
 FIGURES = Path(__file__).parent / "figures"
 WORDS = "the", "capital", "of", "France"
@@ -21,12 +22,6 @@ K = 2  # pondering steps
 R = 2  # refinement passes
 SLOTS = K + 1
 WHITE, BLUE, ORANGE, GREEN = "#ffffff", "#74aeea", "#e69f00", "#009e73"
-
-
-def slots_of_passes(K, R):
-    """How many slots of each token run in each pass of PonderLM.jacobi, and the phase that the pass is of."""
-    growing = [(n, "growing") for n in range(1, K + 1)]
-    return growing + [(K + 1, "refining")] * R + [(K + 1, "final")]
 
 
 def visible(T, K, on_grid):
@@ -64,25 +59,23 @@ def label_slots(axes):
 
 def draw_passes():
     passes = slots_of_passes(K, R)
-    phases = {"growing": BLUE, "refining": ORANGE, "final": GREEN}
-    numbers = {phase: i + 1 for i, phase in enumerate(phases)}
+    phases = [1] * K + [2] * R + [3]  # of each pass: growing, refining, final
     colours = np.zeros((len(passes), len(WORDS) * SLOTS))
-    for i, (slots, phase) in enumerate(passes):
+    for i, (slots, phase) in enumerate(zip(passes, phases, strict=True)):
         for t in range(len(WORDS)):
-            colours[i, t * SLOTS : t * SLOTS + slots] = numbers[phase]
+            colours[i, t * SLOTS : t * SLOTS + slots] = phase
 
     figure = Figure(figsize=(8, 3.2), layout="constrained", dpi=150)
     axes = figure.subplots()
-    draw_cells(axes, colours, [WHITE, *phases.values()])
+    palette = [BLUE, ORANGE, GREEN]
+    draw_cells(axes, colours, [WHITE, *palette])
     label_slots(axes)
     axes.set_yticks(range(len(passes)), [f"pass {i + 1}" for i in range(len(passes))])
     axes.set_xlabel(
         "slot; slot 0 reads the embedding, and any other what the slot to its left put out in the pass above"
     )
     labels = f"growing: K = {K} passes", f"refining: R = {R} passes", "final: its outputs count"
-    handles = [
-        Patch(color=colour, label=label) for colour, label in zip(phases.values(), labels, strict=True)
-    ]
+    handles = [Patch(color=colour, label=label) for colour, label in zip(palette, labels, strict=True)]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9)
     return figure
 

@@ -43,7 +43,7 @@ CACHE = Path("data")
 Lines = Annotated[int, Field(ge=100)]  # with fewer documents, data.split_documents would cut each document
 LINE = 64  # tokens
 QUESTION = 4  # tokens of a question: the number, the letter, the answer, the number again
-CLOSING = 3  # tokens behind the questions: `the`, `end` and the end of text
+CLOSING = 3  # tokens after the questions: `the`, `end` and the end of text
 LETTERS = "abcdefghijklmnopq"
 ENDS = "STUVXYZ"
 CHAINS = 4
@@ -230,7 +230,7 @@ def lookups_asked(x, tokenizer):
     Returns:
         (B, T) integers. At the letter of the first question of a line, its number of lookups. 0 at `the` and
         `end`, whose next token is certain. -1 everywhere else: before a pair, a letter or the number of a
-        question, which are random; at answers, behind which the number comes again; and at later questions,
+        question, which are random; at answers, after which the number comes again; and at later questions,
         with which earlier answers help.
 
     Raises:
@@ -250,5 +250,5 @@ def lookups_asked(x, tokenizer):
         )
     place = torch.arange(T) % LINE
     first = place == longest + SHORT + 1  # the letter of the first question
-    filler = (kind == KINDS.index("filler")) & (place < LINE - 1)  # behind the end of text a new line begins
+    filler = (kind == KINDS.index("filler")) & (place < LINE - 1)  # after the end of text a new line begins
     return torch.where(first.to(x.device), lookups, torch.where(filler.to(x.device), 0, -1))

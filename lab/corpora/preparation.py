@@ -4,7 +4,7 @@ prepare       writes such a folder from JSON lines, Parquet files, plain texts o
 open_corpus   as data.open_corpus, and also opens these, with the tokenizer of a model if that is asked for
 
 Until it is complete, the folder is called FOLDER.part, and its state.json says how far it is. If the command
-is killed, what state.json knows of is kept: the same command continues behind that, and makes the same files.
+is killed, what state.json knows of is kept: the same command continues after that, and makes the same files.
 """
 
 import os
@@ -59,7 +59,7 @@ class State:
     options: dict  # that the folder was begun with
     few: bool  # whether there are so few texts that each is divided
     texts: int = 0  # texts that have been written
-    place: Any = None  # where to resume behind these texts: the state_dict of a data set of the Hub
+    place: Any = None  # where to resume after these texts: the state_dict of a data set of the Hub
     tokens: dict = field(default_factory=lambda: {"train": 0, "val": 0})  # tokens that have been written
     bytes: dict = field(default_factory=lambda: {"train": 0, "val": 0})  # bytes of their text
 
@@ -189,7 +189,7 @@ def sample(o, few):
 
 
 def encode(tokenizer, text):
-    """The ids of a text, with the tokens that stand before and behind each text."""
+    """The ids of a text, with the tokens that stand before and after each text."""
     ids = [*begin_of(tokenizer), *tokenizer.encode(text), tokenizer.end_of_text]
     return np.array(ids, id_type(tokenizer.vocab_size))
 

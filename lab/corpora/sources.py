@@ -75,11 +75,11 @@ def texts(o, first=0, place=None, notes=None):
     Args:
         o: preparation.Options.
         first: how many texts to skip.
-        place: the place behind these texts in a data set of the Hub.
+        place: the place after these texts in a data set of the Hub.
         notes: {remark: names of the files that it is about}; remarks are added.
 
     Yields:
-        (name, bytes, place behind the text in a data set of the Hub).
+        (name, bytes, place after the text in a data set of the Hub).
 
     Raises:
         UserError: there is no such source, or a row has no text.

@@ -137,7 +137,7 @@ def show(result):
     size = f", {result['bytes']:,} bytes" if "bytes" in result else ""
     print(f"{result['run']} ({result['method']}, K = {result['K']}) on {result['text']}")
     print(f"{result['tokens']:,} tokens predicted{size}\n")
-    print("                        loss  perplexity  bits/byte  steps  MFLOPs a token")
+    print("                        loss  perplexity  bits/byte  steps  MFLOPs a token (6N)")
     for kind, title in zip(KINDS, ("soft, all steps", f"decoded, tau {result['tau']:g}"), strict=True):
         row = result[kind]
         bits = f"{row['bits_per_byte']:.4f}" if "bits_per_byte" in row else "-"

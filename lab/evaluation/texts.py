@@ -84,7 +84,7 @@ def validation_text(run, data=None):
 
 
 def own_texts(data, tokenizer):
-    """The texts of a file or folder, each behind the tokens that texts begin with.
+    """The texts of a file or folder, each after the tokens that texts begin with.
 
     Returns:
         Their name, a list of the ids of each, and their bytes, None if the first tokens are not predicted.

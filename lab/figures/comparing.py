@@ -228,7 +228,7 @@ def losses(run, taus, choose, device, data=None, swap=False):
     Args:
         run: of read_runs.
         taus: where to stop. A method without a router has one row, whatever they are.
-        choose: how many further windows to score, behind those that are reported; 0: none.
+        choose: how many further windows to score, after those that are reported; 0: none.
         device: of the model.
         data: the text, as texts.validation_corpus.
         swap: whether to measure the column `swapped`.
@@ -422,7 +422,7 @@ def comparison_table(frame, against=None):
 def with_intervals(means, frame, against):
     """Add the columns `pairs` and `unpaired` to the rows of the table, and the intervals of both differences.
 
-    tabulate prints the column <key>_std behind ±. Here it holds half an interval, not a standard deviation.
+    tabulate prints the column <key>_std after ±. Here it holds half an interval, not a standard deviation.
     """
     of_reference = frame[frame.method == against]
     pairs = []

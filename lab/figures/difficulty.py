@@ -100,6 +100,8 @@ class Difficulty:
             figure, (axes,) = analyze.sheet(title)
             draw(rows, axes)
             axes.get_legend().set_title("thirds by the loss of another model")
+            if subject.tokenizer.name == "bytes":
+                analyze.name_unit(figure, "byte")
             file = out / f"{name}-by-reference.png"
             atomic_write(file, lambda part, figure=figure: figure.savefig(part, format="png"))
             print(f"written: {file}")
