@@ -243,7 +243,10 @@ def draw_svg(prompt, pieces, K):
 
     width = 2 * MARGIN + COLUMNS * CHAR_WIDTH
     height = 2 * MARGIN + (line + 1) * LINE_HEIGHT
-    title = f"Each token is shaded by its number of extra steps, from 0 (white) to {K} (dark blue)."
+    title = (
+        f"Each token is shaded by its number of extra steps, from 0 (white) to {K} (dark blue). The prompt "
+        "is grey."
+    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="{FONT_SIZE}" role="img">\n'
@@ -267,9 +270,13 @@ def svg_box(x, y, width, steps, K):
 
 
 def svg_letters(x, y, text, steps, K):
-    """Characters, white on dark shades."""
-    is_dark = steps is not None and SHADES.index(shade(steps, K)) >= 4
-    color = "#ffffff" if is_dark else "#1f2328"
+    """Characters: white on dark shades, and grey where there are no steps to show, as in the prompt."""
+    if steps is None:
+        color = "#6e7781"
+    elif SHADES.index(shade(steps, K)) >= 4:
+        color = "#ffffff"
+    else:
+        color = "#1f2328"
     baseline = y + FONT_SIZE
     return (
         f'<text x="{x:.1f}" y="{baseline:.1f}" xml:space="preserve" fill="{color}">{html.escape(text)}</text>'

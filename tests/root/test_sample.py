@@ -166,6 +166,8 @@ def test_picture(byte_model, capsys):
     ElementTree.parse("new/steps.svg")
     picture = ElementTree.fromstring(draw_svg("<&", [("b", 0), ("\n", 1), ("日" * 50, 3), ("c", None)], 3))
     space = "{http://www.w3.org/2000/svg}"
+    colours = {text.text: text.get("fill") for text in picture.iter(f"{space}text")}
+    assert colours["<"] == colours["&"] == colours["c"] != colours["b"]  # the prompt is unlike no steps
     boxes = [(box.get("fill"), box.get("y")) for box in picture.iter(f"{space}rect")][1:]
     letters = [x.text for x in picture.iter(f"{space}text")][:-5]  # the last are the legend
     assert letters == [*"<&b", *("日" * 50), "c"]
