@@ -177,12 +177,16 @@ def make_run_folder(out, name):
 
 
 @contextmanager
-def locked(run):
-    """Keep a run for this process. The lock ends with the process, however that ends.
+def locked(run, rank=0):
+    """Keep a run for this training: its first process locks it. The lock ends with that process, however it
+    ends.
 
     Raises:
         UserError: another process has the lock.
     """
+    if rank > 0:
+        yield
+        return
     run.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(run / ".lock", blocking=False)
     try:

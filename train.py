@@ -28,7 +28,7 @@ import math
 import shlex
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -547,84 +547,66 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     if world_size > 1:
         loss_module = DistributedDataParallel(loss_module, gradient_as_bucket_view=True)
 
-    # The run. Its name and the size of its micro-batches are recorded:
+    # The run
     run = run_folder(config, rank)
-    # So that a resumed run computes the same penalty, which is per micro-batch. A given --micro-batch-size
-    # stays recorded, even where several processes make it smaller now.
-    config = replace(config, name=run.name, micro_batch_size=config.micro_batch_size or micro_batch_size)
-    with locked(run) if is_main else nullcontext():
+    config = replace(config, name=run.name)
+    if config.micro_batch_size is None:
+        # A resumed run needs it, since the penalty is computed per micro-batch.
+        config = replace(config, micro_batch_size=micro_batch_size)
+
+    with locked(run, rank):
         first_step, log = start_or_resume(run, config, model_config, model, optimizer, corpus)
         print_start(run, config, model, corpus, train_windows, first_step, micro_batch_size, compiled)
         clock = Clock(config)
+        done = first_step  # number of training steps done
+        saved = first_step  # as of the last checkpoint
 
-        with defer_signals() as signals:  # Ctrl-C ends the training when its last step has been saved
+        # In this context, Ctrl-C and other signals only fill the list. The training ends where
+        # stop_if_signalled finds it filled.
+        with defer_signals() as signals:
+            try:
+                for step in range(first_step, config.steps):
+                    # Batch, R and price. They depend on the step alone, so a resumed run sees the same ones,
+                    # and so does a run with another number of processes.
+                    batch = load_batch(train_windows, step, config, device)  # (batch_size / world_size, T+1)
+                    micro_batches = batch.split(micro_batch_size)
+                    R = draw_refinements(step, config.seed, model_config.refinements)
+                    price = price_at(step, config)
 
-            def stop_requested():
-                """True if any process got a signal. They tell each other, so all must ask together."""
-                return any(gather(bool(signals)))
+                    # Forward, backward, update
+                    metrics = accumulate_gradients(loss_module, micro_batches, R, price, config.tau, signals)
+                    max_norm = config.clip or math.inf
+                    metrics["grad_norm"] = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                    for group in optimizer.param_groups:
+                        group["lr"] = group["lr_scale"] * learning_rate(step, config)
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                    done = step + 1
+                    clock.end_step()
 
-            # All processes take the same steps. They tell each other something in stop_requested,
-            # mean_over_processes and evaluate, so each of these must be called by all of them.
-            for step in range(first_step, config.steps):
-                done = step + 1
-                is_last = done == config.steps
-                log_now = is_last or done % config.log_every == 0
-                checkpoint_now = is_last or done % config.eval_every == 0
+                    # Log, evaluate, save
+                    is_last = done == config.steps
+                    if is_last or done % config.log_every == 0:
+                        log.append(log_step(run, done, metrics, clock, config, model_config))
+                        if is_main:
+                            write_log(run, log)
+                    if is_last or done % config.eval_every == 0:
+                        with clock.measure("evaluation"):
+                            log.append(log_validation(run, done, model, val_windows, config))
+                        with clock.measure("saving"):
+                            if is_main:
+                                save_checkpoint(run, model, optimizer, done, log)
+                        saved = done
+                    stop_if_signalled(signals)
 
-                # Batch, R and price. They depend on the step alone, so a resumed run sees the same ones, and
-                # so does a run with another number of processes.
-                clock.begin()
-                batch = train_windows.share_of_batch(step, config.batch_size, rank, world_size)
-                if device.type == "cuda":
-                    batch = batch.pin_memory()  # so that the copy need not wait for the previous step
-                batch = batch.to(device, non_blocking=True)  # (batch_size / world_size, T+1)
-                R = draw_refinements(step, config.seed, model_config.refinements)
-                price = price_at(step, config)
-
-                # Forward, backward, update
-                metrics = accumulate_gradients(
-                    loss_module, batch.split(micro_batch_size), R, price, config.tau, stop_requested
-                )
-                if metrics is None:  # a signal came between two micro-batches: this step is given up
-                    if is_main and step > first_step:
-                        save_checkpoint(run, model, optimizer, step, log)
-                    break
-                metrics["grad_norm"] = nn.utils.clip_grad_norm_(model.parameters(), config.clip or math.inf)
-                for group in optimizer.param_groups:
-                    group["lr"] = group["lr_scale"] * learning_rate(step, config)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                if log_now:
-                    # A GPU may still be computing this step, and this line waits for it. So the clock stops
-                    # after it.
-                    means = mean_over_processes(metrics)
-                clock.end_step()
-
-                # Log, evaluate, save
-                if log_now:
-                    check_finite(run, done, **means)
-                    log.append(log_step(done, means, clock, config, model_config))
-                    if is_main:
-                        write_log(run, log)
-                if checkpoint_now:
-                    clock.begin()
-                    log.append(log_validation(run, done, model, val_windows, config))
-                    clock.end_evaluation()
-                stop_now = stop_requested()  # every process asks, also those that do not save
-                if is_main and (checkpoint_now or stop_now):
-                    clock.begin()
-                    save_checkpoint(run, model, optimizer, done, log)
-                    clock.end_saving()
-                if stop_now:
-                    break
-
-            report = None
-            if not stop_requested():  # a signal may also have come during the last save
                 report = final_report(model, val_windows, config, signals)
+            except Signalled:
+                if is_main and done > saved:
+                    save_checkpoint(run, model, optimizer, done, log)
+                resume = f"{config.command.format('train')} {resume_flags(run)}"
+                print(f"\nstopped; resume with: {resume}", flush=True)
+                return run, None
 
-        if report is None:
-            print(f"stopped; resume with: {config.command.format('train')} {resume_flags(run)}", flush=True)
-            return run, None
         report["unigram_entropy"] = unigram_entropy(corpus.val, corpus.vocab_size)
         if is_main:
             write_json(run / "results.json", report)
@@ -815,6 +797,32 @@ def print_start(run, config, model, corpus, windows, first_step, micro_batch_siz
     print(f"{run}: {begins}", flush=True)
 
 
+class Signalled(Exception):
+    """A signal asked the training to stop."""
+
+
+def stop_if_signalled(signals):
+    """Stop the training if a signal came, to this process or another one. All processes must call this
+    together, since they tell each other.
+
+    Args:
+        signals: the list that defer_signals fills.
+
+    Raises:
+        Signalled: one came.
+    """
+    if any(gather(bool(signals))):
+        raise Signalled
+
+
+def load_batch(windows, step, config, device):
+    """The windows of a training step that this process trains on. -> (batch_size / world_size, T+1)"""
+    batch = windows.share_of_batch(step, config.batch_size, *rank_and_world_size())
+    if device.type == "cuda":
+        batch = batch.pin_memory()  # so that the copy need not wait for the previous step
+    return batch.to(device, non_blocking=True)
+
+
 def draw_refinements(step, seed, limits):
     """R of a training step, uniform between the limits: the same in every process and after a resume."""
     low, high = limits
@@ -827,22 +835,22 @@ def price_at(step, config):
     return config.step_price if step >= config.price_from * config.steps else 0.0
 
 
-def accumulate_gradients(loss_module, micro_batches, R, price, tau, stop_requested):
+def accumulate_gradients(loss_module, micro_batches, R, price, tau, signals):
     """Add up the gradients of this process's share of a batch, one micro-batch at a time.
 
     Args:
         micro_batches: a list of windows (n, T+1); the last one may be smaller than the others.
-        stop_requested: a function that says whether to give up; it is asked between micro-batches.
+        signals: as in stop_if_signalled, which is called between micro-batches.
 
     Returns:
         The mean of each metric over the share, in tensors that stay on the device, so that nothing waits
-        for it. None if the step was given up.
+        for it.
     """
     share = sum(len(micro_batch) for micro_batch in micro_batches)
     metrics = dict.fromkeys(("loss", "ce", "penalty", "K_hat", "relaxed"), 0.0)
     for i, micro_batch in enumerate(micro_batches):
-        if i > 0 and stop_requested():
-            return None
+        if i > 0:
+            stop_if_signalled(signals)
         # DistributedDataParallel averages gradients over the processes in backward(). Once per step is
         # enough.
         loss_module.require_backward_grad_sync = i == len(micro_batches) - 1
@@ -863,7 +871,8 @@ def accumulate_gradients(loss_module, micro_batches, R, price, tau, stop_request
 
 
 def mean_over_processes(metrics):
-    """Metrics on the device -> numbers, averaged over the processes."""
+    """Metrics on the device -> numbers, averaged over the processes. This waits for the device, and for the
+    other processes."""
     stacked = torch.stack(list(metrics.values())).cpu()  # one copy for all of them
     per_process = gather(stacked)
     means = sum(per_process) / len(per_process)
@@ -886,36 +895,44 @@ class Clock:
         """
         self.config = config
         self.now = now
-        self.began = None  # when what is measured now began
-        self.graphs = 0  # number of compiled graphs at that time
+        self.graphs = compiled_graphs()  # as of the last step
+        self.step_began = now()
         self.steps = 0  # number of training steps since the last log line
         self.step_seconds = 0.0  # time that these steps took
         self.seconds_per_step = None  # as of the last log line; None: all steps so far have compiled
-        self.evaluation_seconds = 0.0
-        self.saving_seconds = 0.0
-
-    def begin(self):
-        self.began = self.now()
-        self.graphs = compiled_graphs()
+        self.seconds = {"evaluation": 0.0, "saving": 0.0}  # time that the last of each took
 
     def end_step(self):
-        if compiled_graphs() == self.graphs:
+        """Count the time since the last step, or since what was measured after it, as a training step."""
+        now = self.now()
+        graphs = compiled_graphs()
+        if graphs == self.graphs:
             self.steps += 1
-            self.step_seconds += self.now() - self.began
+            self.step_seconds += now - self.step_began
+        self.graphs = graphs
+        self.step_began = now
 
-    def end_evaluation(self):
-        self.evaluation_seconds = self.now() - self.began
-
-    def end_saving(self):
-        self.saving_seconds = self.now() - self.began
+    @contextmanager
+    def measure(self, name):
+        """Measure an "evaluation" or a "saving", whose time is no step's."""
+        began = self.now()
+        yield
+        self.step_began = self.now()
+        self.seconds[name] = self.step_began - began
 
     def finish_interval(self):
-        """End the interval since the last log line. -> seconds per training step in it, or None if not
-        known"""
+        """End the interval since the last log line, after its metrics have come from the device.
+
+        Returns:
+            Seconds per training step in it, or None if not known.
+        """
         if self.steps > 0:
-            self.seconds_per_step = self.step_seconds / self.steps
+            # A GPU computes behind the CPU's back; the wait for the metrics belongs to the steps.
+            waited = self.now() - self.step_began
+            self.seconds_per_step = (self.step_seconds + waited) / self.steps
             self.steps = 0
             self.step_seconds = 0.0
+        self.step_began = self.now()
         return self.seconds_per_step
 
     def seconds_left(self, done):
@@ -926,10 +943,10 @@ class Clock:
         if steps_left == 0:
             checkpoints_left = 1  # the last one, which follows this log line
         # The final evaluation scores more windows, in three ways.
-        final_evaluation = 3 * self.evaluation_seconds * config.eval_windows / CHECKPOINT_WINDOWS
+        final_evaluation = 3 * self.seconds["evaluation"] * config.eval_windows / CHECKPOINT_WINDOWS
         return (
             steps_left * self.seconds_per_step
-            + checkpoints_left * (self.evaluation_seconds + self.saving_seconds)
+            + checkpoints_left * (self.seconds["evaluation"] + self.seconds["saving"])
             + final_evaluation
         )
 
@@ -941,8 +958,10 @@ def compiled_graphs():
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def log_step(done, means, clock, config, model_config):
-    """Print a line of progress. -> the row of log.jsonl"""
+def log_step(run, done, metrics, clock, config, model_config):
+    """Print a line of progress. -> the row of log.jsonl. All processes must call this together."""
+    means = mean_over_processes(metrics)
+    check_finite(run, done, **means)
     seconds_per_step = clock.finish_interval()
     if seconds_per_step is None:
         speed = None
@@ -966,7 +985,8 @@ def as_time(seconds):
 
 
 def log_validation(run, done, model, windows, config):
-    """Score some validation windows and print their loss. -> the row of log.jsonl"""
+    """Score some validation windows and print their loss. -> the row of log.jsonl. All processes must call
+    this together, since each scores some of the windows."""
     count = min(CHECKPOINT_WINDOWS, windows.count)
     loss = evaluate(model, windows, count, R=max(model.config.refinements))["loss"]
     check_finite(run, done, validation=loss)
@@ -986,12 +1006,15 @@ def evaluate(model, windows, count, R=None, tau=None, first=0, signals=()):
         count: number of windows to score.
         R, tau: as in PonderLM.forward.
         first: index of the first window.
-        signals: the list that defer_signals fills. Once it is not empty, the evaluation is given up.
+        signals: as in stop_if_signalled. Once it is not empty, the evaluation is given up.
 
     Returns:
         Means over all tokens, a dict: `loss` in nats; `steps`, the mean of K-hat at tau (at TAU if tau is
         None); and lists over the depths k = 0 .. K: `stopped`, the fraction of tokens whose K-hat is k, and
-        `weight`, the mean of s_k. None if it was given up.
+        `weight`, the mean of s_k.
+
+    Raises:
+        Signalled: the evaluation was given up.
     """
     was_training = model.training
     backend = model.backend
@@ -1007,7 +1030,7 @@ def evaluate(model, windows, count, R=None, tau=None, first=0, signals=()):
     weight_sums = torch.zeros(depths, dtype=torch.float64)  # sums of s_k
     end = first + count
     for i in range(first + rank * size, end, world_size * size):
-        if signals:  # of this process: the others may score fewer batches, so they are not asked here
+        if signals:  # this process got one. The others may have fewer batches, so they are asked below
             break
         batch = windows.stack(i, min(i + size, end)).to(device)
         out = model(batch[:, :-1], batch[:, 1:], R=R, tau=tau)
@@ -1018,8 +1041,7 @@ def evaluate(model, windows, count, R=None, tau=None, first=0, signals=()):
     model.train(was_training)
     model.backend = backend
 
-    if any(gather(bool(signals))):
-        return None
+    stop_if_signalled(signals)
     sums = torch.cat([loss_sum, stopped_sums, weight_sums])
     means = sum(gather(sums)) / (count * windows.block_size)
     loss, stopped, weight = means.split([1, depths, depths])
@@ -1028,7 +1050,7 @@ def evaluate(model, windows, count, R=None, tau=None, first=0, signals=()):
 
 
 def final_report(model, windows, config, signals=()):
-    """Print the final losses. -> what results.json stores, or None if a signal came meanwhile
+    """Print the final losses. -> what results.json stores
 
     The model is scored in three ways: as it was trained; at the fixed point of the Jacobi iteration; and
     at the fixed point with early exit, which is what decoding computes.
@@ -1044,9 +1066,6 @@ def final_report(model, windows, config, signals=()):
     ):
         print(f"  {title:30}", end="", flush=True)  # before it is computed, which takes a while
         results[name] = evaluate(model, windows, count, refinements, tau, signals=signals)
-        if results[name] is None:
-            print()  # ends the line
-            return None
         print(f"{results[name]['loss']:8.4f}", flush=True)
 
     hard = results["hard"]

@@ -183,7 +183,6 @@ def test_the_clock(monkeypatch):
         time_now[0] += seconds
 
     def step(seconds, compiled=0):
-        clock.begin()
         pass_time(seconds)
         graphs[0] += compiled
         clock.end_step()
@@ -195,14 +194,16 @@ def test_the_clock(monkeypatch):
     step(4)
     assert clock.finish_interval() == 3
     step(1)
-    clock.begin()
-    pass_time(8)
-    clock.end_evaluation()
-    clock.begin()
-    pass_time(5)
-    clock.end_saving()
+    for name, seconds in (("evaluation", 8), ("saving", 5)):
+        with clock.measure(name):
+            pass_time(seconds)
     assert clock.finish_interval() == 1  # since the last line
     assert clock.finish_interval() == 1  # no step since
+    step(1)
+    pass_time(2)  # the wait for what a GPU has not yet computed
+    assert clock.finish_interval() == 3
+    step(1)
+    assert clock.finish_interval() == 1  # the wait was counted once
     # 96 steps, checkpoints at 50 and 100 of 13 s each, and 3 evaluations of twice as many windows
     assert clock.seconds_left(4) == 96 + 2 * 13 + 3 * 8 * 2
     assert clock.seconds_left(50) == 50 + 13 + 48
@@ -211,8 +212,9 @@ def test_the_clock(monkeypatch):
 
 def test_a_line_while_compiling(capsys):
     """Catches a speed of compiling in the log, and a line that cannot be printed without one."""
-    means = {"loss": 1.0, "ce": 1.0, "K_hat": 2.0}
-    row = train.log_step(1, means, Clock(TrainConfig(steps=2)), TrainConfig(steps=2), small_model().config)
+    metrics = {name: torch.tensor(x) for name, x in (("loss", 1.0), ("ce", 1.0), ("K_hat", 2.0))}
+    config = TrainConfig(steps=2)
+    row = train.log_step(Path("x"), 1, metrics, Clock(config), config, small_model().config)
     assert capsys.readouterr().out == "step 1/2  loss 1.000  ce 1.000  K-hat 2.00  compiling\n"
     assert row["tokens_per_second"] is None
 
