@@ -44,6 +44,7 @@ from lab.interop.weights import find_model, load, to_others
 from lab.memory import bytes_of_step, slots_of_passes
 from lab.methods import PonderConfig, build
 from model import Count, PonderLM, validated_dataclass
+from router import TAU
 from train import compiled_graphs, objective, preset_settings
 
 Some = Annotated[tuple[TypeVar("T"), ...], Field(min_length=1)]  # for a flag: Some[int]
@@ -178,7 +179,7 @@ def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
         B = max(16384 // N, 1) if on_cuda else 1
         H = 16 if on_cuda else 4
         q, k, v = torch.randn(3, B, H, N, d, **make)
-        log_w = -9 * torch.rand(B, N, device=device)
+        log_w = math.log(TAU) * torch.rand(B, N, device=device)  # between 0 and log of the usual tau
         runs = {"plain": attention_run(sdpa, q, k, v, None)}
         for name in ("sdpa", "exact", "eager"):
             if MOST_SLOTS.get(name, N) >= N:
@@ -209,7 +210,7 @@ def step_run(shape, B, R, device, dtype, *, plain=False, compiled=False, recompu
     """A function that runs a training step forward and backward once.
 
     Args:
-        shape: the settings of a model.
+        shape: a Config, the settings of a model.
         B: windows.
         R: refinements.
         device, dtype: where, and in which precision.
@@ -264,8 +265,9 @@ class Step(Options):
 
 
 def step(o: Annotated[Step, tyro.conf.arg(name="")]):
-    """Measure a training step of PonderLM-3 against a plain Llama of the same shape that reads sequences as
-    long as those of the step: with K+1 slots per token, for example, K+1 times as long as the text. Both run
+    """Measure a training step of PonderLM-3 against passes of a plain Llama of the same shape. For each pass
+    of the step, the Llama reads a sequence with as many tokens as that pass has slots: K+1 times as many as
+    the text where K+1 slots per token run. So the ratio is what the method costs beyond its passes. Both run
     in bfloat16 where the hardware is fast at it."""
     device = pick_device(o.device)
     _, shape = preset_settings(o.preset)
@@ -348,11 +350,11 @@ def profile(o: Annotated[Profile, tyro.conf.arg(name="")]):
 # -- The memory of a training step -----------------------------------------------------------------
 
 
-def fits(c, share, R, gib, **how):
+def fits(shape, share, R, gib, **how):
     """The micro-batch size for a GPU with `gib` of memory, if a step is split as train.py splits it.
 
     Args:
-        c: the settings of a model.
+        shape: the settings of a model.
         share: windows of a step.
         R: refinements.
         gib: memory of the GPU, of which a tenth stays free.
@@ -363,30 +365,30 @@ def fits(c, share, R, gib, **how):
     """
     room = 0.9 * gib * 2**30
     for most in range(share, 0, -1):
-        if sum(bytes_of_step(c, most, R, **how).values()) < room:
+        if sum(bytes_of_step(shape, most, R, **how).values()) < room:
             parts = math.ceil(share / most)
             return math.ceil(share / parts)
     return 0
 
 
-def flops_of_token(c):
+def flops_of_token(shape):
     """FLOPs per token of training, forward and backward, at the mean of R.
 
     A product with P weights takes 2 P FLOPs for each slot. Attention takes 2 products x 2 FLOPs x Hd for each
     key that a slot sees; with n slots per token, these are half of the n T keys on average. The backward pass
     takes twice as many as the forward pass.
     """
-    D = c.hidden_size
-    Hd = c.num_attention_heads * c.head_width
-    Gd = c.kv_heads * c.head_width
-    S = c.ponder_steps + 1
-    whole_passes = sum(c.refinements) / 2 + 1
+    D = shape.hidden_size
+    Hd = shape.num_attention_heads * shape.head_width
+    Gd = shape.kv_heads * shape.head_width
+    S = shape.ponder_steps + 1
+    whole_passes = sum(shape.refinements) / 2 + 1
     ladder = range(1, S)
-    weights = 2 * D * (Hd + Gd) + 3 * D * c.intermediate_size  # of a layer
+    weights = 2 * D * (Hd + Gd) + 3 * D * shape.intermediate_size  # of a layer
     slots = sum(ladder) + whole_passes * S  # per token
     pairs = sum(n**2 for n in ladder) + whole_passes * S**2  # the sum of n slots x n slots over the passes
-    layer = slots * weights + pairs * c.block_size * Hd
-    return 6 * (c.num_hidden_layers * layer + c.vocab_size * D)
+    layer = slots * weights + pairs * shape.block_size * Hd
+    return 6 * (shape.num_hidden_layers * layer + shape.vocab_size * D)
 
 
 @validated_dataclass
@@ -399,24 +401,24 @@ class Memory:
 def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
     """Compute the memory of a training step on a GPU by the formula in lab/memory.py, in bfloat16 with fused
     attention; how many windows fit; and how long the training takes."""
-    config, c = preset_settings(o.preset)
-    _, R = c.refinements  # the most refinements
+    config, shape = preset_settings(o.preset)
+    _, R = shape.refinements  # the most refinements
     B = o.micro_batch_size or config.batch_size
-    tokens = config.steps * config.batch_size * c.block_size
+    tokens = config.steps * config.batch_size * shape.block_size
     rows = []
     for compiled, recompute in product((False, True), (False, True)):
         how = dict(recompute=recompute, compiled=compiled)
-        parts = {name: n / MIB for name, n in bytes_of_step(c, B, R, **how).items()}
+        parts = {name: n / MIB for name, n in bytes_of_step(shape, B, R, **how).items()}
         row = how | parts | {"MiB": sum(parts.values())}
         for gib in (24, 40, 80):
-            row[f"fits_{gib}_GB"] = fits(c, config.batch_size, R, gib, **how)
+            row[f"fits_{gib}_GB"] = fits(shape, config.batch_size, R, gib, **how)
         rows.append(row)
-    flops = flops_of_token(c)
+    flops = flops_of_token(shape)
     hours = []
     for gpus, mfu in product((1, 8), (MFU["70m"], MFU["410m"])):  # assumed, not measured
         seconds = flops * tokens / (gpus * mfu * PEAK)
         hours.append({"GPUs": gpus, "MFU": mfu, "hours": seconds / 3600})
-    about = {"preset": o.preset, "windows": B, "block_size": c.block_size, "R": R, "tokens": tokens}
+    about = {"preset": o.preset, "windows": B, "block_size": shape.block_size, "R": R, "tokens": tokens}
     about |= {"flops_of_token": flops}
     write(o.out, f"memory-{o.preset}", torch.device("cpu"), **about, rows=rows, hours=hours)
 

@@ -6,7 +6,8 @@ ladder), then K+1 in each of R refinements and in the final pass.
 
 part           bytes
 weights        16 P           weights, gradients, and two moments of AdamW, in float32
-copies         2 P'           weights in bfloat16; compiled blocks keep them for each pass
+copies         2 P'           weights in bfloat16; compiled blocks keep them for each pass, since each call of
+                              a compiled block casts the weights anew, inside its graph
 activations    n B T (L a + b) for each pass: a slot keeps `a` in each of L layers, and `b` beside the layers
 logits         12 B T V       at the start of the backward pass: log-softmax and two gradients of its size
 
@@ -23,11 +24,11 @@ def slots_of_passes(K, R):
     return [*range(1, K + 1), *[K + 1] * (R + 1)]
 
 
-def kept_by_a_slot(c, masked=True, compiled=False, fused=True):
+def kept_by_a_slot(shape, masked=True, compiled=False, fused=True):
     """Bytes that a slot keeps for the backward pass.
 
     Args:
-        c: the settings of a model.
+        shape: a Config, the settings of a model.
         masked: whether keys carry log w, as in all passes but the first.
         compiled: whether the blocks are compiled.
         fused: whether RMSNorm is one kernel, as on a GPU; on a CPU it keeps its normed input, too.
@@ -35,26 +36,27 @@ def kept_by_a_slot(c, masked=True, compiled=False, fused=True):
     Returns:
         The bytes in one layer, and those beside the layers.
     """
-    D = c.hidden_size
-    inner = c.intermediate_size
-    Hd = c.num_attention_heads * c.head_width
-    Gd = c.kv_heads * c.head_width
-    width = c.head_width  # of a head in the kernel
+    D = shape.hidden_size
+    inner = shape.intermediate_size
+    H = shape.num_attention_heads
+    G = shape.kv_heads
+    width = shape.head_width  # of a head in the kernel
     if masked:
-        width = 8 * math.ceil((c.head_width + 1) / 8)  # one channel for log w, padded to a multiple of 8
+        width = 8 * math.ceil((shape.head_width + 1) / 8)  # one channel for log w, padded to a multiple of 8
     norm_input = 4 * D if fused or compiled else 8 * D  # in float32; on a CPU also the normed input
 
-    # q and the output (Hd numbers each), k and v (Gd each): 2 bytes a number, at the width of the kernel; and
-    # log-sum-exp, in float32, for each head.
-    heads = 4 * (Hd + Gd) // c.head_width * width + 4 * c.num_attention_heads
-    o_proj_input = 2 * Hd
+    # q and the output (H heads each), k and v (G each): 2 bytes a number, at the width of the kernel; and
+    # log-sum-exp, in float32, for each head of q.
+    heads = 2 * (2 * H + 2 * G) * width + 4 * H
+    o_proj_input = 2 * H * shape.head_width
     if compiled:
         # x in float32 (4 D); the outputs of both norms and of o_proj in bfloat16 (6 D). SwiGLU: gate, up, and
         # their product.
         layer = 10 * D + heads + o_proj_input + 6 * inner
     else:
         # The inputs of both norms; their outputs in bfloat16, once for each of the five products that read
-        # them (10 D). SwiGLU: gate, its SiLU, up, and the product.
+        # them (10 D), since autocast casts its input anew for each product. SwiGLU: gate, its SiLU, up, and
+        # the product.
         layer = 2 * norm_input + 10 * D + heads + o_proj_input + 8 * inner
     layer += 8  # the inverse RMS of both norms, in float32
     final_norm = 4 * D if fused else 8 * D
@@ -62,35 +64,35 @@ def kept_by_a_slot(c, masked=True, compiled=False, fused=True):
     return layer, final_norm + h
 
 
-def bytes_of_step(c, B, R, *, recompute=False, compiled=False, fused=True):
+def bytes_of_step(shape, B, R, *, recompute=False, compiled=False, fused=True):
     """Bytes at the peak of a training step, by part.
 
     Args:
-        c: the settings of a model.
+        shape: a Config, the settings of a model.
         B: windows at a time.
         R: refinements.
         recompute, compiled: whether the step runs with these flags.
         fused: as kept_by_a_slot.
     """
-    D = c.hidden_size
-    T = c.block_size
-    V = c.vocab_size
-    L = c.num_hidden_layers
-    K = c.ponder_steps
+    D = shape.hidden_size
+    T = shape.block_size
+    V = shape.vocab_size
+    L = shape.num_hidden_layers
+    K = shape.ponder_steps
     slots = slots_of_passes(K, R)
     block = (
-        2 * D * (c.num_attention_heads * c.head_width + c.kv_heads * c.head_width)
-        + 3 * D * c.intermediate_size
+        2 * D * (shape.num_attention_heads * shape.head_width + shape.kv_heads * shape.head_width)
+        + 3 * D * shape.intermediate_size
     )
     blocks = L * block
     head = V * D
-    tables = 1 if c.tie_word_embeddings else 2
+    tables = 1 if shape.tie_word_embeddings else 2
     P = blocks + tables * head + D * (2 * L + 1 + K + 1)  # the last: norms and router
 
     running = []  # what each pass keeps while it runs forward or backward
     waiting = []  # what it keeps in between
     for i, n in enumerate(slots):
-        layer, beside = kept_by_a_slot(c, i > 0, compiled, fused)
+        layer, beside = kept_by_a_slot(shape, i > 0, compiled, fused)
         running.append(n * B * T * (L * layer + beside))
         waiting.append(n * B * T * 8 * D if recompute else running[i])  # the inputs, and h
     logits = 12 * B * T * V
@@ -106,6 +108,8 @@ def bytes_of_step(c, B, R, *, recompute=False, compiled=False, fused=True):
     return {
         "weights": 16 * P,
         "copies": 2 * (blocks * copies_of_blocks + head),
-        "activations": activations + B * T * (2 * D + 4 * K),  # the integrated states, and the router's
+        # beside the passes, per token: the integrated states in bfloat16, and about one float32 for each
+        # step, which the router keeps
+        "activations": activations + B * T * (2 * D + 4 * K),
         "logits": logits,
     }

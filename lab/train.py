@@ -30,7 +30,7 @@ from lab.interop.warm_start import (
     start_defaults,
     start_from,
 )
-from lab.interop.weights import as_root, locate, parse_config
+from lab.interop.weights import as_core_model, locate, parse_config
 from lab.methods import build, check_settings, configure, find
 from lab.methods.schedule import Scheduled, count_steps
 from model import validated_dataclass
@@ -264,7 +264,7 @@ def make_model(config, model_config):
         model = start_from(config.init_from, model_config)
     else:
         model = build(model_config)
-    model = as_root(model)  # so that sample.py reads it, if it can
+    model = as_core_model(model)  # so that sample.py reads it, if it can
     if config.learning_rate:
         # What multiplies the learning rate of g: its peak is FEEDBACK_RATE, whatever --learning-rate is.
         model.feedback_rate = FEEDBACK_RATE / config.learning_rate

@@ -48,11 +48,12 @@ LETTERS = "abcdefghijklmnopq"
 ENDS = "STUVXYZ"
 CHAINS = 4
 SHORT = 7  # letters of the three shorter chains together
-KINDS = "pair", "number", "question", "answer", "number again", "filler"  # of tokens, in a line's order
+# The kinds of tokens, in the order of a line. (Of the tokens of a question, "question" is the letter alone.)
+KINDS = "pair", "number", "question", "answer", "number again", "filler"
 
 
 def letters_of(longest):
-    """The letters of the tables whose longest chain has so many lookups, one for each pair."""
+    """The letters of a table whose longest chain has this many lookups: one letter for each pair."""
     return LETTERS[: longest + SHORT]
 
 
@@ -162,12 +163,12 @@ def prepare_lookup(
     print(f"next: python -m lab train --data {folder}")
 
 
-def windows_of_prose(texts, tokens, n, lines):
+def windows_of_prose(texts, words_tokenizer, n, lines):
     """The first n windows of some texts, (n, 64): 63 tokens and the end of text each.
 
     Args:
         texts: bytes of each.
-        tokens: the tokenizer.
+        words_tokenizer: the tokenizer of this task.
         n: how many windows.
         lines: value of --lines, for the message.
 
@@ -179,34 +180,36 @@ def windows_of_prose(texts, tokens, n, lines):
     for text in texts:
         if len(ids) >= wanted:
             break
-        ids += tokens.encode(text)
+        ids += words_tokenizer.encode(text)
     if len(ids) < wanted:
         raise UserError(
             f"--lines {lines} --prose: the docstrings fill only {len(ids) // (LINE - 1)} of {n} windows: "
             "give fewer --lines"
         )
     rows = np.array(ids[:wanted]).reshape(n, LINE - 1)
-    return np.pad(rows, ((0, 0), (0, 1)), constant_values=tokens.end_of_text)
+    return np.pad(rows, ((0, 0), (0, 1)), constant_values=words_tokenizer.end_of_text)
 
 
 def write_with_prose(folder, source, lines, seed, lookups, longest):
     """Write a prepared folder with as many windows of docstrings as lines, as data.write_corpus does."""
-    tokens = tokenizer(longest)
-    kind = id_type(tokens.vocab_size)
+    words_tokenizer = tokenizer(longest)
+    kind = id_type(words_tokenizer.vocab_size)
     rng = random.Random(seed)
     train_texts, val_texts = split_documents(pydocs())
     splits = ("train", train_texts, lines * 19 // 20), ("val", val_texts, lines // 20)
     with new_folder(folder) as unfinished:
         for split, texts, n in splits:
             rng.shuffle(texts)
-            prose = windows_of_prose(texts, tokens, n, lines)
+            prose = windows_of_prose(texts, words_tokenizer, n, lines)
             puzzles = []
             for _ in range(n):
-                puzzles.append([*tokens.encode(line(rng, lookups, longest)), tokens.end_of_text])
+                puzzles.append(
+                    [*words_tokenizer.encode(line(rng, lookups, longest)), words_tokenizer.end_of_text]
+                )
             rows = np.concatenate([prose, np.array(puzzles)])
             rows = np.random.default_rng(seed).permutation(rows)
             rows.astype(kind).tofile(unfinished / f"{split}.bin")
-        tokens.save(unfinished / "tokenizer.json")
+        words_tokenizer.save(unfinished / "tokenizer.json")
         write_json(unfinished / "meta.json", {"source": source, "dtype": kind.name})
 
 

@@ -21,7 +21,7 @@ import filelock
 import numpy as np
 import tyro
 
-import data as root
+import data as root_data
 from common import UserError, one_line, read_json, user_error_if_unreadable, write_json
 from data import id_type
 from lab.common import NonEmpty, progress
@@ -174,7 +174,10 @@ def divided(name, text, few):
 
 
 def sample(o, few):
-    """The training texts of the first 100 MB, of which a BPE is trained on BPE_TRAINING_BYTES."""
+    """The texts that a BPE is trained on: the training texts among the first ten times BPE_TRAINING_BYTES.
+
+    The BPE draws BPE_TRAINING_BYTES of them, so that it does not see the beginning of the corpus alone.
+    """
     found = []
     size = 0
     for name, text, _ in texts(o):
@@ -213,7 +216,8 @@ def write(o, part, state, tokenizer, notes):
         files = {}
         for split, tokens in state.tokens.items():
             files[split] = stack.enter_context(open(part / f"{split}.bin", "ab"))
-            files[split].truncate(width * tokens)  # drops what was written after the last saved state
+            # What was written after the last saved state is dropped, and written again.
+            files[split].truncate(width * tokens)
         while not is_full(o, state):
             batch = take(found, most_bytes(o, state))
             if not batch:
@@ -244,7 +248,8 @@ def most_bytes(o, state):
     """Bytes of the next batch."""
     if o.tokens is None:
         return BATCH
-    # A token has at least one byte, so this many bytes cannot give more tokens than are wanted.
+    # A token has at least one byte, so a batch of this many bytes has hardly more tokens than are wanted:
+    # beyond them are only the rest of its last text, which is not cut, and the end token of each text.
     return min(BATCH, max(o.tokens - state.tokens["train"], 1))
 
 
@@ -276,17 +281,17 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096):
         UserError: as `prepare`.
     """
     folder = Path(data)
-    if root.is_prepared(data):
+    if root_data.is_prepared(data):
         if tokenizer is None and (folder / "tokenizer.json").exists():
             tokenizer = folder
         if tokenizer in OURS:
-            made = root.tokenizer_of(folder, tokenizer)
+            made = root_data.tokenizer_of(folder, tokenizer)
         else:
             made = open_tokenizer(tokenizer)
-        return root.read_corpus(folder, made)
+        return root_data.read_corpus(folder, made)
     has_rows = any(file.suffix.lower() in ROW_SUFFIXES for file in files_of(data))
     if tokenizer in OURS and not has_rows:
-        return root.open_corpus(data, tokenizer, vocab_size)
+        return root_data.open_corpus(data, tokenizer, vocab_size)
     name = tokenizer or "bytes"
     if name == "bpe":
         made = None  # it is trained on the text, in `prepare`
@@ -300,4 +305,4 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096):
     with filelock.FileLock(folder.with_name(f".{folder.name}.lock")):  # another process may prepare it
         if not folder.exists():
             prepare(Options(data, folder, name, vocab_size))
-    return root.read_corpus(folder, made or load_tokenizer(folder / "tokenizer.json"))
+    return root_data.read_corpus(folder, made or load_tokenizer(folder / "tokenizer.json"))

@@ -147,6 +147,7 @@ def look_through(file):
             is_blank = False
         if b"\0" in piece:
             has_zero = True
+        # The decoder turns each byte that is not UTF-8 into a surrogate, which NOT_UTF8 finds.
         if NOT_UTF8.search(decoder.decode(piece, final=not piece)):
             is_utf8 = False
     return not is_blank and not has_zero, is_utf8

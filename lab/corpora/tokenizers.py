@@ -1,5 +1,5 @@
-"""The tokenizers of Hugging Face's models beside those of tokenizer.py: both are read, and written for
-transformers.
+"""Reads the tokenizers of Hugging Face's models as well as ours, and writes both in the form that
+transformers reads.
 
 A tokenizer of Hugging Face has more than ours: `begin`, the ids before each text, and `encode_prompt`, in
 which each control token is one id. One of ours that was written in their form is read as ours, which is five
@@ -18,7 +18,7 @@ from tokenizer import PATTERNS, Tokenizer
 
 # The files of a tokenizer on the Hugging Face Hub that are read.
 FILES = "tokenizer.json", "tokenizer_config.json"
-OURS = "ponderlm"  # the field of tokenizer_config.json with the name of a tokenizer of ours
+NAME_FIELD = "ponderlm"  # the field of tokenizer_config.json with the name of a tokenizer of ours
 END = "<|endoftext|>"  # the end of text of our tokenizers, in the form of Hugging Face
 
 PATTERNS["lookup"] = r" ?[^ ]+| "  # words of the lookup task, one token each
@@ -64,7 +64,7 @@ def load_tokenizer(file):
             return HuggingFaceTokenizer(fields["tokenizer"], fields["end"])
         beside = file.with_name("tokenizer_config.json")
         settings = read_json(beside) if beside.exists() else {}
-        name = settings.get(OURS)
+        name = settings.get(NAME_FIELD)
         if name:
             vocabulary = fields["model"]["vocab"]
             byte = byte_characters()
@@ -169,9 +169,9 @@ def token_bytes(library, decoder):
             "another --tokenizer"
         )
     space = "\u2581"
-    for part in reversed(parts):
-        if part["type"] == "Metaspace":
-            space = part["replacement"]
+    metaspaces = [part for part in parts if part["type"] == "Metaspace"]
+    if metaspaces:
+        space = metaspaces[0]["replacement"]
     tokens = {}
     byte = byte_characters()
     added = library.get_added_tokens_decoder()
@@ -209,7 +209,7 @@ def save_pretrained(tokenizer, directory):
         "padding_side": "left",  # generated text follows on the right
     }
     if not theirs:
-        settings[OURS] = tokenizer.name
+        settings[NAME_FIELD] = tokenizer.name
         settings["split_special_tokens"] = True  # it has no control tokens: no text is taken for one
     write_json(Path(directory, "tokenizer.json"), definition)
     write_json(Path(directory, "tokenizer_config.json"), settings)

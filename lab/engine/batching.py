@@ -30,6 +30,8 @@ place       an entry of the cache in a row; each slot that runs fills the next p
 pass        the network once, for the next slot of every row
 read        a token has been read when all its slots have run; the token after it is then known: it is given,
             or it is chosen
+stand still a row whose text has ended stands still until the host frees it: passes run it, but each writes to
+            the same next place, and nothing is chosen
 
 `Engine.stream` is the loop. Free rows take texts (`admit`), and the contexts of new texts are read, or begin
 to be read (`start_texts`). Then a pass runs (`launch`), its result is looked at (`collect`), chosen tokens
@@ -355,6 +357,7 @@ class Engine:
         left = len(sequence.uniform) - sequence.chosen
         limit = min(self.model.config.block_size, given + left - 1)  # the last chosen token is not read
         K = self.model.config.ponder_steps
+        # In the order of the table: k, steps (K until the router of the first token says less), ..
         return [0, K, sequence.position, sequence.length, given, limit]
 
     def read_contexts(self, rows, contexts):

@@ -121,7 +121,7 @@ def settle(model, idx, tau=1e-4, alpha=0.0, *, lengths=None, tolerance=None, cac
     S = model.config.ponder_steps + 1
     block = shape_block(idx)
     h = e.new_zeros(B, T, S, e.size(-1))
-    s, log_w = model.route(h)  # (B, T, S) each
+    s, log_w = model.route(h)  # (B, T, S) each, here for their shapes and dtypes alone
     s = torch.zeros_like(s)
     log_w = torch.zeros_like(log_w)
     steps = torch.zeros_like(idx)

@@ -137,7 +137,7 @@ def show(result):
     size = f", {result['bytes']:,} bytes" if "bytes" in result else ""
     print(f"{result['run']} ({result['method']}, K = {result['K']}) on {result['text']}")
     print(f"{result['tokens']:,} tokens predicted{size}\n")
-    print("                        loss  perplexity  bits/byte  steps  MFLOPs a token (6N)")
+    print("                        loss  perplexity  bits/byte  steps  MFLOPs per token (6 N, training)")
     for kind, title in zip(KINDS, ("soft, all steps", f"decoded, tau {result['tau']:g}"), strict=True):
         row = result[kind]
         bits = f"{row['bits_per_byte']:.4f}" if "bits_per_byte" in row else "-"
@@ -163,10 +163,10 @@ def main(o: Annotated[Options, tyro.conf.arg(name="")]):
         check_pair(run, place, o.data)
         other = load(place).to(device)
     if o.data:
-        texts = own_texts(o.data, load_tokenizer(run / "tokenizer.json"))
+        name, texts, size = own_texts(o.data, load_tokenizer(run / "tokenizer.json"))
     else:
-        texts = validation_text(run, o.corpus)
-    result = {"run": str(run)} | score_texts(model, *texts, o.tau, o.windows, other)
+        name, texts, size = validation_text(run, o.corpus)
+    result = {"run": str(run)} | score_texts(model, name, texts, size, o.tau, o.windows, other)
     show(result)
     if o.out is not None:
         write_json(o.out, result)

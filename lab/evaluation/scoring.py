@@ -19,6 +19,14 @@ from lab.engine.states import stopped_states
 def cut(texts, T, most=None):
     """Cut texts into windows that predict all ids but the first one of each text.
 
+    A window reads up to T ids, and the next one begins T/2 ids later. Each predicts what the one before has
+    not predicted. With one text of 9 ids and T = 4, for example:
+
+        text  start  end  first      the window reads ids 0 .. 3 and predicts 1 .. 4
+           0      0    5      1
+           0      2    7      5      reads 2 .. 5, predicts 5 and 6
+           0      4    9      7      reads 4 .. 7, predicts 7 and 8
+
     Args:
         texts: arrays of ids.
         T: how many ids a window reads at most.

@@ -87,7 +87,8 @@ def own_texts(data, tokenizer):
     """The texts of a file or folder, each after the tokens that texts begin with.
 
     Returns:
-        Their name, a list of the ids of each, and their bytes, None if the first tokens are not predicted.
+        Their name, a list of the ids of each, and their bytes. The bytes are None if no token stands before a
+        text: its first token is then not predicted, so its loss would be missing from the bits per byte.
 
     Raises:
         UserError: there is no text.

@@ -37,8 +37,8 @@ def given(model, windows, steps):
     """
     losses = []
     first_states = []
-    for rows, some in zip(windows.split(16), steps.to(windows).split(16), strict=True):
-        with rerouted(model, partial(imposed, some)):
+    for rows, steps_of_rows in zip(windows.split(16), steps.to(windows).split(16), strict=True):
+        with rerouted(model, partial(imposed, steps_of_rows)):
             out = model(rows[:, :-1], rows[:, 1:])
         losses.append(out.ce.cpu())
         first_states.append(out.h[:, :, 0].cpu())

@@ -127,8 +127,20 @@ class Explainer:
         of_puzzle |= {"tau": PUZZLE_TAU, "words": [*words, "end of text"]}
         # The page links to files of the repository, by paths from where the page is.
         root = os.path.relpath(ROOT, file.resolve().parent).replace(os.sep, "/")
-        values = {"payload": {"text": of_text, "puzzle": of_puzzle, "root": root}, "weights": weights}
-        values |= {"puzzle_weights": puzzle_weights, "puzzle": puzzler.config, "config": model.config}
-        values |= {"K": model.config.ponder_steps, "steps": config["steps"], "text": TEXT, "root": root}
-        values["parameters"] = [sum(p.numel() for p in each.parameters()) for each in (puzzler, model)]
-        write_page(file, "explainer.html", **values, data=Path(config["data"]).name)
+        write_page(
+            file,
+            "explainer.html",
+            payload={"text": of_text, "puzzle": of_puzzle, "root": root},
+            root=root,
+            # the model of the text
+            config=model.config,
+            weights=weights,
+            K=model.config.ponder_steps,
+            steps=config["steps"],
+            data=Path(config["data"]).name,
+            text=TEXT,
+            # the model of the puzzle
+            puzzle=puzzler.config,
+            puzzle_weights=puzzle_weights,
+            parameters=[sum(p.numel() for p in each.parameters()) for each in (puzzler, model)],
+        )

@@ -59,6 +59,7 @@ class Watched(CacheBySlot):
         out = super().attend(q, k, v, log_w)  # after it, self.k is one more than the number of this slot
         d = q.size(-1)
         q, _, _ = augment(q, k, v, log_w)  # (1, H, 1, d')
+        # slots[:k] are the caches that this slot has seen.
         keys = torch.cat([slot.keys for slot in self.slots[: self.k]], dim=2)  # (1, G, M, d')
         keys = keys.repeat_interleave(q.size(1) // keys.size(1), dim=1)
         self.seen.append((q @ keys.mT / d**0.5).softmax(-1)[0, :, -1])
@@ -163,9 +164,11 @@ def main(options: Annotated[Puzzle, tyro.conf.arg(name="")]):
         raise UserError(f"--number {number}: questions take 1 to {max(letters)} lookups: give one of these")
     show(model, tokenizer, o.tau, o.seed)
     found = solve(model, tokenizer, table, letters[number], o.tau)
-    period = SECONDS * (found.steps + 2) + PAUSE
+    # The frames: one for each slot, the question before them, and a pause at the end.
+    period = SECONDS * (found.steps + 2) + PAUSE  # seconds
     at = [100 * SECONDS * (k + 1) / period for k in range(found.steps + 2)]  # percent
-    # The picture begins with its last frame, for readers who see it still.
+    # The picture begins with its last frame, for readers who see it still. A CSS delay below 0 begins the
+    # animation that many seconds after its start.
     start = PAUSE - 1 - period
     write_page(o.out, "puzzle.svg", found=found, number=number, period=period, at=at, start=start)
 

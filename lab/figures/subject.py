@@ -51,7 +51,8 @@ def decoded(subject):
     """Each token as decoding has it, hard-stopped at tau.
 
     Returns:
-        (n,) losses, (n,) executed steps, and (n,) whether the most probable token is the one that follows.
+        For the n tokens of all windows, one after the other: (n,) losses, (n,) executed steps, and (n,)
+        whether the most probable token is the one that follows.
     """
     model = subject.model
 

@@ -135,16 +135,18 @@ def check_start(directory, config):
         has = getattr(base, attribute)
         if wanted != has:
             flag = "--" + name.replace("_", "-")
-            raise UserError(f"{name} = {wanted}, but the weights of {directory} are for {has}: omit {flag}")
+            raise UserError(
+                f"{flag} {wanted} does not fit the weights of {directory}, which are for {has}: omit {flag}"
+            )
     if config.ponder_steps < K:
         raise UserError(
-            f"ponder_steps = {config.ponder_steps}, but {directory} takes {K} steps, and steps can only be "
-            f"added: use --ponder-steps {K} or more"
+            f"--ponder-steps {config.ponder_steps} is too small: {directory} takes {K} steps, and steps can "
+            f"only be added, so use {K} or more"
         )
     if config.block_size > T:
         raise UserError(
-            f"block_size = {config.block_size}, but {directory} was trained on windows of {T} tokens: use "
-            f"--block-size {T} or less"
+            f"--block-size {config.block_size} is too large: {directory} was trained on windows of {T} "
+            f"tokens, so use {T} or less"
         )
 
 

@@ -155,7 +155,7 @@ def save(model, directory, begin=None, end=None):
         ids = {"bos_token_id": begin, "eos_token_id": end}
         to_others(model, ids).save_pretrained(directory)
     else:
-        checkpoint.save(as_root(model), directory)
+        checkpoint.save(as_core_model(model), directory)
 
 
 def tensors_of(model):
@@ -163,7 +163,7 @@ def tensors_of(model):
     return {name.replace("_orig_mod.", ""): x for name, x in model.state_dict().items()}
 
 
-def as_root(model):
+def as_core_model(model):
     """The root's PonderLM with the tensors of a model, if the root has such models; otherwise the model
     itself."""
     config = asdict(model.config)

@@ -8,7 +8,8 @@ what the commands ask for
     method, title         the name for --method, and the name in tables and figures
     Config                the settings; a dataclass that extends PonderConfig
     defaults              settings that the name of the method implies
-    unused                settings of PonderConfig that the method does not follow
+    unused                settings of PonderConfig that the method does not follow, besides those that
+                          `unused_settings` finds
     has_router            whether s is learned, and tokens stop early
     priced                whether the loss has a price on steps
     iterates              whether the states are a fixed point of the Jacobi iteration
@@ -121,7 +122,7 @@ class PonderLM3(PonderLM):
     title = "PonderLM-3"
     Config = PonderConfig
     defaults = {}
-    unused = ()  # further ones than unused_settings finds
+    unused = ()
     has_router = True
     iterates = True
     grid = False
@@ -331,9 +332,7 @@ def check_settings(config):
         value = getattr(config, setting.name)
         if setting.name in ignored_by and value != setting.default:
             flag = "--" + setting.name.replace("_", "-")
-            raise UserError(
-                f"{setting.name} = {value}, but {ignored_by[setting.name]} does not use it: omit {flag}"
-            )
+            raise UserError(f"{ignored_by[setting.name]} does not use {flag}, here {value}: omit {flag}")
 
 
 def build(config):

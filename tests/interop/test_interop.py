@@ -16,7 +16,7 @@ from common import LFS_POINTER, UserError
 from lab.engine.batching import Engine
 from lab.engine.simple import generate
 from lab.interop.__main__ import main as convert
-from lab.interop.weights import as_root, load, read_config, save
+from lab.interop.weights import as_core_model, load, read_config, save
 from lab.methods import PonderLM3
 
 
@@ -90,7 +90,7 @@ def test_scale_is_folded_in(tmp_path, tied, backbone):
     expected, blocks = logits(model, idx), model.model.layers
     blocks[0] = torch.compile(blocks[0])
     save(model, tmp_path / "theirs")
-    root.save(as_root(model), tmp_path / "exact")
+    root.save(as_core_model(model), tmp_path / "exact")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     for other in (theirs, load(tmp_path / "theirs")):
         torch.testing.assert_close(logits(other, idx), expected, atol=1e-5, rtol=0)

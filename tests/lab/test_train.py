@@ -20,7 +20,7 @@ from data import Windows, pick_tokenizer
 from lab.engine.batching import Engine
 from lab.engine.simple import generate
 from lab.interop.warm_start import follows, start_from
-from lab.interop.weights import as_root, is_model, load, read_config, save
+from lab.interop.weights import as_core_model, is_model, load, read_config, save
 from lab.methods import all_methods, build, configure
 from lab.train import LabConfig, open_text, parse, read_run, train
 from train import evaluate
@@ -201,7 +201,7 @@ def test_every_method(config, llama, method):
     K, first = model.config.ponder_steps, llama.parent / "first"
     for x in model.parameters():
         torch.nn.init.normal_(x.data, std=0.02)
-    root_save(as_root(model), first)
+    root_save(as_core_model(model), first)
     shutil.copy(llama / "tokenizer.json", first)
     settings, shape = going_on(config, first, "--ponder-steps", str(K + 1), "--name", "grown", "--steps", "2")
     if method in WEIGHTS_OF_A_STEP:
@@ -225,7 +225,7 @@ def test_pondering_model_goes_on(config, llama, tmp_path):
     assert same_weights(load(first), start_from(first, shape))
     with pytest.raises(UserError, match="--method ponderlm3"):
         start_from(first, going_on(config, first, "--method", "looped")[1])
-    with pytest.raises(UserError, match="ponder_steps"):
+    with pytest.raises(UserError, match=r"--ponder-steps 1 .* use 2 or more"):
         start_from(first, replace(shape, ponder_steps=1))
     config, shape = going_on(config, first, "--ponder-steps", "4")
     before, rows = read_config(first).offset, start_from(first, shape).router.proj.weight
@@ -270,9 +270,9 @@ def test_flags_without_effect_at_the_root(flags):
 @pytest.mark.parametrize(
     "flags,message",
     [
-        (["--hidden-size", "64"], "hidden_size"),
-        (["--embed-scale", "2"], "embed_scale"),
-        (["--block-size", "32"], "block_size"),
+        (["--hidden-size", "64"], "--hidden-size 64 .* omit --hidden-size"),
+        (["--embed-scale", "2"], "--embed-scale 2.0 .* omit --embed-scale"),
+        (["--block-size", "32"], "--block-size 32 .* or less"),
         (["--method", "looped", "--reread"], "reread"),
         (["--method", "grid", "--attention", "sdpa"], "attention"),
         (["--tokenizer", "nowhere"], "nowhere"),

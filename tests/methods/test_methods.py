@@ -289,15 +289,15 @@ def test_command_line():
     [
         ("vanilla", dict(ponder_steps=3), "ponder_steps = 3.* vanilla takes no extra steps"),
         ("grid", dict(ponder_steps=0), "ponder_steps = 0.* grid takes at least one extra step"),
-        ("looped", dict(reread=True), "reread = True, but looped"),
+        ("looped", dict(reread=True), "looped does not use --reread, here True: omit --reread"),
         ("ponderlm3", dict(accumulate=False), "accumulate"),
         ("mor", {}, "'mor'"),
-        ("looped", dict(penalty_weight=0.1), "penalty_weight = 0.1, but looped"),
+        ("looped", dict(penalty_weight=0.1), "looped does not use --penalty-weight, here 0.1"),
         ("ponderlm3", dict(backbone="gpt"), "no backbone 'gpt': choose --backbone from llama, gpt_neox"),
         (
             "ponderlm3",
             dict(backbone="gpt_neox", num_key_value_heads=2),
-            "num_key_value_heads = 2, but gpt_neox",
+            "gpt_neox does not use --num-key-value-heads, here 2",
         ),
         (
             "ponderlm3",
