@@ -104,7 +104,7 @@ class Layers(Comparison):
 
     device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
     keeps = ["model", "layers", "K", "loss", "steps", "parameters", "training", "decoding", "worth"]
-    sheet = "layers of a model without thinking", "nats per token"
+    sheet = "layers", "loss, nats per token"
 
     def frame(self, runs):
         return layer_rows(runs, self.data)
@@ -113,10 +113,20 @@ class Layers(Comparison):
         return summary(frame)
 
     def picture(self, frame, axes):
-        means = frame.groupby(["model", "layers", "K"], sort=False)[["loss", "steps"]].mean().reset_index()
+        groups = frame.groupby(["model", "layers", "K"], sort=False)
+        means = groups.agg(loss=("loss", "mean"), deviation=("loss", "std"), steps=("steps", "mean"))
+        means = means.fillna({"deviation": 0}).reset_index()  # of one seed it is not known
         plain = means[means.model == "plain"].sort_values("layers")
-        axes.plot(plain.layers, plain.loss, "o-", color=COLORS[2], label="no thinking")
+        bars = {"capsize": 4, "marker": "o"}
+        axes.errorbar(
+            plain.layers, plain.loss, plain.deviation, color="#777777", label="no extra steps", **bars
+        )
         axes.set_xticks(plain.layers)
-        for i, row in enumerate(means[means.model != "plain"].itertuples()):
-            what = f"{row.model}: {row.steps:.2f} steps on {row.layers} layers"
-            axes.axhline(row.loss, color=COLORS[i % len(COLORS)], linestyle="--", label=what)
+        axes.set_title("Means over seeds, with standard deviations", fontsize=11)
+        thinking = means[means.model != "plain"].sort_values("steps")
+        for i, row in enumerate(thinking.itertuples()):
+            color = COLORS[i % len(COLORS)]
+            x = row.layers + 0.12 * (i + 1)  # side by side, so that the bars can be told apart
+            label = f"{row.layers} layers, {row.model}: {row.steps:.2f} extra steps"
+            axes.errorbar(x, row.loss, row.deviation, color=color, label=label, **bars)
+            axes.axhline(row.loss, color=color, linestyle="--", linewidth=1)  # to read off layers
