@@ -5,7 +5,7 @@
 A comment above a table says what it shows, as JSON:
 
     <!-- table {"file": "docs/figures/x.csv", "rows": {"always one": {"method": "PonderLM-2", "K": 1}},
-                "columns": {"loss": "loss .4f ±", "minus no thinking": "loss +.4f - no thinking"}} -->
+                "columns": {"loss": "loss .4f ±", "minus no extra steps": "loss +.4f - no extra steps"}} -->
 
 rows       {title: {column: value}}, or {title: method}: the rows of the file that are its seeds
 columns    {title: "COLUMN FORMAT"}: their mean; with ± the standard deviation over seeds, too; with - TITLE
