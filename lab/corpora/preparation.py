@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from hashlib import sha1, sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import filelock
 import numpy as np
@@ -42,7 +42,7 @@ class Options:
 
     # a text, .jsonl, .ndjson or .parquet file, a folder of them, pydocs or pysource (text that comes with
     # Python), or OWNER/NAME of a data set on the Hugging Face Hub
-    data: tyro.conf.Positional[NonEmpty]
+    data: Annotated[tyro.conf.Positional[NonEmpty], tyro.conf.arg(metavar="DATA")]
     to: Path  # new folder to write
     tokenizer: str = "bytes"  # bytes, bpe, gpt2, or the directory of a model or corpus that has a tokenizer
     vocab_size: int = 4096  # vocabulary size of a bpe tokenizer, which is trained on the text

@@ -458,7 +458,7 @@ AXES = {
 
 @validated_dataclass
 class Compare(Comparison):
-    """Losses of methods over executed steps, or over what training took, by pairs of seeds."""
+    """Draw the losses of methods over executed steps, or over what training took, by pairs of seeds."""
 
     taus: tuple[Fraction, ...] | None = None  # also score models with a router at these thresholds tau
     swap: bool = False  # also score each token with the steps of a token in another window

@@ -67,7 +67,7 @@ def layer_rows(subject):
 
 @validated_dataclass
 class Within(Comparison):
-    """How well the state after each layer would predict, before any extra step. A table."""
+    """Show how well the state after each layer would predict, before any extra step. A table."""
 
     windows: Count = 512  # number of windows (pieces of the model's context length) to measure
     by = ["layer"]

@@ -1,13 +1,16 @@
-"""`python -m lab convert`: show a directory of weights, and write the model in another form.
+"""Show what a directory of weights holds, and write the model in another form.
 
-python -m lab convert DIR                                show what it holds
-python -m lab convert DIR --to OTHER                     write it; a vanilla model as a Llama or GPT-NeoX
-python -m lab convert DIR --to OTHER --transformers      write a model of any method that transformers runs
-python -m lab convert DIR --to OTHER --half              write weights in float16, half the size
+    python -m lab convert DIR                             show what it holds
+    python -m lab convert DIR --to OTHER                  write it; a vanilla model as a Llama or GPT-NeoX
+    python -m lab convert DIR --to OTHER --transformers   write a model of any method that transformers runs
+    python -m lab convert DIR --to OTHER --half           write weights in float16, half the size
+
+The tokenizer, if DIR has one, is written with the model.
 """
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import tyro
@@ -18,6 +21,21 @@ from lab.corpora.tokenizers import HuggingFaceTokenizer, begin_of, load_tokenize
 from lab.interop.export import export
 from lab.interop.weights import load, save
 from model import Fraction
+
+
+@dataclass
+class Options:
+    # directory of a model, or its name on the Hugging Face Hub
+    directory: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
+    # new directory to write the model to. A model of --method vanilla becomes a Llama or GPT-NeoX that
+    # transformers loads, any other model a directory of this project
+    to: Path | None = None
+    half: bool = False  # write weights in float16, 2 bytes each; they are read as float32 again
+    # write a model of any method so that AutoModelForCausalLM and AutoTokenizer load it
+    transformers: bool = False
+    # with --transformers, the default tau of the written model: no further step once the router's probability
+    # that it is needed falls below this; 0: never stop early; None: the tau of the run's evaluation, or 1e-4
+    tau: Fraction | None = None
 
 
 def scored_tau(directory):
@@ -56,25 +74,9 @@ def check_flags(to, half, transformers, tau):
         raise UserError(f"--tau {tau} applies only to a model for transformers: add --transformers")
 
 
-def main(
-    directory: tyro.conf.Positional[str],
-    to: Path | None = None,
-    half: bool = False,
-    transformers: bool = False,
-    tau: Fraction | None = None,
-):
-    """Show what a directory of weights holds, and write the model in another form.
-
-    Args:
-        directory: directory of a model, or its name on the Hugging Face Hub
-        to: new directory to write the model to. A model of --method vanilla becomes a Llama or GPT-NeoX that
-            transformers loads, any other model a directory of this project
-        half: write weights in float16, 2 bytes each; they are read as float32 again
-        transformers: write a model of any method so that AutoModelForCausalLM and AutoTokenizer load it
-        tau: with --transformers, the default tau of the written model: no further step once the router's
-            probability that it is needed falls below this; 0: never stop early; None: the tau of the run's
-            evaluation, or 1e-4
-    """
+def convert(directory, to=None, half=False, transformers=False, tau=None):
+    """Show what a directory of weights holds, and write the model in another form. The arguments are those of
+    Options."""
     check_flags(to, half, transformers, tau)
     place = locate(directory)
     model = load(place)
@@ -113,5 +115,9 @@ def main(
     print(f"written: {to}, {kind}")
 
 
+def main(o: Annotated[Options, tyro.conf.arg(name="")]):
+    convert(**vars(o))
+
+
 if __name__ == "__main__":
-    command_line(lambda: tyro.cli(main, prog="python -m lab convert"))
+    command_line(lambda: tyro.cli(main, prog="python -m lab convert", description=__doc__))

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from common import UserError
 from lab.engine.simple import generate
 from lab.engine.states import stopped_states
-from lab.interop.__main__ import main as convert
+from lab.interop.__main__ import convert
 from lab.interop.export import export, modelling_file
 from lab.interop.weights import INCLUDED, load
 from lab.methods import all_methods

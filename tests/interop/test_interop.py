@@ -15,7 +15,7 @@ import lab.interop.weights as interop
 from common import LFS_POINTER, UserError
 from lab.engine.batching import Engine
 from lab.engine.simple import generate
-from lab.interop.__main__ import main as convert
+from lab.interop.__main__ import convert
 from lab.interop.weights import as_core_model, load, read_config, save
 from lab.methods import PonderLM3
 
