@@ -40,6 +40,7 @@ for part in ${PARTS:-grid noise jacobi embedding longer wide}; do
         ;;
       jacobi) # R as tiny has it
         for K in 1 2 3; do run jacobi always-$K --method ponderlm2 --ponder-steps $K --refinements 1 1; done
+        run jacobi always-1-R2 --method ponderlm2 --ponder-steps 1 --refinements 2 2 # nearer to its fixed point
         run jacobi shared-depth --method shared
         run jacobi by-token --method ponderlm3
         run jacobi warmup-300 --method warmup-jacobi --stage 300 --refinements 1 1
