@@ -396,11 +396,11 @@ class PonderLM(nn.Module):
         previous pass, slot 0 always reads e, and the keys are biased by the log w of the previous pass.
         The gradient flows through all passes.
 
-        In the order h_1^(0) .. h_1^(K-1), h_2^(0) .., each latent depends only on those before it. So each
-        pass makes at least one more of them exact: the growing passes the first K, and K (T-1) refinements
-        all others. No more refinements than that are ever run. (With T = 2 and K = 1: pass 1 makes h_1^(0)
-        exact, since slot 0 of token 1 sees only itself. In pass 2, slot 1 of token 1 reads it; so h_2^(0),
-        which attends to that slot, is exact.)
+        In the order h_1^(0) .. h_1^(K-1), h_2^(0) .., each of the K T latents depends only on those before
+        it. So each pass makes at least the next one exact. The K growing passes do this for the latents of
+        token 1, and K (T-1) refinements for those of the other tokens: no more refinements are ever run.
+        (With T = 2 and K = 1: pass 1 makes h_1^(0) exact, since slot 0 of token 1 sees only itself. In pass
+        2, slot 1 of token 1 reads it; so h_2^(0), which attends to that slot, is exact.)
 
         Args:
             idx, R, tau, alpha: as in `forward`. With R None, the iteration ends when a pass changes the
