@@ -433,9 +433,7 @@ def prompts_of(ids, n, length):
         UserError: the text is too short.
     """
     if len(ids) <= length:
-        raise UserError(
-            f"--prompts {length}: the validation text has only {len(ids)} tokens: give a shorter length"
-        )
+        raise UserError(f"--prompts {length} is too long: the validation text has only {len(ids)} tokens")
     starts = torch.linspace(0, len(ids) - length - 1, n).long().tolist()
     return [ids[start : start + length].tolist() for start in starts]
 

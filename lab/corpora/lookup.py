@@ -183,8 +183,8 @@ def windows_of_prose(texts, words_tokenizer, n, lines):
         ids += words_tokenizer.encode(text)
     if len(ids) < wanted:
         raise UserError(
-            f"--lines {lines} --prose: the docstrings fill only {len(ids) // (LINE - 1)} of {n} windows: "
-            "give fewer --lines"
+            f"--lines {lines} is too many for --prose: the docstrings fill only {len(ids) // (LINE - 1)} of "
+            f"{n} windows"
         )
     rows = np.array(ids[:wanted]).reshape(n, LINE - 1)
     return np.pad(rows, ((0, 0), (0, 1)), constant_values=words_tokenizer.end_of_text)

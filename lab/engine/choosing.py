@@ -138,5 +138,7 @@ def check_request(model, prompts, **sampling):
             raise UserError(f"{which} has the token id {wrong}: give ids of this model, 0 to {V - 1}")
     if sampling.alpha and model.router is None:
         method = model.config.method
-        raise UserError(f"alpha = {sampling.alpha}, but {method} has no router to shift: omit --alpha")
+        raise UserError(
+            f"--alpha {sampling.alpha} has no effect: {method} has no router to shift, so omit it"
+        )
     return prompts, sampling

@@ -128,7 +128,7 @@ class Request:
         try:
             print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
         except OSError as error:
-            raise UserError(f"cannot write {file.name}: {error.strerror}: use another --out") from None
+            raise UserError(f"cannot write {file.name} ({error.strerror}): use another --out") from None
         return len(pairs)
 
     def summarize(self, new_tokens, start):

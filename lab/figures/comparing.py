@@ -291,8 +291,8 @@ def check_windows_to_choose_by(run, count, reported, choose):
     """
     if count < reported + choose:
         raise UserError(
-            f"--choose {choose}: {run.path} has {count} windows, of which {reported} are already reported: "
-            f"give --choose {count - reported} or less"
+            f"--choose {choose} is too large: {run.path} has {count} windows, {reported} of which are "
+            f"already reported, so give {count - reported} or less"
         )
 
 
@@ -329,7 +329,7 @@ def differences(frame, reference):
     of_reference = frame[frame.method == reference]
     if of_reference.empty:
         names = ", ".join(map(repr, frame.method.unique()))
-        raise UserError(f"--against {reference!r}: no run has this name: give one of {names}")
+        raise UserError(f"--against {reference!r} is not the name of a run: give one of {names}")
     found = []
     trained_elsewhere = 0
     for _, row in frame.iterrows():

@@ -71,7 +71,9 @@ class Lookup(OnAnyText):
         found = []
         for n in self.most or [K]:
             if n < K:
-                raise UserError(f"--most {n}: {run.path} already takes {K} steps: give {K} or more")
+                raise UserError(
+                    f"--most {n} is too small: {run.path} already takes {K} steps, so give {K} or more"
+                )
             subject.model = trained
             if n != K:
                 offset = longer(run.model_config, n)

@@ -161,7 +161,7 @@ def main(options: Annotated[Puzzle, tyro.conf.arg(name="")]):
     table, letters = puzzle(o.seed, longest_of(tokenizer))
     number = max(letters) if o.number is None else o.number
     if number not in letters:
-        raise UserError(f"--number {number}: questions take 1 to {max(letters)} lookups: give one of these")
+        raise UserError(f"--number {number} is not possible: questions take 1 to {max(letters)} lookups")
     show(model, tokenizer, o.tau, o.seed)
     found = solve(model, tokenizer, table, letters[number], o.tau)
     # The frames: one for each slot, the question before them, and a pause at the end.

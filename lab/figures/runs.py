@@ -139,7 +139,7 @@ def read_runs(directories):
     for path in map(Path, directories):
         file = path / "results.json"
         if not file.is_file():
-            print(f"left out, not a finished run: {path}")
+            print(f"note: {path} is not a finished run, and is left out")
             continue
         config, initial_model_config, corpus = read_run(path)
         results = read_json(file)

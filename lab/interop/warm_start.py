@@ -176,7 +176,7 @@ def carried_over(base, config):
         model.load_state_dict(tensors)
     except RuntimeError:
         raise UserError(
-            f"ponder_steps = {config.ponder_steps}, but {config.method} has weights for each step, and this "
-            f"model has them for {K} steps: leave --ponder-steps at {K}"
+            f"--ponder-steps {config.ponder_steps} does not fit: {config.method} has weights for each step, "
+            f"and this model has them for {K} steps, so use --ponder-steps {K}"
         ) from None
     return model

@@ -211,7 +211,8 @@ def kind_of(file):
     name = read_json(file).get("model_type")
     if name not in kinds:
         raise ValueError(
-            f"model_type = {name!r} cannot be read: give one of this project or of type {', '.join(kinds)}"
+            f"model_type = {name!r} is not supported: give a model of this project, or one of type "
+            f"{', '.join(kinds)}"
         )
     return kinds[name]
 

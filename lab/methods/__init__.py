@@ -93,14 +93,15 @@ class PonderConfig(Config):
         K = self.ponder_steps
         if self.method == "vanilla" and K > 0:
             raise ValueError(
-                f"ponder_steps = {K}, but the method vanilla takes no extra steps: give --ponder-steps 0"
+                f"--ponder-steps {K} has no effect, since the method vanilla takes no extra steps: omit it, "
+                "or use --ponder-steps 0"
             )
         # A PonderLM-3 may have no extra steps, as in train.py, and a warm-up ends without them.
         may_be_plain = self.method.partition("-")[0] in ("vanilla", "ponderlm3", "warmup")
         if K == 0 and not may_be_plain:
             raise ValueError(
-                f"ponder_steps = 0, but the method {self.method} takes at least one extra step: give "
-                "--ponder-steps 1 or more"
+                f"--ponder-steps 0 is too small: the method {self.method} takes at least one extra step, so "
+                "use 1 or more"
             )
 
 
@@ -311,15 +312,15 @@ def check_settings(config):
         for name in config.backbone_options:
             if name not in known:
                 raise UserError(
-                    f"--backbone-options {name} is no option of the backbone {config.backbone}: give only "
+                    f"the backbone {config.backbone} has no option {name}: --backbone-options can be "
                     f"{', '.join(known)}"
                 )
         try:
             backbone.Options(**config.backbone_options)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"--backbone-options for {config.backbone}: {one_line(error)}: give numbers for "
-                f"{', '.join(known)}"
+                f"--backbone-options do not fit the backbone {config.backbone} ({one_line(error)}): give "
+                f"numbers for {', '.join(known)}"
             ) from None
     if not isinstance(config, kind.Config):
         raise ValueError(

@@ -80,7 +80,7 @@ def test_other_tau_and_windows_to_choose_by(trained):
             assert row[which or "loss"] == pytest.approx(out.loss.item(), rel=1e-5)
             steps = row[f"{which}_steps" if which else "steps"]
             assert steps == pytest.approx(out.steps.float().mean().item(), rel=1e-5)
-    with pytest.raises(UserError, match="are already reported: give --choose"):
+    with pytest.raises(UserError, match="are already reported, so give"):
         by_run(runs, lambda run: losses(run, (), 10**6, CPU, text))
     runs[0].config.eval_windows = 10**6  # more than there are: it was scored on fewer
     (row,) = losses(runs[0], (0.97,), 0, CPU, text)

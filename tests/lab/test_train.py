@@ -205,7 +205,7 @@ def test_every_method(config, llama, method):
     shutil.copy(llama / "tokenizer.json", first)
     settings, shape = going_on(config, first, "--ponder-steps", str(K + 1), "--name", "grown", "--steps", "2")
     if method in WEIGHTS_OF_A_STEP:
-        with pytest.raises(UserError, match=f"--ponder-steps at {K}"):
+        with pytest.raises(UserError, match=f"so use --ponder-steps {K}"):
             train(settings, shape)
         assert not (llama.parent / "out/grown").exists()
         return

@@ -287,8 +287,8 @@ def test_command_line():
 @pytest.mark.parametrize(
     "method,settings,message",
     [
-        ("vanilla", dict(ponder_steps=3), "ponder_steps = 3.* vanilla takes no extra steps"),
-        ("grid", dict(ponder_steps=0), "ponder_steps = 0.* grid takes at least one extra step"),
+        ("vanilla", dict(ponder_steps=3), "--ponder-steps 3 has no effect.* vanilla takes no extra steps"),
+        ("grid", dict(ponder_steps=0), "--ponder-steps 0 is too small.* grid takes at least one extra step"),
         ("looped", dict(reread=True), "looped does not use --reread, here True: omit --reread"),
         ("ponderlm3", dict(accumulate=False), "accumulate"),
         ("mor", {}, "'mor'"),
