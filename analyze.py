@@ -76,7 +76,7 @@ def by_token(windows, measure):
         measure: a function from inputs and targets, (B, T) each, to a tuple of tensors (B, T, ..).
 
     Returns:
-        A list with (n, ..) in the place of each of these tensors, on the CPU.
+        A list with one tensor (n, ..) on the CPU for each tensor of the tuple, n being all tokens.
     """
     batch_size = eval_batch_size(windows.size(1) - 1, windows.device)
     batches = []
@@ -331,18 +331,18 @@ def pareto(runs):
         UserError: there is no finished run, or they were evaluated on different windows.
     """
     rows = []
-    evaluated_on = {}  # what a run was evaluated on -> the last such run
+    evaluated = {}  # what a run was evaluated on -> the last such run
     for run in (Path(run) for run in runs):
         if not (run / "results.json").is_file():
             print(f"skipped, not a finished run: {run}")
             continue
-        row, windows = read_result(run)
+        row, evaluated_on = read_result(run)
         rows.append(row)
-        evaluated_on[windows] = run
+        evaluated[evaluated_on] = run
     if not rows:
         raise UserError("there is no finished run among --runs: use --runs out/* for all that are in out/")
-    if len(evaluated_on) > 1:
-        which = ", ".join(str(run) for run in evaluated_on.values())
+    if len(evaluated) > 1:
+        which = ", ".join(str(run) for run in evaluated.values())
         raise UserError(
             "these runs were evaluated on different data and cannot be compared: pass runs of the same text, "
             f"tokenizer, --block-size and --eval-windows ({which})"
@@ -373,8 +373,8 @@ def read_result(run):
             "perplexity": perplexity(loss),
         }
         count = results.get("windows", content["config"]["eval_windows"])
-        windows = (corpus["val_sha256"], corpus["tokenizer"], model_settings["block_size"], count)
-        return row, windows
+        evaluated_on = (corpus["val_sha256"], corpus["tokenizer"], model_settings["block_size"], count)
+        return row, evaluated_on
 
 
 def is_better(other, row):
@@ -500,7 +500,7 @@ def draw_tokens(rows, left, right, most=12):
     ranked = sorted(zip(steps, texts, strict=True))
     most = min(most, (len(ranked) + 1) // 2)
     fewest_steps = ranked[:most]
-    most_steps = ranked[most:][-most:]
+    most_steps = ranked[most:][-most:]  # sliced twice, so that no token is in both lists
     for name, part, color in (("fewest", fewest_steps, COLORS[0]), ("most", most_steps, COLORS[2])):
         labels = [f"“{drawable(text)}”" for _, text in part]
         widths = [steps for steps, _ in part]

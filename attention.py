@@ -164,7 +164,9 @@ def attend_to_cache(q, k, v, d):
     """
     B, H, _, width = q.shape
     G = k.size(1)
-    # Treat the H/G query heads that share a key head as extra query positions.
+    # No mask is needed, since the newest slot sees all others, and log w is in the augmented keys. The H/G
+    # query heads that share a key head are treated as query positions, since repeating the keys would copy
+    # the cache.
     q = q.reshape(B, G, H // G, width)
     out = F.scaled_dot_product_attention(q, k, v, scale=1 / math.sqrt(d))  # (B, G, H/G, d')
     return out[..., :d].reshape(B, H, 1, d)

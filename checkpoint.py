@@ -31,7 +31,8 @@ FORMAT = "ponderlm-3"  # in config.json
 
 
 def save(model, directory):
-    """Write config.json and model.safetensors. Each file is whole, or as it was before.
+    """Write config.json and model.safetensors. They are replaced only after both have been written, so a full
+    disk leaves both as they were.
 
     Raises:
         OSError, SafetensorError: the directory cannot be written.

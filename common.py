@@ -53,8 +53,8 @@ def one_line(error):
 
 
 def with_flags(message):
-    """A message about settings, such as "head_dim = 7 is odd", or "betas.1 = 3.0" of one of several values,
-    with the settings as flags: "--head-dim 7", "--betas 3.0"."""
+    """A message about settings, with the settings as flags: "head_dim = 7 is odd" becomes "--head-dim 7 is
+    odd". "betas.1 = 3.0", the second of two values, becomes "--betas 3.0"."""
     return re.sub(r"\b([a-z_]+)[.0-9]* = ", lambda match: f"--{match[1].replace('_', '-')} ", message)
 
 
@@ -185,7 +185,7 @@ def heard_signals():
 
 
 def in_main_thread():
-    """Python allows signal handlers in the main thread only, so a web server's thread goes without them."""
+    """True in the main thread, the only one in which Python allows signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -326,6 +326,7 @@ def unchecked(settings):
     where = ("__module__", "__qualname__", "__doc__", "__firstlineno__")
     namespace = {name: getattr(kind, name) for name in where if hasattr(kind, name)}
     namespace["__post_init__"] = lambda self: None
+    # dataclass() writes a plain __init__ over pydantic's, and the empty __post_init__ hides the checks.
     copy = dataclass(type(kind.__name__, (kind,), namespace))
     return copy(**{field.name: getattr(settings, field.name) for field in fields(kind)})
 

@@ -152,7 +152,7 @@ def prepare(data, tokenizer_name, vocab_size):
     if data in SOURCES:
         documents = None  # reading them takes a while, so only if the folder does not exist
         source = source_version(data)
-    elif data and (path.is_file() or path.is_dir()):  # and not /dev/null, for instance
+    elif data and (path.is_file() or path.is_dir()):  # a device, such as /dev/null, is neither
         documents = read_documents(path)
         if not documents:
             raise UserError(f"--data {data} holds no text: give a text file, or a folder with text files")

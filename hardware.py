@@ -188,9 +188,10 @@ def memory_budget(model):
     """How many bytes this process is allowed to hold at the peak of a training step, weights and gradients
     included. A tenth is kept in reserve."""
     free, _ = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()  # what torch holds already, the weights included
     # AdamW makes its two numbers per weight in the first step.
     adamw = 8 * sum(p.numel() for p in model.parameters())
-    return 0.9 * (free + torch.cuda.memory_reserved()) - adamw
+    return 0.9 * (free + reserved) - adamw
 
 
 def peak_memory(model, loss_of, n):

@@ -59,7 +59,8 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class BackboneConfig:
     """Settings of the transformer, named as in Hugging Face's LlamaConfig."""
 
-    # tyro shows the comment beside or above a field as the help of its flag. (257: 256 bytes, end of text)
+    # tyro shows the comment beside or above a field as the help of its flag. 257 is the vocabulary size of
+    # --tokenizer bytes: 256 bytes and the end of text. For bpe, train.new_settings makes it 4096.
 
     # vocabulary size of a BPE, allowed only with --tokenizer bpe (4096 if omitted). The other tokenizers have
     # a fixed size
@@ -396,11 +397,14 @@ class PonderLM(nn.Module):
         previous pass, slot 0 always reads e, and the keys are biased by the log w of the previous pass.
         The gradient flows through all passes.
 
-        In the order h_1^(0) .. h_1^(K-1), h_2^(0) .., each of the K T latents depends only on those before
-        it. So each pass makes at least the next one exact. The K growing passes do this for the latents of
-        token 1, and K (T-1) refinements for those of the other tokens: no more refinements are ever run.
-        (With T = 2 and K = 1: pass 1 makes h_1^(0) exact, since slot 0 of token 1 sees only itself. In pass
-        2, slot 1 of token 1 reads it; so h_2^(0), which attends to that slot, is exact.)
+        How many passes are enough? Put the K T latents in the order h_1^(0) .. h_1^(K-1), h_2^(0) ... Each
+        depends only on embeddings and on the latents before it: through the inputs of the slots that it
+        sees, and through the log w of their keys, which is a function of h^(0). So if the first m latents
+        are exact before a pass, the first m + 1 are exact after it. The K growing passes make those of token
+        1 exact, and K (T-1) refinements all others, so no more refinements are ever run. The final pass then
+        has exact inputs, and all its outputs are exact. (With T = 2 and K = 1: pass 1 makes h_1^(0) exact,
+        since slot 0 of token 1 sees only itself. In pass 2, slot 1 of token 1 reads it; so h_2^(0), which
+        attends to that slot, is exact.)
 
         Args:
             idx, R, tau, alpha: as in `forward`. With R None, the iteration ends when a pass changes the
@@ -496,9 +500,9 @@ class PonderLM(nn.Module):
         return mask_keys(log_w, tau)
 
     def feed_back(self, h, e):
-        """The input of the next slot, given an output h (..., D): h itself, after the final RMSNorm and
-        without a projection (reading note 8). The embedding e is not used here; other methods (lab/methods)
-        read it again."""
+        """The input of the next slot, given an output h (..., D): h itself, after the final RMSNorm. As in
+        PonderLM-2, it is not projected; the paper does not say (reading note 8). The embedding e is not used
+        here; other methods (lab/methods) read it again."""
         return h
 
     # -- From states to predictions (section 3.2.3) ------------------------------------------------
@@ -589,8 +593,9 @@ class PonderLM(nn.Module):
     # -- Weights -----------------------------------------------------------------------------------
 
     def init_weights(self, module):
-        """Truncated normal with std sqrt(2/(5D)), since the paper does not say (reading note 8); zero for
-        the router, so that it starts at its offset."""
+        """Truncated normal with std sqrt(2/(5D)), the "small init" of Nguyen & Salazar (arXiv 1910.05895),
+        since the paper does not say (reading note 8); zero for the router, so that it starts at its
+        offset."""
         std = math.sqrt(2 / (5 * self.config.hidden_size))
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
@@ -604,9 +609,13 @@ class PonderLM(nn.Module):
     def param_groups(self, router_rate=1.0):
         """Parameter groups for the optimizer, each with `lr_scale`, a factor on the learning rate.
 
-        Weight decay applies to matrices, and neither to vectors nor to W of the router. W starts at zero
-        and acts through a softmax. At the learning rate of the other weights it hardly moves, and then
-        all tokens take as many steps as the offset says.
+        Weight decay applies to matrices, but not to vectors, nor to W of the router, which it would pull back
+        to its offset.
+
+        Args:
+            router_rate: the factor of W. W starts at zero and acts through a softmax. At the learning rate
+                of the other weights it hardly moves, and then all tokens take as many steps as the offset
+                says.
         """
         router = [p for name, p in self.named_parameters() if name.startswith("router.")]
         others = [p for name, p in self.named_parameters() if not name.startswith("router.")]

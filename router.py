@@ -36,7 +36,8 @@ class Router(nn.Module):
 
     In the paper, alpha is one number that is added to every logit, which the softmax cancels. Here it is
     multiplied by the step index (reading note 3). W starts at zero (PonderLM.init_weights), so s starts at
-    softmax(offset). The offset is K+1 fixed numbers, saved with the config (reading note 6).
+    softmax(offset). The offset is K+1 fixed numbers, saved with the config. By default it lets nearly all
+    tokens start with K steps, so that no step is masked before it has learned anything (reading note 6).
     """
 
     def __init__(self, D, K, offset):
@@ -107,7 +108,8 @@ def stop_step(log_w, tau):
 def mask_keys(log_w, tau=None):
     """The bias that attention adds to the scores of the keys of a token's slots. (..., K+1) -> (..., K+1).
 
-    Slot k executes step k, so if step k is skipped, so is slot k. That is why the key of slot k gets
+    A token has K+1 slots in the sequence: slot 0 reads its embedding, and slot k reads the output of slot
+    k-1. Slot k executes step k, so if step k is skipped, so is slot k. That is why the key of slot k gets
     log w_k, and the key of slot 0, which always runs, gets log w_0 = 0. In the paper's figure, log w_k is on
     slot k+1 (reading note 1). With a tau, the keys of slots beyond K-hat are hidden from every query, their
     own included.
@@ -189,8 +191,8 @@ def relaxed_steps(log_w):
 
         relaxed(w) = sum over k >= 1 of max(0, 1 - log w_k / log tau)
 
-    This is not in the paper. A step counts 1 at w = 1, 1/2 at w = 0.01 and 0 from tau down. In log w, the
-    gradient is the same all the way, so even a small tail is pushed below tau. The expected number of steps,
-    w_1 + .. + w_K, would push small tails too weakly for that (reading note 2).
+    This is not in the paper. A step counts 1 at w = 1, 1/2 at w = 0.01 and 0 from tau down. Between them it
+    is linear in log w, so a small tail is pushed as hard as a large one, until it is below tau. The expected
+    number of steps, w_1 + .. + w_K, would push small tails too weakly for that (reading note 2).
     """
     return (1 - log_w[..., 1:] / math.log(TAU)).clamp(min=0).sum(-1)

@@ -78,15 +78,15 @@ def stream(model, prompt, max_new_tokens, *, ends=(), read=None, **sampling):
     """
     options = Sampling(**sampling)
     context = [int(token) for token in prompt]
-    window = model.config.block_size
+    context_length = model.config.block_size
     check_prompt(context, model.config.vocab_size)
     choose = make_sampler(options)
 
     cache = model.new_cache()
     tokens_read = 0  # of the context
     for _ in range(max_new_tokens):
-        if len(context) > window:  # start anew: positions change, so all keys do
-            context = context[-max(window // 2, 1) :]
+        if len(context) > context_length:  # start anew: positions change, so all keys do
+            context = context[-max(context_length // 2, 1) :]
             cache = model.new_cache()
             tokens_read = 0
         # Read what has not been read: at first the prompt, then one token at a time.

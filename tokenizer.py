@@ -247,7 +247,7 @@ class PairCounts:
         for i in range(len(self.words)):
             self.add_word(i)
         # A lazy heap: its entries (-count, pair) are not updated when a count falls, but when they are
-        # popped.
+        # popped. A count never rises after it was pushed, so no pair is more frequent than its entry says.
         self.heap = [(-count, pair) for pair, count in self.counts.items()]
         heapify(self.heap)
 

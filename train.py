@@ -541,6 +541,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
     model.backend = BACKENDS[config.attention]
     model.recompute = config.recompute
     loss_module = LossModule(model, objective, config.precision)
+    # This also compiles the blocks. It comes before DistributedDataParallel, in which each measurement would
+    # wait for the other processes.
     micro_batch_size, compiled = fit_to_hardware(
         config, model, loss_module, train_windows, device, world_size
     )
@@ -566,8 +568,8 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
         with defer_signals() as signals:
             try:
                 for step in range(first_step, config.steps):
-                    # Batch, R and price. They depend on the step alone, so a resumed run sees the same ones,
-                    # and so does a run with another number of processes.
+                    # Batch, R and price. They depend on the seed and the step alone, so a resumed run sees
+                    # the same ones, and so does a run with another number of processes, all taken together.
                     batch = load_batch(train_windows, step, config, device)  # (batch_size / world_size, T+1)
                     micro_batches = batch.split(micro_batch_size)
                     R = draw_refinements(step, config.seed, model_config.refinements)
@@ -601,6 +603,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
 
                 report = final_report(model, val_windows, config, signals)
             except Signalled:
+                # If it came between two micro-batches, this step has changed no weights: it is given up.
                 if is_main and done > saved:
                     save_checkpoint(run, model, optimizer, done, log)
                 resume = f"{config.command.format('train')} {resume_flags(run)}"
@@ -741,7 +744,8 @@ def run_folder(config, rank):
 
 
 def start_or_resume(run, config, model_config, model, optimizer, corpus):
-    """Write the files that describe a new run, or load the last checkpoint of a resumed one.
+    """Load the last checkpoint of a resumed run. In any case, write the files that describe the run, and
+    delete the results of a shorter training.
 
     Returns:
         The number of training steps done, and the rows of the log so far.
@@ -852,7 +856,7 @@ def accumulate_gradients(loss_module, micro_batches, R, price, tau, signals):
         if i > 0:
             stop_if_signalled(signals)
         # DistributedDataParallel averages gradients over the processes in backward(). Once per step is
-        # enough.
+        # enough. (Without DistributedDataParallel, this attribute has no effect.)
         loss_module.require_backward_grad_sync = i == len(micro_batches) - 1
         loss, penalty, out = loss_module(micro_batch, R, price)
         weight = len(micro_batch) / share
@@ -903,7 +907,7 @@ class Clock:
         self.seconds = {"evaluation": 0.0, "saving": 0.0}  # time that the last of each took
 
     def end_step(self):
-        """Count the time since the last step, or since what was measured after it, as a training step."""
+        """Count a training step, which took the time since the last call, less what was measured since."""
         now = self.now()
         graphs = compiled_graphs()
         if graphs == self.graphs:
@@ -924,7 +928,8 @@ class Clock:
         """End the interval since the last log line, after its metrics have come from the device.
 
         Returns:
-            Seconds per training step in it, or None if not known.
+            Seconds per training step in the last interval that had one without compiling, or None if there
+            was none yet.
         """
         if self.steps > 0:
             # A GPU computes behind the CPU's back; the wait for the metrics belongs to the steps.
