@@ -244,7 +244,13 @@ def test_waiting_for_processes_can_be_stopped(number):
     environment |= {"MASTER_PORT": "29577", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-u", str(ROOT / "train.py"), "--preset", "tiny", "--device", "cpu"]
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A script that runs these tests in the background lets them ignore SIGINT.
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
     )
     try:
         assert process.stdout.readline() == "waiting for 2 processes\n"
