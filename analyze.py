@@ -508,7 +508,7 @@ def draw_tokens(rows, left, right, most=12):
     left.set(xlabel="executed steps after the token, mean")
     left.tick_params(axis="y", labelsize=7)
     for label in left.get_yticklabels():
-        label.set_parse_math(False)  # a dollar is a dollar
+        label.set_parse_math(False)  # a $ is drawn as it is, and begins no formula
     left.legend(title="frequent tokens with the", loc="lower right")
 
     shares = [key for key in rows[0] if key.startswith("share")]
@@ -692,7 +692,7 @@ def measure_run(run, options):
 
 
 def open_windows(run, model_config, count, data=None):
-    """The first `count` windows, in their fixed random order, that a run was evaluated on.
+    """The first `count` of the windows that a run was evaluated on, whose order is random but fixed.
 
     A run may come from a stranger. So a path is never opened just because the run's train.json names it:
     `data` says where the text is, unless it is one of SOURCES.

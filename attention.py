@@ -18,7 +18,8 @@ several, see model.py); H: query heads; G: key/value heads (G divides H); d: hea
     eager    the definition, with the N x N scores in memory
     sdpa     PyTorch's fused kernels. They take either is_causal or a mask, and a mask that also holds the
              causal triangle is N x N. So log w is passed as an extra channel of q and k
-    fa2      the same extra channel, through the package flash-attn; it needs a GPU and half precision
+    fa2      the same extra channel, through the package flash-attn; it needs a GPU and half precision. It is
+             here to compare with, and auto never picks it
     auto     eager for short sequences on a CPU, otherwise sdpa
 """
 
@@ -156,7 +157,8 @@ def attend_to_cache(q, k, v, d):
 
     Args:
         q: (B, H, 1, d'), augmented if the keys are.
-        k, v: (B, G, C, d').
+        k, v: (B, G, C, d'), as the cache holds them. Keys that have a log w hold it in an extra channel,
+            see `augment`.
         d: the head dimension before augmentation.
 
     Returns:

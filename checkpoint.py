@@ -150,10 +150,11 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, 524}
 
 
 def check_free(run):
-    """Refuse a folder that is in use. One that a training left before its first checkpoint may be reused.
+    """Refuse a folder that holds a run. The folder of a training that ended before its first checkpoint is
+    free.
 
     Raises:
-        UserError: the folder is in use.
+        UserError: it holds one.
     """
     names = {file.name.removesuffix(".tmp") for file in run.glob("*")} - {".lock"}
     # A training writes these before its first checkpoint, in this order. If it ended in between, the folder

@@ -366,8 +366,8 @@ class PonderLM(nn.Module):
         Args:
             idx: (B, T), token ids.
             targets: (B, T), the tokens that follow them; -100 where there is none to predict.
-            R: refinement passes. None iterates to the fixed point, which decoding computes, within a
-                tolerance.
+            R: refinement passes. None: until the latents change by less than a tolerance. The fixed point
+                that they approach is what decoding computes.
             tau: None for soft masks. Otherwise keys and states beyond K-hat are removed, as in decoding.
             alpha: shifts the step distribution, see router.py.
 

@@ -99,7 +99,7 @@ def stop_step(log_w, tau):
     if tau is None or tau == 0:
         log_tau = -math.inf
     elif tau == 1:
-        log_tau = 0.0  # without a margin for rounding, which would admit w < 1
+        log_tau = 0.0  # no margin for rounding here: with one, a w slightly below 1 would pass
     else:
         log_tau = math.log(tau) - 1e-6  # so that rounding does not exclude w = tau
     return (log_w >= log_tau).sum(-1) - 1  # w never rises with k, so counting finds the last one
@@ -124,15 +124,17 @@ def mask_keys(log_w, tau=None):
 def resolved_fraction(ce, form="printed"):
     """rho, the degree to which k steps suffice (section 3.4.2), for each k.
 
+    There are two forms. 'printed' is the formula that the paper prints: the sigmoid of the mean loss. 'token'
+    is the mean of the tokens' sigmoids, which makes rho the fraction of tokens that are resolved (reading
+    note 2).
+
     With the paper's factor of 10, 1 - sigmoid falls from 0.88 to 0.12 between losses of 0.3 and 0.7 nats. So
     a token counts as resolved if its loss is below about half a nat. But the printed form takes the mean loss
     of all tokens first, so its rho is close to 0 or to 1, unless that mean is near half a nat.
 
     Args:
         ce: (n, depths) in nats, the cross-entropy of n tokens.
-        form: 'printed' is the formula that the paper prints: the sigmoid of the mean loss. 'token' is the
-            mean of the tokens' sigmoids, which makes rho the fraction of tokens that are resolved (reading
-            note 2).
+        form: 'printed' or 'token'.
 
     Returns:
         (depths,), from 0 (not at all) to 1 (fully).
@@ -149,14 +151,15 @@ def resolved_fraction(ce, form="printed"):
 
 
 def bottom_mass_penalty(log_w, ce, form="printed"):
-    """The minimum-ponder penalty (section 3.4.2), without its weight lambda.
+    """The bottom-mass penalty, which the paper calls minimum-ponder penalty (section 3.4.2), without its
+    weight lambda.
 
     It should push w_k down where step k is not needed. Say that going from k-1 to k steps resolves a
     fraction d_rho_k more of the tokens. Then the penalty selects that fraction of the tokens, those whose
     w_k is smallest, since they rely on step k the least, and lowers their w_k. (The paper does not say why
     as many tokens should give up step k as were resolved by it.)
 
-        rho_k   = 1 - sigmoid(10 (CE_k - 0.5))             1: k steps suffice, 0: they do not
+        rho_k   = 1 - sigmoid(10 (mean CE_k - 0.5))        1: k steps suffice, 0: they do not (printed form)
         d_rho_k = max(rho_k - rho_{k-1}, 0)                what step k adds to it
         penalty = sum over k >= 1 of mean(Bottom_{d_rho_k}(w_k))
 
@@ -164,7 +167,7 @@ def bottom_mass_penalty(log_w, ce, form="printed"):
 
     Args:
         log_w: (n, K+1), for the n tokens of a micro-batch. Only log_w receives a gradient.
-        ce: (n, K+1) in nats, CE_k of each token, with integration truncated after step k.
+        ce: (n, K+1) in nats, CE_k of each token: the loss of predicting from s_0 h^(0) + .. + s_k h^(k).
         form: 'printed' or 'token', see resolved_fraction. The printed form selects no tokens at the
             losses that language models actually reach (reading note 2).
 

@@ -100,7 +100,7 @@ class Tokenizer:
         return cls("bpe", merge_pairs(words, vocab_size - 1))
 
     def encode(self, text):
-        """str or bytes -> a list of ids. Nothing in a text is taken for its end."""
+        """str or bytes -> a list of ids. A text's own "<|endoftext|>" is encoded as ordinary characters."""
         data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
         if self.name == "bytes":
             return list(data)

@@ -426,9 +426,10 @@ def objective(model, x, y, R, price=0.0):
 
         L = CE + lambda sum_k mean(Bottom_{d_rho_k}(w_k)) + price mean(relaxed(w))
 
-    The printed penalty of n tokens is 0 where all CE_k are above 0.5 + log(n) / 10, which is 1.1 nats for
-    n = 512, because then all rho_k are below 1/n, and no token is selected (reading note 2). There the
-    router learns from CE alone: through log w in attention, and through s in the integration.
+    The printed penalty of n tokens is 0 where the mean CE_k of every k is above 0.5 + log(n) / 10, which is
+    1.1 nats for n = 512: rho_k is at most exp(-10 (mean CE_k - 0.5)), so it is below 1/n there, and no token
+    is selected (reading note 2). There the router learns from CE alone: through log w in attention, and
+    through s in the integration.
 
     Args:
         x: (B, T), token ids.
@@ -437,7 +438,7 @@ def objective(model, x, y, R, price=0.0):
         price: loss in nats of an executed pondering step (not in the paper).
 
     Returns:
-        L, the penalty without its weight lambda, and the model's Output, whose loss is CE.
+        Three values: L; the penalty, not multiplied by lambda; and the model's Output, whose loss is CE.
     """
     out = model(x, y, R=R)
     config = model.config
@@ -470,8 +471,9 @@ def depth_losses(model, out, y, with_target):
     last = out.ce.detach().flatten()[with_target][:, None]  # CE_K, which is known already
     from_1 = torch.cat([between, last], dim=-1)  # (n, K), CE_1 .. CE_K
 
-    # CE_0 is computed only if the penalty can depend on it. It enters d_rho_1 = max(rho_1 - rho_0, 0), and
-    # where n rho_1 < 1, that selects no token, whatever CE_0 is.
+    # CE_0 is computed only if the penalty can depend on it, which saves most steps a pass of the output head
+    # over all tokens. It enters d_rho_1 = max(rho_1 - rho_0, 0), and where n rho_1 < 1, that selects no
+    # token, whatever CE_0 is.
     rho_1 = resolved_fraction(from_1[:, :1], model.config.penalty)
     can_select = len(from_1) * rho_1.item() >= 0.999  # this waits for a GPU, too; the margin is for rounding
     ce_0 = losses_of(range(1)) if can_select else torch.full_like(last, math.inf)  # (n, 1)
@@ -589,6 +591,7 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     # Log, evaluate, save
                     is_last = done == config.steps
                     if is_last or done % config.log_every == 0:
+                        # All processes call this, log_validation and stop_if_signalled: they meet there.
                         log.append(log_step(run, done, metrics, clock, config, model_config))
                         if is_main:
                             write_log(run, log)
@@ -834,8 +837,8 @@ def draw_refinements(step, seed, limits):
 
 
 def price_at(step, config):
-    """The price of a pondering step. It may begin late: a router that starts flat and has to pay at once
-    never learns to ponder."""
+    """The price of a pondering step. It may begin late: a router that starts with a flat --router-offset, and
+    has to pay at once, never learns to ponder."""
     return config.step_price if step >= config.price_from * config.steps else 0.0
 
 
