@@ -924,8 +924,9 @@ class Clock:
         """Measure an "evaluation" or a "saving", whose time is no step's."""
         began = self.now()
         yield
+        self.seconds[name] = self.now() - began
         self.step_began = self.now()
-        self.seconds[name] = self.step_began - began
+        self.graphs = compiled_graphs()  # an evaluation may have compiled some
 
     def finish_interval(self):
         """End the interval since the last log line, after its metrics have come from the device.

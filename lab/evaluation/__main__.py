@@ -137,13 +137,13 @@ def show(result):
     size = f", {result['bytes']:,} bytes" if "bytes" in result else ""
     print(f"{result['run']} ({result['method']}, K = {result['K']}) on {result['text']}")
     print(f"{result['tokens']:,} tokens predicted{size}\n")
-    print("                        loss  perplexity  bits/byte  steps  MFLOPs per token (6 N, training)")
+    print("                        loss  perplexity  bits/byte  steps  training MFLOPs/token")
     for kind, title in zip(KINDS, ("soft, all steps", f"decoded, tau {result['tau']:g}"), strict=True):
         row = result[kind]
         bits = f"{row['bits_per_byte']:.4f}" if "bits_per_byte" in row else "-"
         print(
             f"{title:20}{row['loss']:8.4f}{row['perplexity']:12.3f}{bits:>11}"
-            f"{row['steps']:7.2f}{row['paper_flops'] / 1e6:16.2f}"
+            f"{row['steps']:7.2f}{row['paper_flops'] / 1e6:23.2f}"
         )
         if "difference" in row:
             print(f"  minus the other: {row['difference']:+.4f} ± {row['interval']:.4f} (95 %)")

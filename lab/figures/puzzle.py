@@ -164,7 +164,7 @@ def main(options: Annotated[Puzzle, tyro.conf.arg(name="")]):
         raise UserError(f"--number {number} is not possible: questions take 1 to {max(letters)} lookups")
     show(model, tokenizer, o.tau, o.seed)
     found = solve(model, tokenizer, table, letters[number], o.tau)
-    # The frames: one for each slot, the question before them, and a pause at the end.
+    # After the question come the frames, one for each slot and one for the answer, and then a pause.
     period = SECONDS * (found.steps + 2) + PAUSE  # seconds
     at = [100 * SECONDS * (k + 1) / period for k in range(found.steps + 2)]  # percent
     # The picture begins with its last frame, for readers who see it still. A CSS delay below 0 begins the

@@ -199,6 +199,9 @@ def test_the_clock(monkeypatch):
             pass_time(seconds)
     assert clock.finish_interval() == 1  # since the last line
     assert clock.finish_interval() == 1  # no step since
+    with clock.measure("evaluation"):
+        pass_time(8)
+        graphs[0] += 1  # which is not the next step's
     step(1)
     pass_time(2)  # the wait for what a GPU has not yet computed
     assert clock.finish_interval() == 3
