@@ -118,8 +118,9 @@ class PonderingConfig:
     # initial logits of the router: K+1 numbers, one for each number of steps from 0 to K. None: rising
     # linearly from 0 to 6, which favours K steps
     router_offset: tuple[Finite, ...] | None = None
-    # training computes all slots in parallel and then refines them: lowest and highest number of such
-    # refinement passes (R), drawn anew in each training step. More passes are closer to decoding, and slower
+    # training computes all slots (tokens and their extra steps) in parallel and then refines them: lowest and
+    # highest number of such refinement passes (R), drawn anew in each training step. More passes are closer
+    # to decoding, and slower
     refinements: tuple[int, int] = (2, 3)
     # form of the bottom-mass penalty, which discourages steps that tokens do not need. printed: the paper's
     # formula, from the mean cross-entropy (at usual losses it is zero); token: a variant, from the

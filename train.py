@@ -141,9 +141,9 @@ class RunSettings:
     preset: Literal[tuple(PRESETS)] = "tiny"
     name: str | None = None  # name of the run, which is its folder in --out; None: preset, date and time
     out: str = "out"  # folder that holds the runs
-    # resume a run with the settings it was begun with: the run --name, or else the newest one in --out. What
-    # may change: steps, learning rate, clip, tau, how often it is logged and evaluated, micro-batch size, the
-    # hardware flags, and the place of the text
+    # resume the run --name, or else the newest run in --out, with its original settings. Only these may
+    # change: steps, learning rate, clip, tau, how often it is logged and evaluated, micro-batch size, the
+    # hardware flags, and the path of the text
     resume: bool = False
     # random seed of the initial weights, the order of the windows, and the number of refinement passes that
     # each training step draws
@@ -190,8 +190,8 @@ class RouterSettings:
     """Training of the router."""
 
     router_rate: NonNegative = 3.0  # factor on the learning rate of the router
-    # adds this many nats to the loss for each pondering step that a token takes on average, in a
-    # differentiable approximation; 0 turns it off (not in the paper)
+    # price of a step: the loss rises by this many nats times the average number of pondering steps per token
+    # (a differentiable approximation of it); 0 turns it off (not in the paper)
     step_price: NonNegative = 0.0
     price_from: Fraction = 0.0  # fraction of training after which --step-price applies
 

@@ -1,8 +1,8 @@
 """python -m lab COMMAND ..      every command has --help
 
-train      train any method (--method), also from a trained model (--init-from)
+train      train a model of any pondering method (--method), also from a trained model (--init-from)
 sample     continue many texts at once, with a model of any method
-analyze    draw figures and pages beyond the paper's
+analyze    draw further figures, and a page that runs a model in the browser
 evaluate   measure perplexity and bits per byte on texts, or compare two models
 bench      measure speed and memory
 convert    show a directory of weights, or convert it to or from Hugging Face's form

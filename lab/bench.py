@@ -1,11 +1,11 @@
 """Measure speed, as ratios of medians, and on CUDA the peak memory.
 
     python -m lab bench attention     forms of soft-mask attention against plain attention
-    python -m lab bench step          a training step against a plain Llama on sequences as long
+    python -m lab bench step          a training step against that of a plain Llama on equally long sequences
     python -m lab bench profile       where the time of one training step goes, and how long compiling takes
     python -m lab bench memory        memory of a training step by formula, what fits, and how long it takes
-    python -m lab bench decoding      early exit against all steps, compiled passes, transformers
-    python -m lab bench goals         which of the goals for a GPU the results of the others meet
+    python -m lab bench decoding      early exit against all steps, and compiled; a Llama against transformers
+    python -m lab bench goals         which of the project's targets on a GPU the results of the others meet
 
 Things that are compared take turns, so that a machine that slows down slows all of them. Tables are printed,
 and written to <out>/attention-<device>.json, train-<preset>-<device>.json, profile-<preset>-<device>.json,
@@ -160,15 +160,16 @@ def sdpa_by(kernel):
 
 @validated_dataclass
 class Attention(Options):
-    lengths: Some[Count] = (1024, 4096, 8192, 16384)  # lengths of the sequence, in slots
+    # lengths of the sequence, in slots (tokens and their extra steps)
+    lengths: Some[Count] = (1024, 4096, 8192, 16384)
     widths: Some[Count] = (56, 64, 128)  # head widths
 
 
 def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
     """Measure soft-mask attention against plain causal attention, forward and backward.
 
-    On a CPU: one sequence of 4 heads in float32. On CUDA: 16,384 slots of 16 heads in bfloat16, and sdpa by
-    each of its kernels, too.
+    On a CPU: one sequence of 4 heads in float32. On CUDA: 16,384 slots of 16 heads in bfloat16, and sdpa also
+    once with each of its kernels. (A slot is one position of the sequence: a token, or an extra step of one.)
     """
     device = pick_device(o.device)
     on_cuda = device.type == "cuda"
@@ -265,10 +266,11 @@ class Step(Options):
 
 
 def step(o: Annotated[Step, tyro.conf.arg(name="")]):
-    """Measure a training step of PonderLM-3 against passes of a plain Llama of the same shape. For each pass
-    of the step, the Llama reads a sequence with as many tokens as that pass has slots: K+1 times as many as
-    the text where K+1 slots per token run. So the ratio is what the method costs beyond its passes. Both run
-    in bfloat16 where the hardware is fast at it."""
+    """Measure a training step of PonderLM-3 against forward and backward passes of a plain Llama of the
+    same shape. PonderLM-3 makes several passes in a training step, and computes up to K+1 slots per token (a
+    slot is a token, or an extra step of one). For each of its passes, the Llama makes one over a sequence
+    with as many tokens as that pass has slots. So the ratio is what the method costs beyond its number of
+    slots. Both run in bfloat16 where the hardware is fast at it."""
     device = pick_device(o.device)
     _, shape = preset_settings(o.preset)
     dtype = getattr(torch, pick_precision("auto", device))
@@ -280,7 +282,7 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
     seconds, memory, failed = measure(runs, o.repeats, device)
     if "plain" not in seconds:
         raise UserError(
-            f"the plain step failed ({failed['plain']}): if memory ran out, give fewer than {B} --windows"
+            f"the plain step failed ({failed['plain']}): if memory ran out, set --windows below {B}"
         )
     rows = []
     flops = B * shape.block_size * flops_of_token(replace(shape, refinements=(o.R, o.R)))
@@ -549,23 +551,23 @@ class Decoding(Options):
     new_tokens: Count = 64  # tokens to generate for each prompt
     # no further step once the router's probability that it is needed falls below this; 0: never stop early
     tau: float = 1e-4
-    # shifts of the router to measure: each is added k times to the router's logit of k steps, so that lower
-    # ones take fewer steps
+    # values of --alpha to measure (see python -m lab sample --help); lower ones take fewer steps
     alphas: Some[float] = (0.0, -2.0, -4.0)
     precision: Literal["float32", "bfloat16"] = "float32"  # precision of the engine and of transformers
     compile: bool = True  # also measure compiled passes (only on a CPU in float32)
 
 
 def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
-    """Measure early exit against all steps and sample.py, and a plain Llama against transformers."""
+    """Measure decoding with early exit against decoding with all steps and against sample.py; and a plain
+    Llama in this engine against the same model in transformers."""
     device = pick_device(o.device)
     dtype = getattr(torch, o.precision)
     directory = find_model(o.run)
     model = load(directory).to(device)
     if not (serves(model) and model.has_router):
         raise UserError(
-            f"this benchmark needs a PonderLM-3 with a router, and {directory} has the method "
-            f"{model.config.method}: name another run with --run"
+            f"this benchmark needs a PonderLM-3 with a router, but {directory} has the method "
+            f"{model.config.method}: choose another run with --run"
         )
     for alpha in o.alphas:
         check_request(model, [], tau=o.tau, alpha=alpha)
@@ -601,7 +603,8 @@ class Goals:
 
 
 def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
-    """Show which of the goals for a GPU the results in --out meet."""
+    """Show which of this project's targets for speed, memory and executed steps on a GPU the results in --out
+    meet. The targets are printed beside what was found."""
     rows = []
 
     def goal(what, value, least=None, most=None):

@@ -1,4 +1,4 @@
-"""Train any method, from scratch or from a trained model, through the training loop of train.py.
+"""Train a model of any method, from scratch or from a trained model, through the training loop of train.py.
 
     python -m lab train --preset tiny --method ponderlm2
     python -m lab train --init-from DIR_OR_NAME      add pondering to a trained Llama
@@ -6,7 +6,7 @@
     torchrun --nproc_per_node=2 -m lab train
 
 Every flag and its default: python -m lab train --method NAME --help. It also lists flags that the method does
-not use, such as --router-offset for a method without a router: a new value for one of these is refused.
+not use, such as --router-offset for a method without a router: setting one of these is an error.
 train.py says what a run consists of.
 """
 
@@ -63,9 +63,9 @@ class LabDataSettings(DataSettings):
 class LabHardwareSettings(HardwareSettings):
     """Device, precision, speed and memory."""
 
-    # form of attention: eager (the plain formula), sdpa (PyTorch's fused kernels), exact (sdpa, with the soft
-    # mask kept to 16 significant bits in half precision, not 8) or fa2 (the package flash-attn); auto picks a
-    # fast one
+    # form of attention: eager (the plain formula), sdpa (PyTorch's fused kernels), exact (sdpa, but in
+    # bfloat16 the router's bias on the keys keeps 16 significant bits instead of 8) or fa2 (the package
+    # flash-attn); auto picks a fast one
     attention: Literal["auto", "eager", "sdpa", "fa2", "exact"] = "auto"
 
 

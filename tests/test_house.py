@@ -1,6 +1,7 @@
 """The tree: what stands at the root, who imports whom, what an import costs."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_every_flag_is_explained(command):
 def test_help_lists_every_method():
     """Catches a method that the help of --method does not name."""
     _, printed, _ = run_command("lab train", ["--help"], ".")
-    words = printed.partition("--method STR")[2].partition("--backbone STR")[0].replace(",", " ").split()
+    words = re.findall(r"[\w-]+", printed.partition("--method STR")[2].partition("--backbone STR")[0])
     assert [kind.method for kind in all_methods() if kind.method not in words] == []
 
 

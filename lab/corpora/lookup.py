@@ -248,8 +248,9 @@ def lookups_asked(x, tokenizer):
     kind = kinds_of(T, tokenizer)
     if T % LINE or (lookups[:, kind == KINDS.index("question")] == 0).any():
         raise UserError(
-            f"windows of {T} tokens are not lines of the lookup task: prepare the task with python -m lab "
-            f"corpus lookup, and train with --data {CACHE / 'lookup'} --block-size {LINE}"
+            f"these windows of {T} tokens are not puzzles of the lookup task, which have {LINE} tokens each: "
+            "prepare the task with python -m lab corpus lookup, and train with "
+            f"--data {CACHE / 'lookup'} --block-size {LINE}"
         )
     place = torch.arange(T) % LINE
     first = place == longest + SHORT + 1  # the letter of the first question

@@ -47,8 +47,8 @@ class Options:
     tokenizer: str = "bytes"  # bytes, bpe, gpt2, or the directory of a model or corpus that has a tokenizer
     vocab_size: int = 4096  # vocabulary size of a bpe tokenizer, which is trained on the text
     field: str = "text"  # field of a row that holds its text
-    config: str | None = None  # configuration of a data set of the Hub that has several
-    split: str = "train"  # split of a data set of the Hub
+    config: str | None = None  # configuration of a data set on the Hub, if it has several
+    split: str = "train"  # split of a data set on the Hub
     tokens: Positive | None = None  # stop after this many training tokens; None: use all text
 
 

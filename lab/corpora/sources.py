@@ -201,7 +201,7 @@ def text_in(row, field):
     if not isinstance(row, dict):
         raise ValueError(f"{row!r:.40} is not a JSON object: each line must be one, with the field {field!r}")
     if field not in row:
-        raise ValueError(f"a row has the fields {', '.join(map(str, row))} and no {field!r}: {advice}")
+        raise ValueError(f"a row has no field {field!r}, only {', '.join(map(str, row))}: {advice}")
     text = "" if row[field] is None else row[field]
     if not isinstance(text, str):
         raise ValueError(f"the field {field!r} holds {text!r:.40}, which is not a string: {advice}")
@@ -214,4 +214,4 @@ def show(notes, data):
         shown = ", ".join(names[:3]).encode("utf-8", "backslashreplace").decode()
         if len(names) > 3:
             shown += ", .."
-        print(f"note: {len(names)} files of {data} {remark}: {shown}")
+        print(f"note: {len(names)} files in {data} {remark}: {shown}")

@@ -1,4 +1,4 @@
-"""Continue texts: many at once, of any method.
+"""Continue many texts at once, with a model of any method.
 
     python -m lab sample --prompts prompts.txt --num-samples 4 --out samples.jsonl
     python -m lab sample --prompt "Return the" --num-samples 8 --batch-size 8

@@ -23,7 +23,8 @@ class Sampling(sample.Sampling):
 
     # no further step once the router's probability that it is needed falls below this; 0: never stop early
     tau: Fraction = TAU
-    # added k times to the router's logit of k steps: > 0 more steps, < 0 fewer; try -2 to 2
+    # shifts the router: alpha x k is added to its logit for k steps, so values above 0 give more steps, and
+    # values below 0 fewer; try -2 to 2
     alpha: Finite = 0.0
     # sample from the fewest tokens whose probabilities add up to this (nucleus sampling); None: from all
     top_p: Annotated[float, Field(ge=1e-30, le=1)] | None = None

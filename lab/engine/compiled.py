@@ -68,7 +68,7 @@ class Compiled:
         compiler = config.cpp.cxx[-1].split()[0]
         if not shutil.which(compiler):
             raise UserError(
-                f"--compile needs a C++ compiler, and {compiler} is not found: install it, or omit --compile"
+                f"--compile needs a C++ compiler, but {compiler} was not found: install it, or omit --compile"
             )
 
     def advance(self, A, places, choice):
@@ -93,7 +93,7 @@ class Compiled:
         """
         from torch._inductor import aoti_compile_and_package, aoti_load_package, config
 
-        print("compiling the pass, 10 to 60 seconds", file=sys.stderr, flush=True)
+        print("compiling the decoding step (this takes 10 to 60 seconds)", file=sys.stderr, flush=True)
         places = torch.export.Dim("places")
         capacity = torch.export.Dim("capacity")
         sizes = [None] * len(STATE) + [{2: capacity}] * len(self.rows.cache.layers) + [{0: places}]

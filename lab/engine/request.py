@@ -30,8 +30,9 @@ class Options(sample.Options, Sampling):
     batch_size: Count | None = None  # texts that are decoded at once; None: 8
     # precision of matrix products and cache; auto: bfloat16 where the hardware is fast at it
     precision: Literal["auto", "float32", "bfloat16"] = "float32"
-    # how prompts are read. jacobi: in parallel; sequential: slot by slot; auto: in parallel, but slot by slot
-    # on a CPU with four or more texts at once, for models whose parallel reading needs the Jacobi iteration
+    # how prompts are read. jacobi: all tokens in parallel, in as many passes as it takes until the states no
+    # longer change; sequential: one token after the other, as in decoding; auto: whichever is expected to be
+    # faster, which is sequential only on a CPU with four or more texts at once
     prefill: Literal["jacobi", "sequential", "auto"] = "auto"
     # compile decoding, on a CPU only: up to three times as fast, after 10 to 60 seconds of compiling
     compile: bool = False

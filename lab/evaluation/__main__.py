@@ -3,8 +3,8 @@
     python -m lab evaluate                                the newest run, on its validation text
     python -m lab evaluate --run my_llama --data texts/   any model, any text
 
-Texts are scored twice: with all steps, and stopped at --tau, as the model decodes. For benchmarks, write the
-model with `python -m lab convert --transformers`: lm-evaluation-harness runs the result.
+Texts are scored twice: with all steps, and with early exit at --tau, as in decoding. For benchmarks, write
+the model with `python -m lab convert --transformers`: lm-evaluation-harness runs the result.
 """
 
 import math
@@ -33,7 +33,8 @@ class Options:
     # models/docstrings
     run: NonEmpty | None = None
     data: NonEmpty | None = None  # text file or folder of text files; None: the validation text of the run
-    # the text that the run was trained on, needed unless that was pydocs or pysource, or --data is given
+    # the text that the run was trained on, of which the validation part is scored if there is no --data;
+    # needed unless it was pydocs or pysource
     corpus: NonEmpty | None = None
     # no further step once the router's probability that it is needed falls below this; 0: never stop early
     tau: Fraction = 1e-4
@@ -60,7 +61,7 @@ def check_pair(run, other, data):
     tokenizer = load_tokenizer(run / "tokenizer.json")
     if load_tokenizer(other / "tokenizer.json").digest != tokenizer.digest:
         raise UserError(
-            f"--against {other} has a different tokenizer from {run}: name a model with the same one"
+            f"--against {other} has a different tokenizer from {run}: choose a model with the same tokenizer"
         )
     if not data:
         _, _, corpus = read_run(run)
@@ -104,7 +105,7 @@ def score_texts(model, name, texts, size, tau, windows=None, other=None):
     if len(places) < least:
         way_out = "give more text" if windows is None else "give more text or larger --windows"
         raise UserError(f"{name} has {len(places)} windows, but at least {least} are needed: {way_out}")
-    print(f"scoring {len(places):,} windows of {T} tokens; --windows scores fewer", flush=True)
+    print(f"scoring {len(places):,} windows of {T} tokens(use --windows to score fewer)", flush=True)
     scores = score(model, texts, places, tau)
     config = model.config
     n = len(scores.soft)
@@ -146,7 +147,8 @@ def show(result):
             f"{row['steps']:7.2f}{row['paper_flops'] / 1e6:23.2f}"
         )
         if "difference" in row:
-            print(f"  minus the other: {row['difference']:+.4f} ± {row['interval']:.4f} (95 %)")
+            interval = f"{row['difference']:+.4f} ± {row['interval']:.4f}"
+            print(f"  loss minus the other model's: {interval} (95 % confidence interval)")
 
 
 def main(o: Annotated[Options, tyro.conf.arg(name="")]):

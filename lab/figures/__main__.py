@@ -1,16 +1,16 @@
-"""Draw figures beyond the paper's, which `python analyze.py` draws.
+"""Draw further figures. (`python analyze.py` draws those of the paper.)
 
     python -m lab analyze explainer      a page that runs a model in the browser
-    python -m lab analyze difficulty --reference out/plain    buckets and shift by the losses of another model
+    python -m lab analyze difficulty --reference out/plain    what steps gain on easy and hard tokens
 
 For several runs, written to out/analyze/:
 
-    python -m lab analyze compare --runs out/pays/grid/*      losses over steps or costs, by pairs of seeds
-    python -m lab analyze depth --runs out/depth/any-*        how much could be gained by deciding
+    python -m lab analyze compare --runs out/pays/grid/*      losses against steps or cost
+    python -m lab analyze depth --runs out/depth/any-*        how much choosing the tokens could gain
     python -m lab analyze layers --runs out/layers/*          how many layers an extra step is worth
     python -m lab analyze lookup --runs out/lookup/*          accuracy on puzzles of known difficulty
     python -m lab analyze kinds --runs out/lookup/grown-?     which tokens of a puzzle need their steps
-    python -m lab analyze mixed --runs out/mixed/by-token-?   prose and puzzles by one model
+    python -m lab analyze mixed --runs out/mixed/by-token-?   models that read both prose and puzzles
     python -m lab analyze where --runs out/mine               which kinds of tokens take extra steps
     python -m lab analyze within --runs out/mine              what the state after each layer would predict
 

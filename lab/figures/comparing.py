@@ -141,8 +141,8 @@ class Comparison:
 class OnAnyText(Comparison):
     """A figure that also measures runs on a text that they were not trained on."""
 
-    # the text to measure on: the one that the runs were trained on, needed unless that was pydocs or
-    # pysource, or any text that was tokenized in the same way
+    # the text to measure on: that of the runs, or any text that is tokenized in the same way; needed unless
+    # the runs were trained on pydocs or pysource
     data: NonEmpty | None = None
     other = True
 
@@ -299,7 +299,7 @@ def check_windows_to_choose_by(run, count, reported, choose):
 def of_another_window(s, log_w):
     """s and log_w (B, T, S) of the tokens at the same places in the window before."""
     if len(s) < 2:
-        raise UserError("--swap needs two windows at once, but they are too long for that: omit --swap")
+        raise UserError("--swap needs at least two windows in a batch, but only one fits: omit --swap")
     return s.roll(1, dims=0), log_w.roll(1, dims=0)
 
 
@@ -329,7 +329,9 @@ def differences(frame, reference):
     of_reference = frame[frame.method == reference]
     if of_reference.empty:
         names = ", ".join(map(repr, frame.method.unique()))
-        raise UserError(f"--against {reference!r} is not the name of a run: give one of {names}")
+        raise UserError(
+            f"--against {reference!r} is not the name of a method in the table: give one of {names}"
+        )
     found = []
     trained_elsewhere = 0
     for _, row in frame.iterrows():
@@ -340,7 +342,7 @@ def differences(frame, reference):
             trained_elsewhere += 1
         found.append(difference)
     if trained_elsewhere:
-        print(f"note: {trained_elsewhere} pairs are left out, of runs that differ in {', '.join(ORIGIN)}")
+        print(f"note: leaving out {trained_elsewhere} pairs of runs that differ in {', '.join(ORIGIN)}")
     return frame.assign(difference=found)
 
 
@@ -448,27 +450,29 @@ def with_intervals(means, frame, against):
 # -- The figure ------------------------------------------------------------------------------------
 
 AXES = {
-    "steps": "executed extra steps per token (points: K)",
+    "steps": "executed extra steps per token",
     "slots": "slots that ran in training, millions",
     "read": "text read, millions of tokens",
     "minutes": "minutes of training",
-    "tau": "tau",
+    "tau": "threshold tau",
 }
 
 
 @validated_dataclass
 class Compare(Comparison):
-    """Draw the losses of methods over executed steps, or over what training took, by pairs of seeds."""
+    """Plot the loss of each method against executed steps or training cost, and compare runs with the same
+    seed."""
 
     taus: tuple[Fraction, ...] | None = None  # also score models with a router at these thresholds tau
     swap: bool = False  # also score each token with the steps of a token in another window
     # also score this many further validation windows, to choose a method or tau without using those that are
     # reported
     choose: Annotated[int, Field(ge=0)] = 0
-    # method that the others are compared with, by its name in the table; None: no differences
+    # method to compare the others with, named as in the printed table, for example "PonderLM-2, grid"; None:
+    # the table has no differences
     against: NonEmpty | None = None
-    # x axis: steps per token, slots computed in training, tokens read, minutes of training, or tau (then the
-    # y axis has the steps per token, not the loss)
+    # x axis: steps per token; slots (tokens and their extra steps) that training computed; tokens that it
+    # read; its minutes; or tau (then the y axis has the steps per token, not the loss)
     over: Literal["steps", "slots", "read", "minutes", "tau"] = "steps"
 
     keeps = ["method", "K", "tau", "steps", "loss", "slots", "read", "minutes"]
@@ -487,8 +491,10 @@ class Compare(Comparison):
 
     @property
     def sheet(self):
-        y = AXES["steps"] if self.over == "tau" else "loss, nats per token"
-        return AXES[self.over], y
+        if self.over == "tau":
+            return "Steps by the threshold tau (the number in a point is K)", AXES["tau"], AXES["steps"]
+        title = "Loss of each method (the number in a point is K)"
+        return title, AXES[self.over], "loss, nats per token"
 
     def picture(self, frame, axes):
         means = over_seeds(frame, ["tau"]).sort_values("tau")

@@ -26,6 +26,11 @@ from model import Count, validated_dataclass
 
 SHARES = 0, 0.25, 0.5, 0.75, 1
 RULES = "predicted", "random", "largest"
+IN_WORDS = {
+    "predicted": "by a predicted gain",
+    "random": "at random",
+    "largest": "by the true gain",
+}  # how the tokens of each rule are chosen
 
 
 @torch.no_grad()
@@ -91,12 +96,13 @@ def depth_rows(model, windows):
 
 @validated_dataclass
 class Depth(Comparison):
-    """Draw how much steps would gain if they went to the right tokens. For runs of --method drawn."""
+    """Plot how much lower the loss would be if steps went to the tokens that gain from them. For runs of
+    --method drawn."""
 
     # number of windows (pieces of the model's context length) to measure; the gain of a step is fitted on the
     # first half of them and tested on the second
     windows: Count = 512
-    sheet = "steps a token", "loss, nats a token"
+    sheet = "If some of the tokens take one step more", "steps per token, mean", "loss, nats per token"
     by = ["step", "share"]
     columns = {"K": "K", "seeds": "seeds", "step": "step", "share": "share:g"}
     columns |= {name: f"{name}:.4f" for name in RULES}
@@ -113,7 +119,7 @@ class Depth(Comparison):
     def picture(self, frame, axes):
         for (K, step), curve in over_seeds(frame, self.by).groupby(["K", "step"], sort=False):
             for name, look in zip(RULES, LINES, strict=False):
-                label = f"K = {K}: {name}" if step == 1 else None
+                label = f"K = {K}: tokens chosen {IN_WORDS[name]}" if step == 1 else None
                 axes.plot(
                     curve.step - 1 + curve.share,
                     curve[name],

@@ -15,7 +15,7 @@ from common import UserError, atomic_write
 from hardware import pick_device
 from lab.common import NonEmpty
 from lab.corpora.tokenizers import load_tokenizer
-from lab.figures.subject import decoded, open_subject
+from lab.figures.subject import decoded_tokens, open_subject
 from lab.figures.tables import save
 from lab.interop.weights import find_model, load
 from model import Count, Fraction, validated_dataclass
@@ -31,8 +31,8 @@ def reference_losses(subject, place):
     digest = load_tokenizer(place / "tokenizer.json").digest
     if digest != subject.tokenizer.digest:
         raise UserError(
-            f"--reference {place} has a different tokenizer from {subject.path}: name a model with the same "
-            "one"
+            f"--reference {place} has a different tokenizer from {subject.path}: choose a model with "
+            "the same tokenizer"
         )
     T = subject.windows.size(1) - 1
     if model.config.block_size < T:
@@ -40,7 +40,7 @@ def reference_losses(subject, place):
             f"--reference {place} reads {model.config.block_size} tokens at a time, but {subject.path} reads "
             f"{T}: name a model with a context length of at least {T}"
         )
-    losses, _, _ = decoded(replace(subject, model=model))
+    losses, _, _ = decoded_tokens(replace(subject, model=model))
     return losses
 
 
@@ -68,9 +68,10 @@ def shifts(subject, difficulty):
 
 @validated_dataclass
 class Difficulty:
-    """Draw the paper's figures of easy and hard tokens, by the losses of another model."""
+    """Draw the paper's figures of easy and hard tokens, with the loss of another model as the difficulty."""
 
-    reference: NonEmpty  # another model with the same tokenizer, whose losses are the difficulty
+    # another model with the same tokenizer; its loss on a token is taken as the difficulty of this token
+    reference: NonEmpty
     run: NonEmpty | None = None  # directory of a trained PonderLM-3; None: the newest run in out/
     windows: Count = 256  # number of windows (pieces of the model's context length) to measure
     # no further step once the router's probability that it is needed falls below this; 0: never stop early;

@@ -104,7 +104,7 @@ class Layers(Comparison):
 
     device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
     keeps = ["model", "layers", "K", "loss", "steps", "parameters", "training", "decoding", "worth"]
-    sheet = "layers", "loss, nats per token"
+    sheet = "Loss by layers: means and standard deviations", "layers", "loss, nats per token"
 
     def frame(self, runs):
         return layer_rows(runs, self.data)
@@ -122,7 +122,6 @@ class Layers(Comparison):
             plain.layers, plain.loss, plain.deviation, color="#777777", label="no extra steps", **bars
         )
         axes.set_xticks(plain.layers)
-        axes.set_title("Means over seeds, with standard deviations", fontsize=11)
         thinking = means[means.model != "plain"].sort_values("steps")
         for i, row in enumerate(thinking.itertuples()):
             color = COLORS[i % len(COLORS)]

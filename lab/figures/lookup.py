@@ -27,7 +27,7 @@ from common import UserError, command_line
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, OnAnyText, draw_curves
 from lab.figures.runs import read_runs, refuse_without_router
-from lab.figures.subject import decoded, open_subject, rerouted
+from lab.figures.subject import decoded_tokens, open_subject, rerouted
 from lab.figures.tables import look_of, show
 from lab.interop.warm_start import longer, start_from
 from model import Fraction, validated_dataclass
@@ -41,7 +41,7 @@ def answers(subject):
         steps, (m,) each; and the executed steps of all tokens, (n,).
     """
     asked = lookups_asked(subject.windows[:, :-1], subject.tokenizer).flatten().cpu()
-    _, steps, right = decoded(subject)
+    _, steps, right = decoded_tokens(subject)
     known = asked >= 0
     return asked[known], right[known], steps[known], steps
 
@@ -53,12 +53,17 @@ class Lookup(OnAnyText):
     # no further step once the router's probability that it is needed falls below this; 0: never stop early;
     # None: the tau of each run's evaluation
     tau: Fraction | None = None
-    # measure each model once with each of these as its largest number of steps, instead of K; the router
-    # treats a new step like the last one
+    # measure each model with each of these as its maximum number of steps, instead of K; for steps beyond K,
+    # the router uses what it learned for step K
     most: tuple[PositiveInt, ...] | None = None
     by = ["most", "lookups"]
     keeps_means = True
-    sheet = "lookups that the next token takes (0: filler)", "", 2
+    sheet = (
+        "Puzzles of one to many lookups: accuracy, and steps taken",
+        "lookups that the next token takes (0: filler)",
+        "",
+        2,
+    )
     columns = {name: name for name in ("method", "K", "most", "seeds", "lookups")}
     columns |= {"accuracy": "accuracy:.3f", "extra steps": "steps:.2f"}
 
@@ -299,7 +304,7 @@ class Worth(OnAnyText):
     tau: Fraction | None = None
     device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
     keeps = [*ROW, "learning_rate", "steps", "lookups", "right", "passes", "seconds"]
-    sheet = "lookups that a question takes", "accuracy"
+    sheet = "What extra steps are worth on puzzles", "lookups that a question takes", "accuracy"
 
     def frame(self, runs):
         return worth_rows(runs, self.tau, self.data)

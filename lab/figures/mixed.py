@@ -16,7 +16,7 @@ import torch
 
 from lab.corpora.lookup import SHORT, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, OnAnyText
-from lab.figures.subject import decoded
+from lab.figures.subject import decoded_tokens
 from model import Fraction, validated_dataclass
 
 
@@ -41,8 +41,8 @@ def kind_rows(subject):
     for n in range(1, longest_of(tokenizer) + 1):
         kinds[str(n)] = asked == n
 
-    loss, steps, right = decoded(subject)
-    all_steps, _, _ = decoded(replace(subject, tau=0.0))
+    loss, steps, right = decoded_tokens(subject)
+    all_steps, _, _ = decoded_tokens(replace(subject, tau=0.0))
     columns = {"loss": loss, "all_steps": all_steps, "steps": steps, "right": right}
     rows = []
     for kind, chosen in kinds.items():
@@ -55,7 +55,7 @@ def kind_rows(subject):
 
 @validated_dataclass
 class Mixed(OnAnyText):
-    """Show loss, steps and accuracy on prose and on puzzles of models that were trained on both. A table."""
+    """For models that were trained on prose and puzzles: a table of loss, steps and accuracy on each."""
 
     # no further step once the router's probability that it is needed falls below this; 0: never stop early;
     # None: the tau of each run's evaluation

@@ -1,4 +1,4 @@
-"""Show how a model solves a puzzle, one lookup per extra step: printed, and drawn as a moving picture.
+"""Show how a model solves a puzzle, one lookup per extra step: printed, and drawn as an animated SVG.
 
     python -m lab puzzle                                 the model in models/lookup
     python -m lab puzzle --run out/grid --number 4       another model, and a question of four lookups
@@ -156,7 +156,8 @@ def main(options: Annotated[Puzzle, tyro.conf.arg(name="")]):
     layers = model.config.num_hidden_layers
     if layers > 1:
         raise UserError(
-            f"{place} has {layers} layers, but one is needed: bash lab/runs/lookup.sh trains such models"
+            f"{place} has {layers} layers, but this command needs a model of exactly one: bash "
+            "lab/runs/lookup.sh trains such models"
         )
     table, letters = puzzle(o.seed, longest_of(tokenizer))
     number = max(letters) if o.number is None else o.number

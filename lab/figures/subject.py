@@ -47,7 +47,7 @@ def open_subject(path, windows=256, tau=None, device="cpu", data=None, other=Fal
     return Subject(Path(path), load(path).to(device), tokenizer, rows.to(device), tau)
 
 
-def decoded(subject):
+def decoded_tokens(subject):
     """Each token as decoding has it, hard-stopped at tau.
 
     Returns:

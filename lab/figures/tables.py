@@ -61,14 +61,15 @@ def save(out, name, frame, cells):
     print(f"{text}\nwritten: {out / name}.csv, .md")
 
 
-def new_figure(x, y, panels=1):
+def new_figure(title, x, y, panels=1):
     """A figure with panels side by side, all with the labels x and y. -> the figure, a list of its axes"""
     from matplotlib import rc
     from matplotlib.figure import Figure
 
     rc("font", size=12)
-    size = (6.4 * panels, 4.8) if panels < 3 else (4.4 * panels, 3.6)
-    figure = Figure(figsize=size, layout="constrained")
+    width = 6.4 if panels == 1 else 5 * panels
+    figure = Figure(figsize=(width, 4.8), layout="constrained")
+    figure.suptitle(title, fontsize=13)
     (axes,) = figure.subplots(1, panels, squeeze=False)
     for panel in axes:
         panel.set(xlabel=x, ylabel=y)
@@ -77,11 +78,13 @@ def new_figure(x, y, panels=1):
 
 
 def save_figure(figure, file):
-    """Write a figure to a PNG file. The legend of its first panel, if there is one, stands below."""
-    font_size = 7 if len(figure.axes) == 1 else 8
-    look = {"loc": "outside lower center", "fontsize": font_size, "handlelength": 3}
-    handles, labels = figure.axes[0].get_legend_handles_labels()
+    """Write a figure to a PNG file. One legend of all its panels, if there is one, stands below."""
+    handles = {}  # label: what it stands for
+    for axes in figure.axes:
+        of_panel, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, of_panel, strict=True))
     if handles:
-        figure.legend(handles, labels, ncols=2 * len(figure.axes), **look)
+        look = {"fontsize": 8 if len(figure.axes) == 1 else 10, "handlelength": 2.5, "columnspacing": 1}
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=2, **look)
     atomic_write(file, lambda part: figure.savefig(part, dpi=150, format="png"))
     print(f"written: {file}")

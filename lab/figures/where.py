@@ -19,7 +19,7 @@ import torch
 
 from lab.figures.comparing import ABOUT, Comparison
 from lab.figures.runs import refuse_without_router
-from lab.figures.subject import decoded, rerouted
+from lab.figures.subject import decoded_tokens, rerouted
 from lab.figures.tables import COLORS
 from model import Count, Fraction, validated_dataclass
 
@@ -100,7 +100,7 @@ def permuted(s, log_w):
 
 def where_rows(subject):
     """The frame of one run: group, kind, tokens (fraction of all), steps, loss; a row for each kind."""
-    loss, steps, _ = (values.double().numpy() for values in decoded(subject))
+    loss, steps, _ = (values.double().numpy() for values in decoded_tokens(subject))
     K = subject.model.config.ponder_steps
     kinds = [*kinds_of(subject.windows.cpu(), subject.tokenizer), [f"{k:.0f}" for k in steps]]
     rows = []
@@ -112,7 +112,7 @@ def where_rows(subject):
             found.tokens = found.tokens.fillna(0)
         rows.append(found.assign(group=group))
     with rerouted(subject.model, permuted):
-        other_loss, other_steps, _ = (values.double().numpy() for values in decoded(subject))
+        other_loss, other_steps, _ = (values.double().numpy() for values in decoded_tokens(subject))
     control = {
         "kind": ["its own", "another token's"],
         "steps": [steps.mean(), other_steps.mean()],
@@ -133,7 +133,7 @@ class Where(Comparison):
     tau: Fraction | None = None
     by = ["group", "kind"]
     keeps_means = True
-    sheet = "executed steps after the token, mean", "", 3
+    sheet = "Which kinds of tokens take extra steps", "executed steps after the token, mean", "", 3
     columns = ABOUT | {"group": "group", "kind": "kind", "share of tokens": "tokens:.3f"}
     columns |= {"steps": "steps:.2f", "loss": "loss:.3f"}
 
@@ -149,4 +149,5 @@ class Where(Comparison):
             mine = first[first.group == group].sort_values("steps")
             axes.barh(mine.kind, mine.steps, xerr=mine.steps_std.fillna(0), color=COLORS[1])
             axes.set_title(group)
-        panels[0].figure.suptitle(f"{first.method.iloc[0]}, K = {first.K.iloc[0]:.0f}")
+        title, *_ = self.sheet
+        panels[0].figure.suptitle(f"{title}: {first.method.iloc[0]}, K = {first.K.iloc[0]:.0f}")

@@ -1,8 +1,8 @@
 """Show what a directory of weights holds, and write the model in another form.
 
     python -m lab convert DIR                             show what it holds
-    python -m lab convert DIR --to OTHER                  write it; a vanilla model as a Llama or GPT-NeoX
-    python -m lab convert DIR --to OTHER --transformers   write a model of any method that transformers runs
+    python -m lab convert DIR --to OTHER                  write it; a vanilla model becomes a Llama, GPT-NeoX
+    python -m lab convert DIR --to OTHER --transformers   write it so that transformers can run it
     python -m lab convert DIR --to OTHER --half           write weights in float16, half the size
 
 The tokenizer, if DIR has one, is written with the model.
@@ -28,9 +28,9 @@ class Options:
     # directory of a model, or its name on the Hugging Face Hub
     directory: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DIR")]
     # new directory to write the model to. A model of --method vanilla becomes a Llama or GPT-NeoX that
-    # transformers loads, any other model a directory of this project
+    # transformers loads; any other model is written in the format of this project
     to: Path | None = None
-    half: bool = False  # write weights in float16, 2 bytes each; they are read as float32 again
+    half: bool = False  # write weights in float16, 2 bytes each; they are loaded back as float32
     # write a model of any method so that AutoModelForCausalLM and AutoTokenizer load it
     transformers: bool = False
     # with --transformers, the default tau of the written model: no further step once the router's probability

@@ -69,19 +69,22 @@ from train import objective as of_paper
 
 @validated_dataclass
 class PonderConfig(Config):
-    """The settings that all methods have. The first two say which method it is, and on which transformer."""
+    """The size of the model, how it ponders (--method), and on which transformer (--backbone)."""
 
-    # how the model ponders: ponderlm3, ablation-mask, ablation-integration, ablation-router, ablation-index,
-    # ablation-price, ablation-price-grid, drawn, drawn-shared, grid, grid-fixed, looped, lowered, mor-expert,
-    # mor-token, ouro, pause, ponderlm1, ponderlm2, shared, shared-grid, vanilla, warmup or warmup-jacobi
+    # how the model ponders. The paper's method is ponderlm3. Others from papers: ponderlm1, ponderlm2, pause,
+    # looped, ouro, mor-expert, mor-token. Cheaper to train: grid, grid-fixed. Without extra steps: vanilla.
+    # Controls: shared, shared-grid (one number of steps for all tokens), lowered, warmup, warmup-jacobi
+    # (fewer steps as the training goes on), drawn, drawn-shared (random numbers of steps). With one part of
+    # ponderlm3 changed: ablation-mask, ablation-integration, ablation-router, ablation-index, ablation-price,
+    # ablation-price-grid. docs/methods.md explains them
     method: str = "ponderlm3"
     backbone: str = "llama"  # the transformer: llama, gpt_neox or llama3
     # settings of the transformer, as names and numbers, for example rotary_pct 0.25. gpt_neox has rotary_pct
     # and parallel_residual 1 or 0; llama3 has factor, low_freq_factor, high_freq_factor and
     # original_max_position_embeddings
     backbone_options: dict = field(default_factory=dict)
-    # an extra step reads the token's embedding plus g times the last state (g is learned, from 0), not the
-    # state alone. On by default with --init-from and a plain model
+    # each extra step reads the token's embedding plus g times the last state (g is learned, and starts at 0)
+    # instead of the last state alone. On by default if --init-from is a model without extra steps
     reread: bool = False
 
     def __post_init__(self):
@@ -333,7 +336,7 @@ def check_settings(config):
         value = getattr(config, setting.name)
         if setting.name in ignored_by and value != setting.default:
             flag = "--" + setting.name.replace("_", "-")
-            raise UserError(f"{ignored_by[setting.name]} does not use {flag}, here {value}: omit {flag}")
+            raise UserError(f"{ignored_by[setting.name]} does not use {flag} (given as {value}): omit it")
 
 
 def build(config):

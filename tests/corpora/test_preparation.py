@@ -99,7 +99,7 @@ def test_every_source(source, monkeypatch, capsys):
     said, corpus, meta = capsys.readouterr().out, data.open_corpus("out"), data.read_json("out/meta.json")
     if source in ("folder", "one text"):
         assert same_ids(data.open_corpus(path), corpus)
-        assert f"files of {path} are not UTF-8 and are read byte by byte" in said
+        assert f"files in {path} are not UTF-8 and are read byte by byte" in said
     else:
         expected = [text.decode("utf-8", "replace").encode() for text in TEXTS]
         assert sorted(found_in("out")) == sorted(expected)
@@ -170,9 +170,9 @@ def test_what_is_left_out(monkeypatch, capsys):
     (texts / "foreign.txt").write_bytes(late := b"text\n" * 9 + b"\xe9")
     prepare(Options("texts", Path("out")))
     said = capsys.readouterr().out
-    assert "3 files of texts have no text" in said
+    assert "3 files in texts have no text" in said
     assert "texts/data.json, texts/image.png, texts/no.txt" in said
-    assert "3 files of texts are not UTF-8" in said and "texts/foreign.txt" in said
+    assert "3 files in texts are not UTF-8" in said and "texts/foreign.txt" in said
     assert sum(map(len, found_in("out"))) == sum(map(len, [*TEXTS, late]))
 
 

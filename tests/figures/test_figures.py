@@ -12,7 +12,7 @@ from lab.figures.difficulty import Difficulty, gains, shifts
 from lab.figures.layers import Layers
 from lab.figures.lookup import Kinds, Lookup, Worth
 from lab.figures.mixed import Mixed
-from lab.figures.subject import decoded, open_subject
+from lab.figures.subject import decoded_tokens, open_subject
 from lab.figures.tables import save, tabulate
 from lab.figures.where import Where
 from lab.figures.within import Within
@@ -32,7 +32,7 @@ def test_difficulty(trained, tmp_path, subject):
     Difficulty(str(trained / "plain"), **given).draw()
     rows = pd.read_csv(tmp_path / "buckets-by-reference.csv")
     plain = open_subject(trained / "plain", 8, data=text)
-    assert rows.difficulty.mean() == pytest.approx(decoded(plain)[0].mean().item(), abs=0.02)
+    assert rows.difficulty.mean() == pytest.approx(decoded_tokens(plain)[0].mean().item(), abs=0.02)
     assert (tmp_path / "shift-by-reference.png").stat().st_size > 5000
     for reference, run, message in (("lookup-0", "ponder", "--reference"), ("ponder", "plain", "vanilla")):
         with pytest.raises(UserError, match=message):

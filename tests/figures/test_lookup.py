@@ -12,7 +12,7 @@ from common import UserError
 from lab.corpora import lookup
 from lab.figures.lookup import Kinds, Lookup, answers, kind_rows, stilled
 from lab.figures.runs import read_runs
-from lab.figures.subject import decoded, open_subject, rerouted
+from lab.figures.subject import decoded_tokens, open_subject, rerouted
 
 
 @pytest.fixture
@@ -112,10 +112,10 @@ def test_kinds(trained, subject, lines, tmp_path):
     model = small_model(method="grid", vocab_size=tokenizer.vocab_size, block_size=64, seed=3)
     one = subject(model)
     one.tokenizer, one.windows = tokenizer, rows
-    _, steps, _ = (x.double() for x in decoded(one))
+    _, steps, _ = (x.double() for x in decoded_tokens(one))
     asked, right, *_ = answers(one)
     found = {row["kind"]: row for row in records(kind_rows(one))}
-    assert torch.equal(decoded(one)[1].double(), steps)  # by its own router again
+    assert torch.equal(decoded_tokens(one)[1].double(), steps)  # by its own router again
     accuracies = [right[asked == n].double().mean().item() for n in range(1, 7)]
     everything = found["all"]
     assert everything["steps"] == everything["steps_left"] == pytest.approx(steps.mean().item())
@@ -127,7 +127,7 @@ def test_kinds(trained, subject, lines, tmp_path):
         assert found[kind]["steps"] == pytest.approx(steps[kinds == i].mean().item())
         assert found[kind]["steps_left"] < everything["steps"]
     with rerouted(model, stilled(torch.arange(64) == 5)):
-        left = decoded(one)[1].view(12, 64)
+        left = decoded_tokens(one)[1].view(12, 64)
         s, log_w = model.route(torch.randn(1, 64, 1, model.config.hidden_size).to(model.lm_head.weight))
     assert not left[:, 5].any() and torch.equal(left[:, :5], steps.view(12, 64)[:, :5].long())
     assert s.sum(-1) == pytest.approx(torch.ones(1, 64).double()) and (log_w[0, 5, 1:] < -99).all()

@@ -6,7 +6,7 @@ import torch
 from lab_helpers import flags, records, small_model
 
 from common import UserError
-from lab.figures.subject import decoded
+from lab.figures.subject import decoded_tokens
 from lab.figures.where import Where, character, kinds_of, permuted, where_rows
 from tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ def test_kinds():
 def test_rows(subject):
     """Catches shares that do not sum to 1, steps of the token after, and a control that changes nothing."""
     one = subject(small_model(seed=2, vocab_size=257, block_size=8), V=257)
-    loss, steps, _ = (x.double() for x in decoded(one))
+    loss, steps, _ = (x.double() for x in decoded_tokens(one))
     rows = records(where_rows(one))
     rows_of = {(row["group"], row["kind"]): row for row in rows}
     for group in ("character", "place in its word", "frequency", "steps taken"):
@@ -51,7 +51,7 @@ def test_rows(subject):
         assert rows_of["character", kind]["steps"] == pytest.approx(steps[mine].mean().item())
     own, other = (rows_of["step distribution", kind] for kind in ("its own", "another token's"))
     assert own["loss"] == pytest.approx(loss.mean().item()) and own["loss"] != other["loss"]
-    assert torch.equal(decoded(one)[0].double(), loss)  # by its own again
+    assert torch.equal(decoded_tokens(one)[0].double(), loss)  # by its own again
 
 
 def test_permuted():

@@ -289,15 +289,15 @@ def test_command_line():
     [
         ("vanilla", dict(ponder_steps=3), "--ponder-steps 3 has no effect.* vanilla takes no extra steps"),
         ("grid", dict(ponder_steps=0), "--ponder-steps 0 is too small.* grid takes at least one extra step"),
-        ("looped", dict(reread=True), "looped does not use --reread, here True: omit --reread"),
+        ("looped", dict(reread=True), r"looped does not use --reread \(given as True\): omit it"),
         ("ponderlm3", dict(accumulate=False), "accumulate"),
         ("mor", {}, "'mor'"),
-        ("looped", dict(penalty_weight=0.1), "looped does not use --penalty-weight, here 0.1"),
+        ("looped", dict(penalty_weight=0.1), r"looped does not use --penalty-weight \(given as 0.1\)"),
         ("ponderlm3", dict(backbone="gpt"), "no backbone 'gpt': choose --backbone from llama, gpt_neox"),
         (
             "ponderlm3",
             dict(backbone="gpt_neox", num_key_value_heads=2),
-            "gpt_neox does not use --num-key-value-heads, here 2",
+            r"gpt_neox does not use --num-key-value-heads \(given as 2\)",
         ),
         (
             "ponderlm3",
