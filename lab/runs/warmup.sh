@@ -19,7 +19,7 @@ control_rows() { # folder: always one step, shared depth and PonderLM-3
 }
 
 for part in ${PARTS:-grid noise jacobi embedding longer wide}; do
-  case $part in grid) seeds="0 1 2 3 4" ;; jacobi) seeds="0 1 2" ;; *) seeds="0 1" ;; esac
+  case $part in grid) seeds="0 1 2 3 4" ;; jacobi | longer) seeds="0 1 2" ;; *) seeds="0 1" ;; esac
   for seed in ${SEEDS:-$seeds}; do
     case $part in
       grid)
