@@ -62,8 +62,8 @@ class BackboneConfig:
     # tyro shows the comment beside or above a field as the help of its flag. 257 is the vocabulary size of
     # --tokenizer bytes: 256 bytes and the end of text. For bpe, train.new_settings makes it 4096.
 
-    # vocabulary size of a BPE, allowed only with --tokenizer bpe (4096 if omitted). The other tokenizers have
-    # a fixed size
+    # vocabulary size of a BPE tokenizer: only with --tokenizer bpe, where it is 4096 if omitted. The other
+    # tokenizers have a fixed size (257 for bytes)
     vocab_size: Size = 257
     hidden_size: Size = 128  # model width (D)
     intermediate_size: Size = 344  # width of the SwiGLU MLP
@@ -76,7 +76,7 @@ class BackboneConfig:
     rms_norm_eps: Positive = 1e-5  # epsilon of RMSNorm
     rope_theta: Positive = 10_000.0  # base of RoPE's wavelengths
     tie_word_embeddings: bool = False  # use the embedding table as the output head
-    # factor on the token embeddings; None: sqrt(2.5 D), which gives new embeddings an RMS of 1
+    # multiplier of the token embeddings; None: sqrt(2.5 D), which gives new embeddings an RMS of 1
     embed_scale: Positive | None = None
 
     def __post_init__(self):
@@ -118,13 +118,13 @@ class PonderingConfig:
     # initial logits of the router: K+1 numbers, one for each number of steps from 0 to K. None: rising
     # linearly from 0 to 6, which favours K steps
     router_offset: tuple[Finite, ...] | None = None
-    # training computes all slots (tokens and their extra steps) in parallel and then refines them: lowest and
-    # highest number of such refinement passes (R), drawn anew in each training step. More passes are closer
-    # to decoding, and slower
+    # two numbers, the lowest and the highest number of refinement passes (R); each training step draws its R
+    # between them. A refinement pass recomputes all slots (tokens and their extra steps) in parallel. More
+    # passes are closer to decoding, and slower
     refinements: tuple[int, int] = (2, 3)
-    # form of the bottom-mass penalty, which discourages steps that tokens do not need. printed: the paper's
-    # formula, from the mean cross-entropy (at usual losses it is zero); token: a variant, from the
-    # cross-entropy of each token
+    # how the penalty on steps that tokens do not need (the paper's bottom-mass penalty) is computed. printed:
+    # as printed in the paper, from the mean cross-entropy; at usual losses, this penalty is zero. token: a
+    # variant, from the cross-entropy of each token
     penalty: Literal["printed", "token"] = "printed"
     penalty_weight: NonNegative = 0.5  # weight of the bottom-mass penalty (lambda; the paper gives no value)
 

@@ -295,7 +295,7 @@ class Text:
     prompt: str = ""  # text to continue; - reads it from standard input; if empty, a new document begins
     max_new_tokens: Count = 200  # number of tokens to generate
     num_samples: Count = 1  # number of texts; with --seed, the i-th text (from 0) uses seed + i
-    show_steps: bool = False  # mark each token with the steps that were taken before it was chosen
+    show_steps: bool = False  # mark each token with the number of steps that were taken before it was chosen
     out: Path | None = None  # with --show-steps: write the shaded text to this file, .svg or .html
     device: str = "auto"  # cpu, cuda or mps; auto is a GPU if there is one, else the CPU
 

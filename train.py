@@ -189,7 +189,7 @@ class OptimisationSettings:
 class RouterSettings:
     """Training of the router."""
 
-    router_rate: NonNegative = 3.0  # factor on the learning rate of the router
+    router_rate: NonNegative = 3.0  # multiplier of the learning rate for the router
     # price of a step: the loss rises by this many nats times the average number of pondering steps per token
     # (a differentiable approximation of it); 0 turns it off (not in the paper)
     step_price: NonNegative = 0.0

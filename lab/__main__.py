@@ -2,10 +2,10 @@
 
 train      train a model of any pondering method (--method), also from a trained model (--init-from)
 sample     continue many texts at once, with a model of any method
-analyze    draw further figures, and a page that runs a model in the browser
+analyze    draw more figures than analyze.py, and a page that runs a model in the browser
 evaluate   measure perplexity and bits per byte on texts, or compare two models
 bench      measure speed and memory
-convert    show a directory of weights, or convert it to or from Hugging Face's form
+convert    show a directory of weights, or convert it to or from the Hugging Face format
 corpus     prepare a corpus: JSON lines, large streams, or the lookup task
 worth      show what extra steps are worth on puzzles: a table and a figure
 puzzle     show how a model solves puzzles, one lookup per extra step

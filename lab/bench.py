@@ -4,8 +4,8 @@
     python -m lab bench step          a training step against that of a plain Llama on equally long sequences
     python -m lab bench profile       where the time of one training step goes, and how long compiling takes
     python -m lab bench memory        memory of a training step by formula, what fits, and how long it takes
-    python -m lab bench decoding      early exit against all steps, and compiled; a Llama against transformers
-    python -m lab bench goals         which of the project's targets on a GPU the results of the others meet
+    python -m lab bench decoding      decoding with early exit and with all steps; a Llama in transformers
+    python -m lab bench goals         whether the results of the others meet this project's targets for a GPU
 
 Things that are compared take turns, so that a machine that slows down slows all of them. Tables are printed,
 and written to <out>/attention-<device>.json, train-<preset>-<device>.json, profile-<preset>-<device>.json,
@@ -166,7 +166,8 @@ class Attention(Options):
 
 
 def attention(o: Annotated[Attention, tyro.conf.arg(name="")]):
-    """Measure soft-mask attention against plain causal attention, forward and backward.
+    """Measure attention with the router's bias on the keys (the soft mask) against plain causal attention,
+    forward and backward.
 
     On a CPU: one sequence of 4 heads in float32. On CUDA: 16,384 slots of 16 heads in bfloat16, and sdpa also
     once with each of its kernels. (A slot is one position of the sequence: a token, or an extra step of one.)
@@ -268,9 +269,9 @@ class Step(Options):
 def step(o: Annotated[Step, tyro.conf.arg(name="")]):
     """Measure a training step of PonderLM-3 against forward and backward passes of a plain Llama of the
     same shape. PonderLM-3 makes several passes in a training step, and computes up to K+1 slots per token (a
-    slot is a token, or an extra step of one). For each of its passes, the Llama makes one over a sequence
-    with as many tokens as that pass has slots. So the ratio is what the method costs beyond its number of
-    slots. Both run in bfloat16 where the hardware is fast at it."""
+    slot is a token, or an extra step of one). For each pass of PonderLM-3 over n slots, the Llama
+    makes one pass over n tokens. So the ratio shows what the method costs beyond its extra slots. Both run in
+    bfloat16 where the hardware is fast at it."""
     device = pick_device(o.device)
     _, shape = preset_settings(o.preset)
     dtype = getattr(torch, pick_precision("auto", device))
@@ -304,7 +305,7 @@ class Profile(Options):
     windows: Count | None = None  # windows per step; None: 2 on a CPU, on a GPU as many as 80 GB hold
     R: Annotated[int, Field(ge=0)] = 2  # refinement passes of a training step (see train --refinements)
     compile: bool = False  # compile the blocks and the cross-entropy
-    rows: Count = 20  # number of operations that are listed, those that take longest
+    rows: Count = 20  # how many operations to list, slowest first
 
 
 def profile(o: Annotated[Profile, tyro.conf.arg(name="")]):
@@ -395,14 +396,14 @@ def flops_of_token(shape):
 
 @validated_dataclass
 class Memory:
-    preset: Preset = "small"  # preset whose training step is computed
+    preset: Preset = "small"  # preset whose training step is estimated
     micro_batch_size: Count | None = None  # windows at a time; None: all windows of a step
     out: Path = Path("out/bench")  # folder for the results
 
 
 def memory(o: Annotated[Memory, tyro.conf.arg(name="")]):
-    """Compute the memory of a training step on a GPU by the formula in lab/memory.py, in bfloat16 with fused
-    attention; how many windows fit; and how long the training takes."""
+    """Estimate by the formula in lab/memory.py how much memory a training step takes on a GPU, in bfloat16
+    with fused attention, how many windows fit into GPUs of several sizes, and how long the training takes."""
     config, shape = preset_settings(o.preset)
     _, R = shape.refinements  # the most refinements
     B = o.micro_batch_size or config.batch_size
@@ -566,7 +567,7 @@ def decoding(o: Annotated[Decoding, tyro.conf.arg(name="")]):
     model = load(directory).to(device)
     if not (serves(model) and model.has_router):
         raise UserError(
-            f"this benchmark needs a PonderLM-3 with a router, but {directory} has the method "
+            f"this benchmark needs a PonderLM-3 with a router, but {directory} uses the method "
             f"{model.config.method}: choose another run with --run"
         )
     for alpha in o.alphas:
@@ -603,8 +604,8 @@ class Goals:
 
 
 def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
-    """Show which of this project's targets for speed, memory and executed steps on a GPU the results in --out
-    meet. The targets are printed beside what was found."""
+    """Check the results of the other benchmarks, in --out, against this project's targets for speed, memory
+    and executed steps on a GPU. The targets are printed beside what was found."""
     rows = []
 
     def goal(what, value, least=None, most=None):

@@ -10,7 +10,7 @@ from lab.corpora.preparation import OURS, Options, prepare
 
 
 def corpus(o: Annotated[Options, tyro.conf.arg(name="")]):
-    """Prepare JSON lines, Parquet files, texts or a data set on the Hugging Face Hub. If interrupted, the
+    """Prepare JSON lines, Parquet files, texts or a data set from the Hugging Face Hub. If interrupted, the
     same command continues where it stopped."""
     prepare(o)
     command = "train.py" if o.tokenizer in OURS else "-m lab train"

@@ -183,8 +183,8 @@ def windows_of_prose(texts, words_tokenizer, n, lines):
         ids += words_tokenizer.encode(text)
     if len(ids) < wanted:
         raise UserError(
-            f"--lines {lines} is too many for --prose: the docstrings fill only {len(ids) // (LINE - 1)} of "
-            f"{n} windows"
+            f"--lines {lines} is too many for --prose: {n} lines of docstrings are needed, but there are "
+            f"only {len(ids) // (LINE - 1)}: give fewer --lines"
         )
     rows = np.array(ids[:wanted]).reshape(n, LINE - 1)
     return np.pad(rows, ((0, 0), (0, 1)), constant_values=words_tokenizer.end_of_text)
@@ -248,8 +248,8 @@ def lookups_asked(x, tokenizer):
     kind = kinds_of(T, tokenizer)
     if T % LINE or (lookups[:, kind == KINDS.index("question")] == 0).any():
         raise UserError(
-            f"these windows of {T} tokens are not puzzles of the lookup task, which have {LINE} tokens each: "
-            "prepare the task with python -m lab corpus lookup, and train with "
+            f"the text, in windows of {T} tokens, does not consist of puzzles of the lookup task, which have "
+            f"{LINE} tokens each: prepare the task with python -m lab corpus lookup, and train with "
             f"--data {CACHE / 'lookup'} --block-size {LINE}"
         )
     place = torch.arange(T) % LINE

@@ -43,7 +43,7 @@ class Options:
     # a text, .jsonl, .ndjson or .parquet file, a folder of them, pydocs or pysource (text that comes with
     # Python), or OWNER/NAME of a data set on the Hugging Face Hub
     data: Annotated[tyro.conf.Positional[NonEmpty], tyro.conf.arg(metavar="DATA")]
-    to: Path  # new folder to write
+    to: Path  # new folder to write to
     tokenizer: str = "bytes"  # bytes, bpe, gpt2, or the directory of a model or corpus that has a tokenizer
     vocab_size: int = 4096  # vocabulary size of a bpe tokenizer, which is trained on the text
     field: str = "text"  # field of a row that holds its text

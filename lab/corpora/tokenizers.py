@@ -165,8 +165,8 @@ def token_bytes(library, decoder):
     if not kinds & {"ByteLevel", "ByteFallback", "Metaspace"}:
         found = ", ".join(sorted(map(str, kinds)))
         raise ValueError(
-            f"its decoder {found} is not supported (only ByteLevel, ByteFallback and Metaspace are): use "
-            "another --tokenizer"
+            f"the tokenizer's decoder {found} is not supported (only ByteLevel, ByteFallback and Metaspace "
+            "are): use another --tokenizer"
         )
     space = "\u2581"
     metaspaces = [part for part in parts if part["type"] == "Metaspace"]

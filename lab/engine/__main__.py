@@ -88,7 +88,8 @@ def one_by_one(request, options):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         method = request.model.config.method
         raise UserError(
-            f"{method} on {request.device.type} is decoded one text after the other, in float32: omit {flags}"
+            f"models of the method {method} are decoded one text at a time and in float32 on "
+            f"{request.device.type}, so {flags} cannot be used: omit {flags}"
         )
     return "simple", simple.stream(request.model, request.ids, options.max_new_tokens, **request.arguments)
 

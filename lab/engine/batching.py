@@ -184,7 +184,7 @@ class Engine:
         if not serves(self.model):
             method = self.model.config.method
             raise UserError(
-                f"the engine cannot decode models of the method {method}: use lab.engine.simple.generate"
+                f"the engine does not support the method {method}: use lab.engine.simple.generate"
             )
         check_request(self.model, [], tau=self.tau, alpha=self.alpha)
         if self.prefill not in PREFILL:

@@ -33,15 +33,15 @@ class Options:
     # models/docstrings
     run: NonEmpty | None = None
     data: NonEmpty | None = None  # text file or folder of text files; None: the validation text of the run
-    # the text that the run was trained on, of which the validation part is scored if there is no --data;
-    # needed unless it was pydocs or pysource
+    # without --data: the text that the run was trained on, whose validation part is scored; needed unless
+    # that was pydocs or pysource
     corpus: NonEmpty | None = None
     # no further step once the router's probability that it is needed falls below this; 0: never stop early
     tau: Fraction = 1e-4
     # another model with the same tokenizer: print the difference in loss, too; both then read windows of the
     # shorter context length of the two
     against: NonEmpty | None = None
-    # number of windows (pieces of the model's context length) to score, spread over the text; None: all
+    # number of windows (pieces as long as the model's context) to score, spread over the text; None: all
     windows: Count | None = None
     device: str = "auto"  # cpu, cuda or mps; auto is a GPU if there is one, else the CPU
     out: Path | None = None  # JSON file to write the numbers to
@@ -105,7 +105,7 @@ def score_texts(model, name, texts, size, tau, windows=None, other=None):
     if len(places) < least:
         way_out = "give more text" if windows is None else "give more text or larger --windows"
         raise UserError(f"{name} has {len(places)} windows, but at least {least} are needed: {way_out}")
-    print(f"scoring {len(places):,} windows of {T} tokens(use --windows to score fewer)", flush=True)
+    print(f"scoring {len(places):,} windows of {T} tokens (use --windows to score fewer)", flush=True)
     scores = score(model, texts, places, tau)
     config = model.config
     n = len(scores.soft)
@@ -148,7 +148,7 @@ def show(result):
         )
         if "difference" in row:
             interval = f"{row['difference']:+.4f} ± {row['interval']:.4f}"
-            print(f"  loss minus the other model's: {interval} (95 % confidence interval)")
+            print(f"  loss minus the other model's: {interval} (95% confidence interval)")
 
 
 def main(o: Annotated[Options, tyro.conf.arg(name="")]):

@@ -1,4 +1,4 @@
-"""Draw further figures. (`python analyze.py` draws those of the paper.)
+"""Draw figures beyond those of the paper, which `python analyze.py` draws.
 
     python -m lab analyze explainer      a page that runs a model in the browser
     python -m lab analyze difficulty --reference out/plain    what steps gain on easy and hard tokens
@@ -6,7 +6,7 @@
 For several runs, written to out/analyze/:
 
     python -m lab analyze compare --runs out/pays/grid/*      losses against steps or cost
-    python -m lab analyze depth --runs out/depth/any-*        how much choosing the tokens could gain
+    python -m lab analyze depth --runs out/depth/any-*        what giving steps to the right tokens could gain
     python -m lab analyze layers --runs out/layers/*          how many layers an extra step is worth
     python -m lab analyze lookup --runs out/lookup/*          accuracy on puzzles of known difficulty
     python -m lab analyze kinds --runs out/lookup/grown-?     which tokens of a puzzle need their steps

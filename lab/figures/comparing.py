@@ -464,7 +464,9 @@ class Compare(Comparison):
     seed."""
 
     taus: tuple[Fraction, ...] | None = None  # also score models with a router at these thresholds tau
-    swap: bool = False  # also score each token with the steps of a token in another window
+    # also score each token with the router's output for a token in another window, to see whether it matters
+    # which token gets how many steps
+    swap: bool = False
     # also score this many further validation windows, to choose a method or tau without using those that are
     # reported
     choose: Annotated[int, Field(ge=0)] = 0

@@ -99,8 +99,8 @@ class Depth(Comparison):
     """Plot how much lower the loss would be if steps went to the tokens that gain from them. For runs of
     --method drawn."""
 
-    # number of windows (pieces of the model's context length) to measure; the gain of a step is fitted on the
-    # first half of them and tested on the second
+    # number of windows (pieces as long as the model's context) to measure; the gain of a step is fitted on
+    # the first half of them and tested on the second
     windows: Count = 512
     sheet = "If some of the tokens take one step more", "steps per token, mean", "loss, nats per token"
     by = ["step", "share"]
@@ -110,8 +110,8 @@ class Depth(Comparison):
     def measure(self, run):
         if not issubclass(run.method, Drawn):
             raise UserError(
-                f"{run.path} has the method {run.model_config.method}: give runs that were trained with "
-                "--method drawn"
+                f"{run.path} was trained with --method {run.model_config.method}: give runs that were "
+                "trained with --method drawn"
             )
         one = self.subject(run, self.windows)
         return list(depth_rows(one.model, one.windows))

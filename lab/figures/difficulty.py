@@ -73,7 +73,7 @@ class Difficulty:
     # another model with the same tokenizer; its loss on a token is taken as the difficulty of this token
     reference: NonEmpty
     run: NonEmpty | None = None  # directory of a trained PonderLM-3; None: the newest run in out/
-    windows: Count = 256  # number of windows (pieces of the model's context length) to measure
+    windows: Count = 256  # number of windows (pieces as long as the model's context) to measure
     # no further step once the router's probability that it is needed falls below this; 0: never stop early;
     # None: the tau of the run's evaluation
     tau: Fraction | None = None

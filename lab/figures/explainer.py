@@ -103,11 +103,11 @@ def open_model(path, method, tokens):
 class Explainer:
     """Write a page that runs two models: one solves puzzles, the other reads a text while you type."""
 
-    # directory of a PonderLM-3 that was trained with --tokenizer bytes; None: the newest run in out/, or else
-    # models/docstrings
+    # the model that reads what you type: directory of a PonderLM-3 that was trained with --tokenizer bytes;
+    # None: the newest run in out/, or else models/docstrings. The model that solves puzzles is models/lookup
     run: NonEmpty | None = None
     tau: Fraction | None = None  # where the slider for tau starts; None: the tau of the run's evaluation
-    # file of the page; None: <run>/report/explainer.html, or out/explainer.html for models/docstrings
+    # file for the page; None: <run>/report/explainer.html, or out/explainer.html for models/docstrings
     out: Path | None = None
 
     def draw(self):

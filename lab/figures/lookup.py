@@ -217,7 +217,7 @@ def timed(runs, windows, tau=None, data=None, other=False):
     for run in runs:
         if run.model_config.method not in NAMES:
             raise UserError(
-                f"{run.path} has the method {run.model_config.method}, but only {', '.join(NAMES)} can be "
+                f"{run.path} uses the method {run.model_config.method}, but only {', '.join(NAMES)} can be "
                 "compared: remove it from --runs"
             )
     subjects = [open_subject(run.path, windows, tau, torch.device("cpu"), data, other) for run in runs]

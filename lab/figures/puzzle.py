@@ -143,10 +143,10 @@ class Puzzle:
     # directory of a model that was trained on the lookup task with --method grid; None: models/lookup
     run: NonEmpty | None = None
     seed: int = 6  # seed of the puzzle
-    number: int | None = None  # number of lookups of the question that is drawn; None: the largest
+    number: int | None = None  # the picture shows the question of this many lookups; None: the most
     # no further step once the router's probability that it is needed falls below this; 0: never stop early
     tau: Fraction = TAU
-    out: Path = Path("out/puzzle.svg")  # file of the picture
+    out: Path = Path("out/puzzle.svg")  # file for the picture
 
 
 def main(options: Annotated[Puzzle, tyro.conf.arg(name="")]):
@@ -156,7 +156,7 @@ def main(options: Annotated[Puzzle, tyro.conf.arg(name="")]):
     layers = model.config.num_hidden_layers
     if layers > 1:
         raise UserError(
-            f"{place} has {layers} layers, but this command needs a model of exactly one: bash "
+            f"{place} has {layers} layers, but this command needs a model of one layer: bash "
             "lab/runs/lookup.sh trains such models"
         )
     table, letters = puzzle(o.seed, longest_of(tokenizer))

@@ -146,7 +146,7 @@ def read_runs(directories):
         with user_error_if_unreadable(file):
             for way in ("trained", "fixed", "hard"):
                 if not float(results[way]["loss"]) >= 0:
-                    raise ValueError("a loss is negative or not a number")
+                    raise ValueError("a loss is negative or not a number: train this run again")
         runs.append(Run(path, config, initial_model_config, read_config(path), corpus, results))
     if not runs:
         raise UserError(

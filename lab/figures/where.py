@@ -127,7 +127,7 @@ def where_rows(subject):
 class Where(Comparison):
     """Draw which kinds of tokens take extra steps, with a table."""
 
-    windows: Count = 512  # number of windows (pieces of the model's context length) to measure
+    windows: Count = 512  # number of windows (pieces as long as the model's context) to measure
     # no further step once the router's probability that it is needed falls below this; 0: never stop early;
     # None: the tau of each run's evaluation
     tau: Fraction | None = None

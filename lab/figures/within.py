@@ -69,7 +69,7 @@ def layer_rows(subject):
 class Within(Comparison):
     """Show how well the state after each layer would predict, before any extra step. A table."""
 
-    windows: Count = 512  # number of windows (pieces of the model's context length) to measure
+    windows: Count = 512  # number of windows (pieces as long as the model's context) to measure
     by = ["layer"]
     columns = ABOUT | {"layer": "layer", "loss": "loss:.4f", "size": "size:.2f", "weights": "weights:.4f"}
 

@@ -1,7 +1,7 @@
 """Show what a directory of weights holds, and write the model in another form.
 
     python -m lab convert DIR                             show what it holds
-    python -m lab convert DIR --to OTHER                  write it; a vanilla model becomes a Llama, GPT-NeoX
+    python -m lab convert DIR --to OTHER                  write it; vanilla becomes a Llama or GPT-NeoX
     python -m lab convert DIR --to OTHER --transformers   write it so that transformers can run it
     python -m lab convert DIR --to OTHER --half           write weights in float16, half the size
 

@@ -127,7 +127,7 @@ def check_start(directory, config):
     T = base.block_size
     if base.method not in ("vanilla", config.method):
         raise UserError(
-            f"{directory} has the method {base.method}, which cannot be changed: use --method {base.method}"
+            f"{directory} uses the method {base.method}, which cannot be changed: use --method {base.method}"
         )
     for name in BACKBONE:
         attribute = "scale" if name == "embed_scale" else name

@@ -318,8 +318,8 @@ def read_others(directory):
     if wrong:
         first = "; ".join(f"{kind} {', '.join(found[:2])}" for kind, found in wrong.items())
         raise ValueError(
-            f"its tensors do not fit its config.json ({first}): use the config.json that belongs to "
-            "these weights"
+            f"the tensors do not fit the config.json beside them ({first}): use the config.json that belongs "
+            "to these weights"
         )
     return renamed(other.state_dict(), {theirs: ours for ours, theirs in NEOX.items()})
 

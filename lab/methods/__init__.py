@@ -71,17 +71,18 @@ from train import objective as of_paper
 class PonderConfig(Config):
     """The size of the model, how it ponders (--method), and on which transformer (--backbone)."""
 
-    # how the model ponders. The paper's method is ponderlm3. Others from papers: ponderlm1, ponderlm2, pause,
-    # looped, ouro, mor-expert, mor-token. Cheaper to train: grid, grid-fixed. Without extra steps: vanilla.
-    # Controls: shared, shared-grid (one number of steps for all tokens), lowered, warmup, warmup-jacobi
-    # (fewer steps as the training goes on), drawn, drawn-shared (random numbers of steps). With one part of
-    # ponderlm3 changed: ablation-mask, ablation-integration, ablation-router, ablation-index, ablation-price,
-    # ablation-price-grid. docs/methods.md explains them
+    # how the model ponders (docs/methods.md says more of each). ponderlm3: the PonderLM-3 paper's method.
+    # ponderlm2, ponderlm1, pause, looped, ouro, mor-expert, mor-token: other papers' methods. grid,
+    # grid-fixed: ponderlm3 and ponderlm2 with an attention mask that makes training cheaper. vanilla: a plain
+    # transformer without extra steps. shared, shared-grid: one learned number of steps for all tokens.
+    # lowered, warmup, warmup-jacobi: the number of steps goes down on a schedule, with warmup to none. drawn,
+    # drawn-shared: random numbers of steps. ablation-mask, ablation-integration, ablation-router,
+    # ablation-index, ablation-price, ablation-price-grid: ponderlm3 with one part changed
     method: str = "ponderlm3"
-    backbone: str = "llama"  # the transformer: llama, gpt_neox or llama3
-    # settings of the transformer, as names and numbers, for example rotary_pct 0.25. gpt_neox has rotary_pct
-    # and parallel_residual 1 or 0; llama3 has factor, low_freq_factor, high_freq_factor and
-    # original_max_position_embeddings
+    backbone: str = "llama"  # the transformer: llama, llama3 (a llama with scaled RoPE) or gpt_neox
+    # settings of the transformer, as names and numbers, for example rotary_pct 0.25. llama has none. llama3
+    # has factor, low_freq_factor, high_freq_factor and original_max_position_embeddings. gpt_neox has
+    # rotary_pct (a fraction) and parallel_residual (1 or 0)
     backbone_options: dict = field(default_factory=dict)
     # each extra step reads the token's embedding plus g times the last state (g is learned, and starts at 0)
     # instead of the last state alone. On by default if --init-from is a model without extra steps

@@ -200,7 +200,7 @@ def test_overrides_that_are_refused(method, overriding):
         expected = generate(model, [[1, 2]], 4, tau=0.3, seed=0)
         if name not in BESIDE:
             overriding(model, name, never)
-            with pytest.raises(UserError, match=f"cannot decode models of the method {method}:"):
+            with pytest.raises(UserError, match=f"does not support the method {method}:"):
                 Engine(model)
         elif callable(getattr(model, name)):
             overriding(model, name, never)
