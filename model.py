@@ -62,8 +62,8 @@ class BackboneConfig:
     # tyro shows the comment beside or above a field as the help of its flag. 257 is the vocabulary size of
     # --tokenizer bytes: 256 bytes and the end of text. For bpe, train.new_settings makes it 4096.
 
-    # vocabulary size of a BPE tokenizer: only with --tokenizer bpe, where it is 4096 if omitted. The other
-    # tokenizers have a fixed size (257 for bytes)
+    # vocabulary size of a BPE tokenizer. Give it only with --tokenizer bpe (4096 if omitted): other
+    # tokenizers set it themselves, as bytes does to 257
     vocab_size: Size = 257
     hidden_size: Size = 128  # model width (D)
     intermediate_size: Size = 344  # width of the SwiGLU MLP
@@ -119,8 +119,9 @@ class PonderingConfig:
     # linearly from 0 to 6, which favours K steps
     router_offset: tuple[Finite, ...] | None = None
     # two numbers, the lowest and the highest number of refinement passes (R); each training step draws its R
-    # between them. A refinement pass recomputes all slots (tokens and their extra steps) in parallel. More
-    # passes are closer to decoding, and slower
+    # from this range, both ends included. A refinement pass recomputes all slots (tokens and their extra
+    # steps) in parallel. With more passes, training is slower, but matches more closely what decoding
+    # computes
     refinements: tuple[int, int] = (2, 3)
     # how the penalty on steps that tokens do not need (the paper's bottom-mass penalty) is computed. printed:
     # as printed in the paper, from the mean cross-entropy; at usual losses, this penalty is zero. token: a

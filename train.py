@@ -187,7 +187,7 @@ class OptimisationSettings:
 
 @validated_dataclass
 class RouterSettings:
-    """Training of the router."""
+    """Training of the router, which decides how many pondering steps each token takes."""
 
     router_rate: NonNegative = 3.0  # multiplier of the learning rate for the router
     # price of a step: the loss rises by this many nats times the average number of pondering steps per token

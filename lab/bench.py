@@ -4,7 +4,7 @@
     python -m lab bench step          a training step against that of a plain Llama on equally long sequences
     python -m lab bench profile       where the time of one training step goes, and how long compiling takes
     python -m lab bench memory        memory of a training step by formula, what fits, and how long it takes
-    python -m lab bench decoding      decoding with early exit and with all steps; a Llama in transformers
+    python -m lab bench decoding      early exit against all steps, and this engine against transformers
     python -m lab bench goals         whether the results of the others meet this project's targets for a GPU
 
 Things that are compared take turns, so that a machine that slows down slows all of them. Tables are printed,
@@ -261,7 +261,7 @@ def step_run(shape, B, R, device, dtype, *, plain=False, compiled=False, recompu
 @validated_dataclass
 class Step(Options):
     preset: Preset = "small"  # preset whose model is measured
-    windows: Count | None = None  # windows per step; None: 2 on a CPU, on a GPU as many as 80 GB hold
+    windows: Count | None = None  # windows per step; None: 2 on a CPU; on a GPU, as many as fit into 80 GB
     R: Annotated[int, Field(ge=0)] = 2  # refinement passes of a training step (see train --refinements)
     compile: bool = False  # also measure compiled blocks
 
@@ -302,7 +302,7 @@ def step(o: Annotated[Step, tyro.conf.arg(name="")]):
 @validated_dataclass
 class Profile(Options):
     preset: Preset = "small"  # preset whose model is measured
-    windows: Count | None = None  # windows per step; None: 2 on a CPU, on a GPU as many as 80 GB hold
+    windows: Count | None = None  # windows per step; None: 2 on a CPU; on a GPU, as many as fit into 80 GB
     R: Annotated[int, Field(ge=0)] = 2  # refinement passes of a training step (see train --refinements)
     compile: bool = False  # compile the blocks and the cross-entropy
     rows: Count = 20  # how many operations to list, slowest first
@@ -550,7 +550,8 @@ class Decoding(Options):
     batch_sizes: Some[Count] = (1, 8, 32)  # numbers of sequences that run at once
     prompts: Some[Count] = (32,)  # lengths of prompts, in tokens
     new_tokens: Count = 64  # tokens to generate for each prompt
-    # no further step once the router's probability that it is needed falls below this; 0: never stop early
+    # early-exit threshold: a token takes no further pondering step once the router's probability that it
+    # needs one falls below this; 0: take all steps
     tau: float = 1e-4
     # values of --alpha to measure (see python -m lab sample --help); lower ones take fewer steps
     alphas: Some[float] = (0.0, -2.0, -4.0)

@@ -63,9 +63,9 @@ class LabDataSettings(DataSettings):
 class LabHardwareSettings(HardwareSettings):
     """Device, precision, speed and memory."""
 
-    # form of attention: eager (the plain formula), sdpa (PyTorch's fused kernels), exact (sdpa, but in
-    # bfloat16 the router's bias on the keys keeps 16 significant bits instead of 8) or fa2 (the package
-    # flash-attn); auto picks a fast one
+    # form of attention: eager (the plain formula), sdpa (PyTorch's fused kernels), fa2 (the package
+    # flash-attn) or exact (sdpa, but in bfloat16, what the router adds to the attention scores keeps 16
+    # significant bits instead of 8); auto picks a fast one
     attention: Literal["auto", "eager", "sdpa", "fa2", "exact"] = "auto"
 
 

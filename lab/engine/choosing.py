@@ -21,7 +21,8 @@ from router import TAU
 class Sampling(sample.Sampling):
     """The sampling settings of every `generate`: those of sample.py, and top_p."""
 
-    # no further step once the router's probability that it is needed falls below this; 0: never stop early
+    # early-exit threshold: a token takes no further pondering step once the router's probability that it
+    # needs one falls below this; 0: take all steps
     tau: Fraction = TAU
     # shifts the router: alpha x k is added to its logit for k steps, so values above 0 give more steps, and
     # values below 0 fewer; try -2 to 2

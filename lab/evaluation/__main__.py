@@ -33,10 +33,11 @@ class Options:
     # models/docstrings
     run: NonEmpty | None = None
     data: NonEmpty | None = None  # text file or folder of text files; None: the validation text of the run
-    # without --data: the text that the run was trained on, whose validation part is scored; needed unless
-    # that was pydocs or pysource
+    # the text that the run was trained on, to score its validation part; needed if --data is omitted, unless
+    # the run was trained on pydocs or pysource
     corpus: NonEmpty | None = None
-    # no further step once the router's probability that it is needed falls below this; 0: never stop early
+    # early-exit threshold: a token takes no further pondering step once the router's probability that it
+    # needs one falls below this; 0: take all steps
     tau: Fraction = 1e-4
     # another model with the same tokenizer: print the difference in loss, too; both then read windows of the
     # shorter context length of the two

@@ -467,14 +467,15 @@ class Compare(Comparison):
     # also score each token with the router's output for a token in another window, to see whether it matters
     # which token gets how many steps
     swap: bool = False
-    # also score this many further validation windows, to choose a method or tau without using those that are
-    # reported
+    # also score this many extra validation windows, apart from the reported ones, so that a method or tau can
+    # be chosen by them
     choose: Annotated[int, Field(ge=0)] = 0
     # method to compare the others with, named as in the printed table, for example "PonderLM-2, grid"; None:
     # the table has no differences
     against: NonEmpty | None = None
-    # x axis: steps per token; slots (tokens and their extra steps) that training computed; tokens that it
-    # read; its minutes; or tau (then the y axis has the steps per token, not the loss)
+    # what the x axis shows. steps: steps per token; slots: slots (tokens and their extra steps) computed in
+    # training; read: tokens read in training; minutes: training time; tau: the threshold, and then the y axis
+    # shows the steps per token, not the loss
     over: Literal["steps", "slots", "read", "minutes", "tau"] = "steps"
 
     keeps = ["method", "K", "tau", "steps", "loss", "slots", "read", "minutes"]

@@ -68,14 +68,15 @@ def shifts(subject, difficulty):
 
 @validated_dataclass
 class Difficulty:
-    """Draw the paper's figures of easy and hard tokens, with the loss of another model as the difficulty."""
+    """Plot what extra steps gain on easy and on hard tokens, as in the paper, but with the loss of another
+    model as the difficulty of a token."""
 
     # another model with the same tokenizer; its loss on a token is taken as the difficulty of this token
     reference: NonEmpty
     run: NonEmpty | None = None  # directory of a trained PonderLM-3; None: the newest run in out/
     windows: Count = 256  # number of windows (pieces as long as the model's context) to measure
-    # no further step once the router's probability that it is needed falls below this; 0: never stop early;
-    # None: the tau of the run's evaluation
+    # early-exit threshold: a token takes no further pondering step once the router's probability that it
+    # needs one falls below this; 0: take all steps; None: the tau of the run's evaluation
     tau: Fraction | None = None
     # the text that the run was trained on, needed unless that was pydocs or pysource
     data: NonEmpty | None = None

@@ -100,7 +100,8 @@ def summary(frame):
 
 @validated_dataclass
 class Layers(Comparison):
-    """Draw how many layers an extra step is worth, with a table."""
+    """Plot how many layers an extra step is worth, from runs of models that differ in layers or in steps,
+    with a table."""
 
     device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
     keeps = ["model", "layers", "K", "loss", "steps", "parameters", "training", "decoding", "worth"]

@@ -50,8 +50,8 @@ def answers(subject):
 class Lookup(OnAnyText):
     """Draw accuracy and steps by the number of lookups, for models that were trained on the lookup task."""
 
-    # no further step once the router's probability that it is needed falls below this; 0: never stop early;
-    # None: the tau of each run's evaluation
+    # early-exit threshold: a token takes no further pondering step once the router's probability that it
+    # needs one falls below this; 0: take all steps; None: the tau of each run's evaluation
     tau: Fraction | None = None
     # measure each model with each of these as its maximum number of steps, instead of K; for steps beyond K,
     # the router uses what it learned for step K
@@ -165,8 +165,8 @@ def kind_rows(subject):
 class Kinds(OnAnyText):
     """Show which tokens of the lookup task take steps, and which of these steps are needed. A table."""
 
-    # no further step once the router's probability that it is needed falls below this; 0: never stop early;
-    # None: the tau of each run's evaluation
+    # early-exit threshold: a token takes no further pondering step once the router's probability that it
+    # needs one falls below this; 0: take all steps; None: the tau of each run's evaluation
     tau: Fraction | None = None
 
     by = ["kind"]
@@ -299,8 +299,8 @@ def summary(frame):
 class Worth(OnAnyText):
     """Draw the accuracy of models with and without extra steps on puzzles, with a table of what they cost."""
 
-    # no further step once the router's probability that it is needed falls below this; 0: never stop early;
-    # None: the tau of each run's evaluation
+    # early-exit threshold: a token takes no further pondering step once the router's probability that it
+    # needs one falls below this; 0: take all steps; None: the tau of each run's evaluation
     tau: Fraction | None = None
     device: tyro.conf.Suppress[str] = "cpu"  # on which decoding is timed
     keeps = [*ROW, "learning_rate", "steps", "lookups", "right", "passes", "seconds"]
@@ -327,7 +327,8 @@ class Worth(OnAnyText):
 
 
 def main(figure: Annotated[Worth, tyro.conf.arg(name="")]):
-    """Show what extra steps are worth on puzzles whose difficulty is known: a table and a figure."""
+    """For models that were trained on the lookup task, with and without extra steps: show their accuracy on
+    questions of each difficulty, and what they cost, as a table and a figure."""
     figure.draw()
 
 

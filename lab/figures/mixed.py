@@ -57,8 +57,8 @@ def kind_rows(subject):
 class Mixed(OnAnyText):
     """For models that were trained on prose and puzzles: a table of loss, steps and accuracy on each."""
 
-    # no further step once the router's probability that it is needed falls below this; 0: never stop early;
-    # None: the tau of each run's evaluation
+    # early-exit threshold: a token takes no further pondering step once the router's probability that it
+    # needs one falls below this; 0: take all steps; None: the tau of each run's evaluation
     tau: Fraction | None = None
 
     by = ["kind"]

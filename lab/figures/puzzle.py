@@ -3,6 +3,8 @@
     python -m lab puzzle                                 the model in models/lookup
     python -m lab puzzle --run out/grid --number 4       another model, and a question of four lookups
 
+For example, a question of three lookups that begins at b (the first lookup needs no extra step):
+
     3 b     b -> f -> q -> Z     the model answers Z, after two extra steps
 
 What a step looks up is measured, not taken from the solution: it is the pair that the step attends to most.
@@ -144,7 +146,8 @@ class Puzzle:
     run: NonEmpty | None = None
     seed: int = 6  # seed of the puzzle
     number: int | None = None  # the picture shows the question of this many lookups; None: the most
-    # no further step once the router's probability that it is needed falls below this; 0: never stop early
+    # early-exit threshold: a token takes no further pondering step once the router's probability that it
+    # needs one falls below this; 0: take all steps
     tau: Fraction = TAU
     out: Path = Path("out/puzzle.svg")  # file for the picture
 

@@ -128,8 +128,8 @@ class Where(Comparison):
     """Draw which kinds of tokens take extra steps, with a table."""
 
     windows: Count = 512  # number of windows (pieces as long as the model's context) to measure
-    # no further step once the router's probability that it is needed falls below this; 0: never stop early;
-    # None: the tau of each run's evaluation
+    # early-exit threshold: a token takes no further pondering step once the router's probability that it
+    # needs one falls below this; 0: take all steps; None: the tau of each run's evaluation
     tau: Fraction | None = None
     by = ["group", "kind"]
     keeps_means = True

@@ -33,8 +33,9 @@ class Options:
     half: bool = False  # write weights in float16, 2 bytes each; they are loaded back as float32
     # write a model of any method so that AutoModelForCausalLM and AutoTokenizer load it
     transformers: bool = False
-    # with --transformers, the default tau of the written model: no further step once the router's probability
-    # that it is needed falls below this; 0: never stop early; None: the tau of the run's evaluation, or 1e-4
+    # with --transformers, the default early-exit threshold of the written model: a token takes no further
+    # pondering step once the router's probability that it needs one falls below this; 0: take all steps;
+    # None: the tau of the run's evaluation, or 1e-4
     tau: Fraction | None = None
 
 
@@ -96,9 +97,7 @@ def convert(directory, to=None, half=False, transformers=False, tau=None):
     if half:
         largest = max(p.abs().max().item() for p in model.parameters()) * max(config.scale, 1)
         if largest > torch.finfo(torch.float16).max:  # the embedding scale may be multiplied into the table
-            raise UserError(
-                f"{place} may have weights up to {largest:.3g}, too large for float16: omit --half"
-            )
+            raise UserError(f"{place} has weights too large for float16 (up to {largest:.3g}): omit --half")
         model.half()
     if transformers:
         if tau is None:

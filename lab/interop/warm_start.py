@@ -90,8 +90,8 @@ def check_same_tokenizer(place, data):
     own_file = place / "tokenizer.json"
     if not own_file.is_file():
         raise UserError(
-            f"{place} has no tokenizer.json: add that of the model, or name another tokenizer, for instance "
-            "--tokenizer bytes"
+            f"{place} has no tokenizer.json: copy the model's tokenizer.json into it, or choose another "
+            "tokenizer, for instance --tokenizer bytes"
         )
     if not is_prepared(data):
         return

@@ -71,13 +71,14 @@ from train import objective as of_paper
 class PonderConfig(Config):
     """The size of the model, how it ponders (--method), and on which transformer (--backbone)."""
 
-    # how the model ponders (docs/methods.md says more of each). ponderlm3: the PonderLM-3 paper's method.
-    # ponderlm2, ponderlm1, pause, looped, ouro, mor-expert, mor-token: other papers' methods. grid,
-    # grid-fixed: ponderlm3 and ponderlm2 with an attention mask that makes training cheaper. vanilla: a plain
-    # transformer without extra steps. shared, shared-grid: one learned number of steps for all tokens.
-    # lowered, warmup, warmup-jacobi: the number of steps goes down on a schedule, with warmup to none. drawn,
-    # drawn-shared: random numbers of steps. ablation-mask, ablation-integration, ablation-router,
-    # ablation-index, ablation-price, ablation-price-grid: ponderlm3 with one part changed
+    # how the model ponders (docs/methods.md says more of each). ponderlm3: a router chooses the number of
+    # extra steps for each token (the PonderLM-3 paper). ponderlm2, ponderlm1, pause, looped, ouro,
+    # mor-expert, mor-token: other papers' methods. grid, grid-fixed: ponderlm3 and ponderlm2 with an
+    # attention mask that makes training cheaper. vanilla: a plain transformer without extra steps. shared,
+    # shared-grid: one learned number of steps for all tokens. lowered: the number of steps falls during
+    # training, on a schedule. warmup, warmup-jacobi: the same, down to no steps at all. drawn, drawn-shared:
+    # random numbers of steps. ablation-mask, ablation-integration, ablation-router, ablation-index,
+    # ablation-price, ablation-price-grid: ponderlm3 with one part changed
     method: str = "ponderlm3"
     backbone: str = "llama"  # the transformer: llama, llama3 (a llama with scaled RoPE) or gpt_neox
     # settings of the transformer, as names and numbers, for example rotary_pct 0.25. llama has none. llama3

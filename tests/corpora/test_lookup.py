@@ -87,5 +87,5 @@ def test_lookups_asked(corpus):
     asked[:, [14, 61, 62]] = -1
     assert (asked == -1).all()
     for other in (x[:, :60], x.roll(1, dims=1)):
-        with pytest.raises(UserError, match="does not consist of puzzles of the lookup task"):
+        with pytest.raises(UserError, match="does not consist of lookup puzzles"):
             lookup.lookups_asked(other, tokenizer)
