@@ -62,8 +62,8 @@ class BackboneConfig:
     # tyro shows the comment beside or above a field as the help of its flag. 257 is the vocabulary size of
     # --tokenizer bytes: 256 bytes and the end of text. For bpe, train.new_settings makes it 4096.
 
-    # vocabulary size of a BPE tokenizer. Give it only with --tokenizer bpe (4096 if omitted): other
-    # tokenizers set it themselves, as bytes does to 257
+    # vocabulary size for --tokenizer bpe (4096 if omitted). Omit it with any other tokenizer, which has its
+    # own size (bytes: 257)
     vocab_size: Size = 257
     hidden_size: Size = 128  # model width (D)
     intermediate_size: Size = 344  # width of the SwiGLU MLP

@@ -2,7 +2,7 @@
 
 train      train a model of any pondering method (--method), also from a trained model (--init-from)
 sample     continue many texts at once, with a model of any method
-analyze    draw more figures than analyze.py, and a page that runs a model in the browser
+analyze    draw figures that analyze.py does not, write a page that runs a model
 evaluate   measure perplexity and bits per byte on texts, or compare two models
 bench      measure speed and memory
 convert    show a directory of weights, or convert it to or from the Hugging Face format

@@ -64,8 +64,8 @@ class LabHardwareSettings(HardwareSettings):
     """Device, precision, speed and memory."""
 
     # form of attention: eager (the plain formula), sdpa (PyTorch's fused kernels), fa2 (the package
-    # flash-attn) or exact (sdpa, but in bfloat16, what the router adds to the attention scores keeps 16
-    # significant bits instead of 8); auto picks a fast one
+    # flash-attn) or exact (like sdpa, except that when training in bfloat16, what the router adds to the
+    # attention scores keeps 16 significant bits instead of 8); auto picks a fast one
     attention: Literal["auto", "eager", "sdpa", "fa2", "exact"] = "auto"
 
 

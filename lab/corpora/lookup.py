@@ -153,7 +153,9 @@ def prepare_lookup(
         source += ", and as many windows of docstrings"
     meta = folder / "meta.json"
     if folder.exists() and not (meta.exists() and read_json(meta).get("source") == source):
-        raise UserError(f"--folder {folder} already holds another corpus than {source}: use another --folder")
+        raise UserError(
+            f"--folder {folder} already holds a different corpus, not {source}: use another --folder"
+        )
     if not folder.exists() and prose:
         write_with_prose(folder, source, lines, seed, lookups, longest)
     elif not folder.exists():
@@ -246,8 +248,8 @@ def lookups_asked(x, tokenizer):
     kind = kinds_of(T, tokenizer)
     if T % LINE or (lookups[:, kind == KINDS.index("question")] == 0).any():
         raise UserError(
-            f"in windows of {T} tokens, this text does not consist of lookup puzzles (one puzzle is {LINE} "
-            "tokens): prepare the task with python -m lab corpus lookup, and train with "
+            f"this text, cut into windows of {T} tokens, does not consist of lookup puzzles of {LINE} tokens "
+            "each: prepare the task with python -m lab corpus lookup, and train with "
             f"--data {CACHE / 'lookup'} --block-size {LINE}"
         )
     place = torch.arange(T) % LINE

@@ -12,7 +12,7 @@ For several runs, written to out/analyze/:
     python -m lab analyze kinds --runs out/lookup/grown-?     which tokens of a puzzle need their steps
     python -m lab analyze mixed --runs out/mixed/by-token-?   models that read both prose and puzzles
     python -m lab analyze where --runs out/mine               which kinds of tokens take extra steps
-    python -m lab analyze within --runs out/mine              what the state after each layer would predict
+    python -m lab analyze within --runs out/mine              how well the state after each layer predicts
 
 A figure comes with its numbers (<figure>.csv) and a table of them (<figure>.md). --runs <figure>.csv draws it
 again.

@@ -467,8 +467,8 @@ class Compare(Comparison):
     # also score each token with the router's output for a token in another window, to see whether it matters
     # which token gets how many steps
     swap: bool = False
-    # also score this many extra validation windows, apart from the reported ones, so that a method or tau can
-    # be chosen by them
+    # also score this many further validation windows, separate from those that are reported, on which to
+    # choose a method or tau
     choose: Annotated[int, Field(ge=0)] = 0
     # method to compare the others with, named as in the printed table, for example "PonderLM-2, grid"; None:
     # the table has no differences

@@ -327,8 +327,8 @@ class Worth(OnAnyText):
 
 
 def main(figure: Annotated[Worth, tyro.conf.arg(name="")]):
-    """For models that were trained on the lookup task, with and without extra steps: show their accuracy on
-    questions of each difficulty, and what they cost, as a table and a figure."""
+    """Compare models that were trained on the lookup task, with and without extra steps: the accuracy of each
+    model at every difficulty, and its passes and time, as a table and a figure."""
     figure.draw()
 
 

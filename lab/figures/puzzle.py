@@ -145,7 +145,7 @@ class Puzzle:
     # directory of a model that was trained on the lookup task with --method grid; None: models/lookup
     run: NonEmpty | None = None
     seed: int = 6  # seed of the puzzle
-    number: int | None = None  # the picture shows the question of this many lookups; None: the most
+    number: int | None = None  # which question to draw, by its number of lookups; None: the most
     # early-exit threshold: a token takes no further pondering step once the router's probability that it
     # needs one falls below this; 0: take all steps
     tau: Fraction = TAU

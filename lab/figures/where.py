@@ -125,7 +125,7 @@ def where_rows(subject):
 
 @validated_dataclass
 class Where(Comparison):
-    """Draw which kinds of tokens take extra steps, with a table."""
+    """Plot which kinds of tokens take extra steps. Also writes a table."""
 
     windows: Count = 512  # number of windows (pieces as long as the model's context) to measure
     # early-exit threshold: a token takes no further pondering step once the router's probability that it

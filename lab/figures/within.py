@@ -67,7 +67,8 @@ def layer_rows(subject):
 
 @validated_dataclass
 class Within(Comparison):
-    """Show how well the state after each layer would predict, before any extra step. A table."""
+    """Print a table of how well the next token could be predicted from the state after each layer, before any
+    extra step."""
 
     windows: Count = 512  # number of windows (pieces as long as the model's context) to measure
     by = ["layer"]

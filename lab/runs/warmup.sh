@@ -6,7 +6,7 @@
 # AVX-512 on the grid, 3 to 9 by Jacobi, four times as long in the part longer.
 . "$(dirname "$0")/once.sh"
 ROUTER_RATE=3
-export OMP_NUM_THREADS=1 # the number of threads changes the rounding, and so the model
+export OMP_NUM_THREADS=1 # the number of threads may change the rounding, and so the model
 
 run() { # folder, name, flags
   [[ " ${ROWS:-$2} " = *" $2 "* ]] || return 0

@@ -280,7 +280,7 @@ def test_what_the_page_says_of_its_text(worker, pages):
     """Catches a loss or a share of skipped slots, stated on the page, that the model does not have."""
     _, shown, always = worker("included").read(explainer.TEXT, tau=1e-4)
     said = " ".join(pages["included"].read_text("utf-8").split())
-    assert f"and this one {shown['loss']:.3f}." in said and "skips four slots in ten" in said
+    assert f"and the model with steps {shown['loss']:.3f}." in said and "skips four slots in ten" in said
     assert round(10 * (1 - (shown["n"] + shown["steps"]) / (shown["n"] + always["steps"]))) == 4
     assert shown["loss"] == pytest.approx(always["loss"], abs=1e-3)
 
