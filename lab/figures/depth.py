@@ -25,12 +25,8 @@ from lab.methods.drawn import Drawn, imposed
 from model import Count, validated_dataclass
 
 SHARES = 0, 0.25, 0.5, 0.75, 1
-RULES = "predicted", "random", "largest"
-IN_WORDS = {
-    "predicted": "by a predicted gain",
-    "random": "at random",
-    "largest": "by the true gain",
-}  # how the tokens of each rule are chosen
+# The columns of the three rules, and how the legend says it.
+RULES = {"predicted": "by a predicted gain", "random": "at random", "largest": "by the true gain"}
 
 
 @torch.no_grad()
@@ -119,7 +115,7 @@ class Depth(Comparison):
     def picture(self, frame, axes):
         for (K, step), curve in over_seeds(frame, self.by).groupby(["K", "step"], sort=False):
             for name, look in zip(RULES, LINES, strict=False):
-                label = f"K = {K}: tokens chosen {IN_WORDS[name]}" if step == 1 else None
+                label = f"K = {K}: tokens chosen {RULES[name]}" if step == 1 else None
                 axes.plot(
                     curve.step - 1 + curve.share,
                     curve[name],

@@ -95,9 +95,13 @@ def convert(directory, to=None, half=False, transformers=False, tau=None):
     if to is None:
         return
     if half:
+        # A bound: the embedding scale may be multiplied into the table.
         largest = max(p.abs().max().item() for p in model.parameters()) * max(config.scale, 1)
-        if largest > torch.finfo(torch.float16).max:  # the embedding scale may be multiplied into the table
-            raise UserError(f"{place} has weights too large for float16 (up to {largest:.3g}): omit --half")
+        if largest > torch.finfo(torch.float16).max:
+            raise UserError(
+                f"the weights of {place} could reach {largest:.3g} when they are written, which is too large "
+                "for float16: omit --half"
+            )
         model.half()
     if transformers:
         if tau is None:
