@@ -1,19 +1,22 @@
-"""Two pictures of how PonderLM-3 computes, for docs/tour.md and docs/methods.md.
+"""Pictures for the pages: two of how PonderLM-3 computes, and one that compares methods.
 
-    python -m docs.pictures       writes docs/figures/passes.png and docs/figures/masks.png
+    python -m docs.pictures       writes passes.png, masks.png and pareto.png to docs/figures
 
 passes.png   which slots run in which pass of the Jacobi iteration
 masks.png    which slots a slot attends to, by Jacobi iteration and on the grid
+pareto.png   loss against extra steps of the methods in docs/figures/pareto.csv
 """
 
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from common import command_line
+from lab.figures.comparing import draw_curves
 from lab.memory import slots_of_passes
 
 FIGURES = Path(__file__).parent / "figures"
@@ -98,8 +101,30 @@ def draw_masks():
     return figure
 
 
+def draw_methods():
+    frame = pd.read_csv(FIGURES / "pareto.csv")
+    # A PonderLM-3 stands in the file once for each threshold at which it stops: one curve goes through these.
+    frame["method"] = frame.method.str.replace(
+        r"PonderLM-3.*", "PonderLM-3, at three values of τ", regex=True
+    )
+    frame["method"] = frame.method.replace(
+        {"vanilla": "plain", "LoopedLM": "looped transformer", "Pause": "pause tokens"}
+    )
+    figure = Figure(figsize=(8, 5.4), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    draw_curves(axes, frame, "method", "steps", "loss")
+    axes.set(
+        title="Loss of each method against its extra steps (the number in a point is K)",
+        xlabel="executed extra steps per byte, mean",
+        ylabel="loss, nats per byte",
+    )
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9)
+    return figure
+
+
 def main():
-    for name, draw in (("passes", draw_passes), ("masks", draw_masks)):
+    for name, draw in (("passes", draw_passes), ("masks", draw_masks), ("pareto", draw_methods)):
         draw().savefig(FIGURES / f"{name}.png")
         print(f"written: {FIGURES / name}.png")
 

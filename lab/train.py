@@ -150,9 +150,10 @@ def refuse_ignored(first, defaults, model_config):
     kind = find(model_config.method)
     # The scripts in lab/runs give the same router rate, 1 or the default, to all methods that they compare.
     is_common_rate = first.router_rate in (1, defaults.router_rate)
+    learns_router = kind.has_router and "router_rate" not in kind.unused
     is_used = {
         "refinements": kind.iterates and model_config.ponder_steps > 0,
-        "router_rate": kind.has_router or is_common_rate,
+        "router_rate": learns_router or is_common_rate,
         "price_from": kind.priced,
         "tau": kind.has_router,
     }

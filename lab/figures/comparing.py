@@ -342,7 +342,8 @@ def differences(frame, reference):
             trained_elsewhere += 1
         found.append(difference)
     if trained_elsewhere:
-        print(f"note: leaving out {trained_elsewhere} pairs of runs that differ in {', '.join(ORIGIN)}")
+        pairs = "1 pair" if trained_elsewhere == 1 else f"{trained_elsewhere} pairs"
+        print(f"note: leaving out {pairs} of runs that differ in {', '.join(ORIGIN)}")
     return frame.assign(difference=found)
 
 

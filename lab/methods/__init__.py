@@ -9,7 +9,7 @@ what the commands ask for
     Config                the settings; a dataclass that extends PonderConfig
     defaults              settings that the name of the method implies
     unused                settings of PonderConfig that the method does not follow, besides those that
-                          `unused_settings` finds
+                          `unused_settings` finds; and "router_rate", if it has a router that does not learn
     has_router            whether s is learned, and tokens stop early
     priced                whether the loss has a price on steps
     iterates              whether the states are a fixed point of the Jacobi iteration

@@ -59,7 +59,7 @@ class NoIntegration(PonderLM3):
 class UniformRouter(PonderLM3):
     method = "ablation-router"
     title = "PonderLM-3, uniform s"
-    unused = ("router_offset",)
+    unused = ("router_offset", "router_rate")
 
     def __init__(self, config):
         super().__init__(config)

@@ -141,7 +141,7 @@ def test_pairs_agree_in_where_they_ran(make_run, capsys):
     found = comparing.differences(frame, "PonderLM-2").set_index("method").difference
     assert found["LoopedLM"].tolist()[:2] == pytest.approx([-0.1, -0.1])
     assert math.isnan(found["LoopedLM"].tolist()[2])
-    assert "leaving out 1 pairs of runs" in capsys.readouterr().out
+    assert "leaving out 1 pair of runs" in capsys.readouterr().out
     cells = comparing.comparison_table(frame, "PonderLM-2").set_index("method")
     assert cells.loc["LoopedLM"].iloc[-1] == "-0.1000 ± 0.0000" and cells.loc["LoopedLM", "pairs"] == "2"
     assert cells.loc["LoopedLM", "unpaired, 95 %"].startswith("+1.9333 ±")
