@@ -49,7 +49,8 @@ class Options:
     field: str = "text"  # field of a row that holds its text
     config: str | None = None  # configuration of a data set on the Hub, if it has several
     split: str = "train"  # split of a data set on the Hub
-    tokens: Positive | None = None  # stop after this many training tokens; None: use all text
+    # stop at the end of the document that brings the training text to this many tokens; None: use all text
+    tokens: Positive | None = None
 
 
 @dataclass
