@@ -68,17 +68,18 @@ CONVERGE_WINDOWS = 8
 
 
 @torch.no_grad()
-def by_token(windows, measure):
+def by_token(model, windows, measure):
     """Measure something of every token.
 
     Args:
+        model: the PonderLM that `measure` runs; its vocabulary decides how many windows fit at once.
         windows: (W, T+1).
         measure: a function from inputs and targets, (B, T) each, to a tuple of tensors (B, T, ..).
 
     Returns:
         A list with one tensor (n, ..) on the CPU for each tensor of the tuple, n being all tokens.
     """
-    batch_size = eval_batch_size(windows.size(1) - 1, windows.device)
+    batch_size = eval_batch_size(windows.size(1) - 1, model.config.vocab_size, windows.device)
     batches = []
     for batch in windows.split(batch_size):
         batches.append(measure(batch[:, :-1], batch[:, 1:]))
@@ -99,7 +100,7 @@ def losses_by_depth(model, windows, tau):
         ce = [model.cross_entropy(state, y) for state in truncated.unbind(2)]
         return torch.stack(ce, dim=-1), stop_step(log_w, tau)
 
-    return by_token(windows, measure)
+    return by_token(model, windows, measure)
 
 
 def decoded(model, windows, tau, alpha=0.0):
@@ -109,7 +110,7 @@ def decoded(model, windows, tau, alpha=0.0):
         out = model(x, y, tau=tau, alpha=alpha)
         return out.ce, out.steps
 
-    return by_token(windows, measure)
+    return by_token(model, windows, measure)
 
 
 def mean(x):
@@ -392,7 +393,10 @@ def curve(runs):
         UserError: a run has no log, or nothing is logged yet.
     """
     rows = []
-    for run in (Path(run) for run in runs):
+    runs = [Path(run) for run in runs]
+    folder_names = [run.name for run in runs]
+    names = {run: run.name if folder_names.count(run.name) == 1 else str(run) for run in runs}
+    for run in runs:
         file = run / "log.jsonl"
         if not file.is_file():
             raise UserError(f"{run} has no log.jsonl: give folders of training runs")
@@ -401,7 +405,7 @@ def curve(runs):
                 logged = json.loads(line)
                 if "ce" in logged or "val" in logged:
                     columns = {key: logged.get(key, math.nan) for key in ("loss", "ce", "K_hat", "val")}
-                    rows.append({"run": run.name, "step": logged["step"], **columns})
+                    rows.append({"run": names[run], "step": logged["step"], **columns})
     if not rows:
         raise UserError("nothing is logged yet: wait until the training has printed its first log line")
     return rows
@@ -436,6 +440,12 @@ def column(rows, key, **wanted):
     return values
 
 
+def show_literally(texts):
+    """Draw texts as they are. Otherwise, matplotlib reads what stands between two $ as a formula."""
+    for text in texts:
+        text.set_parse_math(False)
+
+
 def draw_curve(rows, left, right):
     runs = list(dict.fromkeys(column(rows, "run")))
     for i, run in enumerate(runs):
@@ -447,7 +457,8 @@ def draw_curve(rows, left, right):
         left.plot(steps, column(evaluated, "val"), "o-", color=color, markersize=4, label=run)
         right.plot(column(logged, "step"), column(logged, "K_hat"), color=color, label=run)
     left.set(xlabel="training step", ylabel="cross-entropy, nats per token")
-    left.legend(title="thin: training; dots: validation")
+    legend = left.legend(title="thin: training; dots: validation")
+    show_literally(legend.get_texts())
     right.set(xlabel="training step", ylabel="K-hat: extra steps per token, mean")
     right.set_ylim(bottom=0)
 
@@ -507,8 +518,7 @@ def draw_tokens(rows, left, right, most=12):
         left.barh(labels, widths, color=color, label=f"{name} steps")
     left.set(xlabel="executed steps after the token, mean")
     left.tick_params(axis="y", labelsize=7)
-    for label in left.get_yticklabels():
-        label.set_parse_math(False)  # a $ is drawn as it is, and begins no formula
+    show_literally(left.get_yticklabels())
     left.legend(title="frequent tokens with the", loc="lower right")
 
     shares = [key for key in rows[0] if key.startswith("share")]
@@ -615,13 +625,13 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
         if not runs and options.figure == "curve":
             runs = (options.run or newest_run(),)
         is_of_one = options.figure == "curve" and len(runs) == 1
-        out = options.out or (Path(runs[0], "report") if is_of_one else Path("out/analyze"))
+        out = options.out or (report_folder(runs[0]) if is_of_one else Path("out/analyze"))
         check_writable(out, "use --out with a folder that can be written")
         rows = OF_SEVERAL_RUNS[options.figure](runs)
         unit = "token"
     else:
         run = options.run or newest_run()
-        out = options.out or run / "report"
+        out = options.out or report_folder(run)
         check_writable(out, "use --out with a folder that can be written")
         rows, unit = measure_run(run, options)
 
@@ -637,6 +647,17 @@ def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     write_csv(table_file, rows)
     atomic_write(image_file, lambda temporary: figure.savefig(temporary, format="png"))
     print(f"written: {table_file} and {image_file.name}")
+
+
+def report_folder(run):
+    """The folder for the results of a run.
+
+    Raises:
+        UserError: there is no such run. (To make its folder would stop a training of that name.)
+    """
+    if not Path(run).is_dir():
+        raise UserError(f"{run} is not a folder: give the directory of a trained run")
+    return Path(run, "report")
 
 
 def check_flags(options):

@@ -72,6 +72,8 @@ def load(directory):
     config_file = Path(directory, "config.json")
     refuse_lfs_pointer(config_file)
     content = json.loads(config_file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("its config.json does not hold a JSON object")
     model_format = content.pop("format", None)
     method = content.pop("method", None)
     if model_format != FORMAT or method != PonderLM.method:
@@ -190,7 +192,8 @@ def locked(run, rank=0):
         yield
         return
     run.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(run / ".lock", blocking=False)
+    # Without flock, filelock would take any old .lock for one that is held.
+    lock = filelock.FileLock(run / ".lock", blocking=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except filelock.Timeout:

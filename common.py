@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -180,8 +180,10 @@ def termination_signals():
 
 
 def heard_signals():
-    """The termination signals that are not ignored. An ignored one stays so: that is how nohup works."""
-    return [number for number in termination_signals() if signal.getsignal(number) != signal.SIG_IGN]
+    """The termination signals that are not ignored. An ignored one stays so: that is how nohup works. So
+    does one whose handler, None, belongs to a program that embeds Python: Python could not set it back."""
+    unheard = (signal.SIG_IGN, None)
+    return [number for number in termination_signals() if signal.getsignal(number) not in unheard]
 
 
 def in_main_thread():
@@ -228,7 +230,8 @@ def defer_signals():
         if number == getattr(signal, "SIGHUP", None):  # the terminal is gone, so writing to it would fail
             for stream in (1, 2):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        os.write(2, b"\nstopping; send the signal again to exit at once\n")
+        with suppress(OSError):  # Ctrl-C also ends the `tee` that may read this
+            os.write(2, b"\nstopping; send the signal again to exit at once\n")
 
     usual = {number: signal.signal(number, receive) for number in heard_signals()}
     try:
@@ -243,6 +246,9 @@ def defer_signals():
 
 def command_line(main):
     """Run a command. An error that the user can fix is printed in one line, without a traceback."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this, as some daemons do
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a notebook's streams lack it
             stream.reconfigure(errors="backslashreplace")  # escape what the terminal cannot show

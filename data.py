@@ -164,7 +164,8 @@ def prepare(data, tokenizer_name, vocab_size):
         )
     kind = f"bpe{vocab_size}" if tokenizer_name == "bpe" else tokenizer_name
     digest = hashlib.sha256(f"{source} {kind}".encode("utf-8", "surrogateescape")).hexdigest()[:8]
-    folder = Path("data", f"{path.stem}-{kind}-{digest}")
+    # A file name can have 255 bytes, and the temporary folder's is longer than this one.
+    folder = Path("data", f"{path.stem[:50]}-{kind}-{digest}")
     if folder.exists():
         return folder
 
@@ -419,7 +420,12 @@ def main(
         data: pydocs, pysource, a text file, a folder of text files, or a folder with train.bin and val.bin
         tokenizer: how text becomes tokens (auto: a .bin folder's own, bytes for a text)
         vocab_size: number of tokens of a BPE
+
+    Raises:
+        UserError: the text cannot be prepared, or the vocabulary size is for another tokenizer.
     """
+    if vocab_size != BPE_VOCAB_SIZE and tokenizer != "bpe":
+        raise UserError(f"--vocab-size {vocab_size} applies to a BPE: drop it, or add --tokenizer bpe")
     corpus = open_corpus(data, None if tokenizer == "auto" else tokenizer, vocab_size)
     print(corpus.source)
     for split, ids in (("train", corpus.train), ("val", corpus.val)):

@@ -53,7 +53,7 @@ def init_distributed(device_name):
             dist.init_process_group(backend, timeout=patience)
     rank, world_size = rank_and_world_size()
     if rank > 0:  # only the first process prints
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
     return rank, world_size, device
 
 

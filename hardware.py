@@ -162,10 +162,13 @@ def compile_for_training(model):
 # -- Memory ----------------------------------------------------------------------------------------
 
 
-def eval_batch_size(T, device):
+def eval_batch_size(T, vocab_size, device):
     """How many windows of T tokens to evaluate at once. Few are twice as fast on a CPU; they would leave
-    a GPU idle."""
-    tokens = 16_384 if device.type == "cuda" else 1024
+    a GPU idle. There, the logits of a large vocabulary decide: they take at most 1 GiB in float32."""
+    if device.type == "cuda":
+        tokens = min(16_384, 2**28 // vocab_size)
+    else:
+        tokens = 1024
     return max(1, tokens // T)
 
 
@@ -187,8 +190,9 @@ def micro_batch_that_fits(share, most):
 def memory_budget(model):
     """How many bytes this process is allowed to hold at the peak of a training step, weights and gradients
     included. A tenth is kept in reserve."""
-    free, _ = torch.cuda.mem_get_info()
-    reserved = torch.cuda.memory_reserved()  # what torch holds already, the weights included
+    device = next(model.parameters()).device
+    free, _ = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)  # what torch holds already, the weights included
     # AdamW makes its two numbers per weight in the first step.
     adamw = 8 * sum(p.numel() for p in model.parameters())
     return 0.9 * (free + reserved) - adamw
@@ -200,10 +204,11 @@ def peak_memory(model, loss_of, n):
     Args:
         loss_of: a function from a number of windows to their loss.
     """
-    torch.cuda.reset_peak_memory_stats()
+    device = next(model.parameters()).device
+    torch.cuda.reset_peak_memory_stats(device)
     try:
         loss_of(n).backward()
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated(device)
     except torch.OutOfMemoryError:
         return math.inf
     finally:
@@ -279,8 +284,16 @@ def cpu_name():
 
 def current_commit():
     """The commit that this file is of, followed by -dirty where a tracked file differs from it, or None."""
-    # --exclude=* ignores all tags, so that --always prints the hash.
-    ask = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    # A hook of git sets variables that name its own repository.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+
+    def git(*arguments):
+        command = ["git", *arguments]
+        how = {"cwd": Path(__file__).parent, "env": environment, "capture_output": True, "text": True}
+        return subprocess.run(command, check=True, **how).stdout.strip()
+
     with suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(ask, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-        return said.stdout.strip()
+        # A copy of this code may lie in a repository that does not have it.
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        # --exclude=* ignores all tags, so that --always prints the hash.
+        return git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

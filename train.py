@@ -345,7 +345,12 @@ def refuse_ignored(first, config, model_config):
         UserError: it names the flag.
     """
     tokenizer = pick_tokenizer(config.preset, config.data, config.tokenizer)
-    if first.vocab_size is not None and tokenizer in ("bytes", "gpt2"):
+    if first.vocab_size is not None and tokenizer is None:
+        raise UserError(
+            f"--vocab-size {first.vocab_size} has no effect on {config.data}, which already holds token ids: "
+            "drop --vocab-size"
+        )
+    if first.vocab_size is not None and tokenizer != "bpe":
         raise UserError(
             f"--vocab-size {first.vocab_size} applies to a BPE, but the tokenizer is {tokenizer}: drop "
             "--vocab-size, or add --tokenizer bpe"
@@ -605,10 +610,15 @@ def train(config, model_config, make_model=PonderLM, objective=objective, open_t
                     stop_if_signalled(signals)
 
                 report = final_report(model, val_windows, config, signals)
-            except Signalled:
-                # If it came between two micro-batches, this step has changed no weights: it is given up.
+            except (Signalled, OSError, torch.OutOfMemoryError) as reason:
+                # The steps that are done are saved. If a signal came between two micro-batches, this step has
+                # changed no weights: it is given up. The other two come from output that nobody reads any
+                # more, as after Ctrl-C in `python train.py | tee log`, and from an evaluation that needs more
+                # memory than a training step.
                 if is_main and done > saved:
                     save_checkpoint(run, model, optimizer, done, log)
+                if not isinstance(reason, Signalled):
+                    raise
                 resume = f"{config.command.format('train')} {resume_flags(run)}"
                 print(f"\nstopped; resume with: {resume}", flush=True)
                 return run, None
@@ -639,11 +649,25 @@ def check_before_reading(config, model_config, device, world_size):
             f"multiple of {world_size}"
         )
     check_attention(config.attention, device, config.precision, model_config.head_width)
+    for flag, path in (("--data", config.data), ("--out", config.out), ("--name", config.name)):
+        if path is not None and not is_utf8(str(path)):
+            raise UserError(
+                f"{flag} {str(path)!r} is not valid UTF-8, and so train.json could not name it: rename it"
+            )
     rank, _ = rank_and_world_size()
     if rank == 0:
         check_writable(config.out, "use --out with a folder that can be written")
         if config.name and not config.resume:
             check_free(Path(config.out, config.name))
+
+
+def is_utf8(path):
+    """False for a path with bytes that are no UTF-8, which Python keeps as lone surrogates."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def open_corpus_once(config, vocab_size, open_text, rank):
@@ -1031,7 +1055,7 @@ def evaluate(model, windows, count, R=None, tau=None, first=0, signals=()):
     model.backend = auto  # fa2 does not take float32
     device = next(model.parameters()).device
     rank, world_size = rank_and_world_size()
-    size = eval_batch_size(windows.block_size, device)
+    size = eval_batch_size(windows.block_size, model.config.vocab_size, device)
     depths = model.config.ponder_steps + 1
 
     loss_sum = torch.zeros(1, dtype=torch.float64)

@@ -254,9 +254,14 @@ def test_no_window_fits(monkeypatch):
 def measured_memory(monkeypatch, room):
     """Let a GPU have `room` free bytes, or plenty if that is negative. -> the list of how many windows ran"""
     ran = []
+
+    def of_the_model(measure):
+        """A measurement of the GPU that the model is on, which need not be the current one."""
+        return lambda device: measure() if torch.device(device).type == "cuda" else pytest.fail(str(device))
+
     free = room if room >= 0 else 10**9
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 100 + 1000 * ran[-1])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, None))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", of_the_model(lambda: 100 + 1000 * ran[-1]))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", of_the_model(lambda: (free, None)))
     return ran
 
 

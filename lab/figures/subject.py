@@ -61,7 +61,7 @@ def decoded_tokens(subject):
         h_hat = model.integrate(h, s, steps)
         return model.cross_entropy(h_hat, y), steps, model.lm_head(h_hat).argmax(-1) == y
 
-    return by_token(subject.windows, find)
+    return by_token(subject.model, subject.windows, find)
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def layer_rows(subject):
         sizes = [state.square().mean(-1).sqrt() for state in states]
         return *losses, *sizes
 
-    found = [values.double().mean().item() for values in by_token(subject.windows, find)]
+    found = [values.double().mean().item() for values in by_token(subject.model, subject.windows, find)]
     parts = [model.model.embed_tokens, *model.model.layers]
     rows = []
     for n, part in enumerate(parts):

@@ -44,7 +44,7 @@ def average(values):
 @torch.no_grad()
 def test_losses_by_depth(model, monkeypatch):
     """Catches another order, target, truncation or steps, and weights that are not made to sum to 1."""
-    monkeypatch.setattr(analyze, "eval_batch_size", lambda T, device: 2)
+    monkeypatch.setattr(analyze, "eval_batch_size", lambda *_: 2)
     windows = rows_of(5)
     ce, steps = analyze.losses_by_depth(model, windows, 0.3)
     at = 0
@@ -191,6 +191,27 @@ def finish(folder, method="ponderlm3", K=3, steps=1.0, loss=1.0, text="a", windo
     results = {"windows": windows, "hard": {"steps": steps, "loss": loss}}
     (folder / "results.json").write_text(json.dumps(results))
     return folder
+
+
+@pytest.mark.parametrize("figure", ["curve", "tau"])
+def test_a_run_that_is_not_there(figure):
+    """Catches a folder that is made for a mistyped name, which a training of that name is then refused."""
+    with pytest.raises(UserError, match="out/typo is not a folder"):
+        analyze.main(analyze.Options(figure, run=Path("out/typo")))
+    assert not Path("out/typo").exists()
+
+
+def test_runs_of_one_name(tmp_path):
+    """Catches two runs that are drawn as one line, and a name that is drawn as a formula."""
+    runs = [tmp_path / "a/base", tmp_path / "b/base", tmp_path / "$\\foo$"]
+    for run in runs:
+        run.mkdir(parents=True)
+        (run / "log.jsonl").write_text('{"step": 1, "loss": 2.0, "ce": 2.0, "K_hat": 1.0}\n')
+    rows = analyze.curve(runs)
+    assert [row["run"] for row in rows] == [str(runs[0]), str(runs[1]), "$\\foo$"]
+    figure = draw("curve", rows)
+    assert len(figure.axes[1].lines) == 3
+    figure.savefig(tmp_path / "curve.png")
 
 
 def test_pareto(tmp_path, capsys):
@@ -353,7 +374,7 @@ def test_refused(run):
         (dict(windows=0), "windows"),
         (dict(tau=2.0), "tau"),
         (dict(run=Path("plain")), "plain is a model without pondering steps"),
-        (dict(run=Path("none")), "none cannot be read"),
+        (dict(run=Path("none")), "none is not a folder: give the directory of a trained run"),
     ):
         with pytest.raises((UserError, ValueError), match=message):
             command("tau", **given | changed)

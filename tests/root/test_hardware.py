@@ -1,6 +1,8 @@
 """hardware.py, distributed.py and the clock of train.py, on machines that are pretended."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import train
 from attention import BACKENDS
 from common import UserError, defer_signals
 from distributed import init_distributed, was_launched
+from hardware import eval_batch_size
 from train import Clock, TrainConfig, objective
 
 CUDA = torch.device("cuda", 0)
@@ -169,6 +172,30 @@ def test_the_log_says_where_it_ran():
     assert machine["cores"] >= 1 and machine["threads"] == torch.get_num_threads()
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_the_commit(monkeypatch):
+    """Catches a commit of a repository in which this code lies, but which does not have it, or that a hook
+    has named."""
+
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
+
+    for folder in ("one", "two"):
+        Path(folder).mkdir()
+        Path(folder, "hardware.py").write_text(folder)
+        git("init", folder)
+        git("-C", folder, "commit", "--allow-empty", "-m", "first")
+    monkeypatch.setattr(hardware, "__file__", str(Path("one/hardware.py").resolve()))
+    assert hardware.current_commit() is None
+    git("-C", "one", "add", "hardware.py")
+    git("-C", "one", "commit", "-m", "second")
+    found = hardware.current_commit()
+    assert re.fullmatch("[0-9a-f]{40}", found)
+    monkeypatch.setenv("GIT_DIR", str(Path("two/.git").resolve()))
+    assert hardware.current_commit() == found
+
+
 # -- The clock -------------------------------------------------------------------------------------
 
 
@@ -222,6 +249,14 @@ def test_a_line_while_compiling(capsys):
     assert row["tokens_per_second"] is None
 
 
+def test_windows_to_evaluate_at_once():
+    """Catches logits of an evaluation that do not fit into a GPU on which the training does."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert eval_batch_size(1024, 50_304, gpu) * 1024 * 50_304 * 4 <= 2**30
+    assert [eval_batch_size(64, 257, device) for device in (gpu, cpu)] == [256, 16]
+    assert eval_batch_size(4096, 2**18, gpu) == 1
+
+
 # -- Processes and signals -------------------------------------------------------------------------
 
 
@@ -263,6 +298,28 @@ def test_waiting_for_processes_can_be_stopped(number):
     finally:
         process.kill()
         process.communicate()
+
+
+def test_the_other_processes_print_nothing(monkeypatch):
+    """Catches a process that ends at a character that its silent output cannot hold."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("distributed.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("distributed.rank_and_world_size", lambda: (1, 2))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # to be set back
+    init_distributed("cpu")
+    print("caf\udce9", flush=True)
+
+
+def test_a_handler_that_is_not_pythons(monkeypatch):
+    """Catches a training that fails at its end inside a program that embeds Python and has a signal handler
+    of its own, which Python shows as None (pretended)."""
+    before = signal.getsignal(signal.SIGINT)
+    real = signal.getsignal
+    monkeypatch.setattr(common.signal, "getsignal", lambda n: None if n == signal.SIGINT else real(n))
+    with defer_signals():
+        assert real(signal.SIGINT) is before
+        assert real(signal.SIGTERM) is not signal.SIG_DFL
 
 
 def test_the_same_signal_twice(monkeypatch):

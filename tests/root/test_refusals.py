@@ -4,18 +4,20 @@ passes."""
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import small_model
+from helpers import ROOT, small_model
 
 import analyze
 import checkpoint
 import data
 import sample
 import train
-from checkpoint import load, locked, make_run_folder, save
+from checkpoint import load, locked, make_run_folder, open_model, save
 from common import UserError, check_writable, command_line
 from data import open_corpus, open_ids
 from model import validated_dataclass
@@ -199,6 +201,53 @@ def test_no_locks(number, monkeypatch, capsys):
         pass
 
 
+def test_no_flock(monkeypatch, capsys):
+    """Catches an old .lock that is taken for one that is held, where the file system has no flock
+    (pretended)."""
+
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    Path("run").mkdir()
+    Path("run/.lock").touch()
+    os.utime("run/.lock", (0, 0))
+    with locked(Path("run")):
+        pass
+    assert "note: run cannot be locked" in capsys.readouterr().out
+
+
+def test_a_path_that_is_no_utf8():
+    """Catches a training that cannot be resumed, since train.json cannot be read."""
+    name = os.fsdecode(b"caf\xe9.txt")
+    Path(name).write_text("A text. " * 100)
+    config, model_config = parse(["--preset", "tiny", "--device", "cpu", "--steps", "1", "--data", name])
+    with pytest.raises(UserError, match=r"^--data 'caf\\udce9.txt' is not valid UTF-8"):
+        train.train(config, model_config)
+
+
+def test_a_long_name():
+    """Catches a text whose folder would have a name that is too long."""
+    Path("x" * 240 + ".txt").write_text("A text. " * 100)
+    assert open_corpus("x" * 240 + ".txt").train.size
+
+
+def test_a_config_without_settings():
+    """Catches a traceback for a config.json that holds something else."""
+    Path("run").mkdir()
+    Path("run/config.json").write_text("null")
+    with pytest.raises(UserError, match="does not hold a JSON object"):
+        open_model("run")
+
+
+def test_no_standard_output():
+    """Catches a command that cannot run where standard output is closed, as under some daemons."""
+    Path("text.txt").write_text("A text. " * 100)
+    command = [sys.executable, str(ROOT / "data.py"), "--data", "text.txt"]
+    done = subprocess.run(command, preexec_fn=lambda: os.close(1), stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_no_modes(monkeypatch):
     """Catches a model that cannot be saved where files have no modes, and files that are left (pretended:
     chmod fails, as on CIFS)."""
@@ -227,6 +276,7 @@ def test_names_of_the_same_second():
         ("--ponder-steps 0 --step-price 0.1", "--step-price 0.1 has no effect"),
         ("--tokenizer bytes --vocab-size 300", "--vocab-size 300 applies to a BPE"),
         ("--vocab-size 300", "--vocab-size 300 applies to a BPE"),
+        ("--vocab-size 300 --data ids", "--vocab-size 300 has no effect on ids"),
         ("--tokenizer bpe", None),
         ("--tokenizer bpe --vocab-size 300", None),
         ("--preset small --ponder-steps 0", None),
@@ -234,6 +284,8 @@ def test_names_of_the_same_second():
 )
 def test_flags_that_change_nothing(flags, message):
     """Catches a setting that is taken, recorded and ignored; and the preset's price that is in the way."""
+    Path("ids").mkdir()
+    Path("ids/train.bin").touch()
     argv = ["--preset", "tiny", "--device", "cpu", *flags.split()]
     if message:
         with pytest.raises(UserError, match=message):

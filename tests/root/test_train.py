@@ -204,7 +204,7 @@ def test_objective(penalty):
 
 def test_evaluation_against_the_definitions(monkeypatch):
     """Catches a wrong mean, tau or mode that is left, batches that overlap, windows left out."""
-    monkeypatch.setattr(train, "eval_batch_size", lambda T, device: 2)
+    monkeypatch.setattr(train, "eval_batch_size", lambda *_: 2)
     torch.manual_seed(0)
     model = PonderLM(Config(31, 32, 48, 2, 4, block_size=8, router_offset=(0.0,) * 4)).double().train()
     torch.nn.init.normal_(model.router.proj.weight, std=2)
@@ -432,6 +432,40 @@ def test_interrupted_evaluation(monkeypatch, capsys):
         go("--resume")
     assert json.loads((run / "results.json").read_text()) == results
     assert torch.equal(load(run).lm_head.weight, load(whole).lm_head.weight)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, None], ids=["tee", "head"])
+def test_nobody_reads_the_output(number):
+    """Catches a training that is lost when the reader of its output ends: Ctrl-C ends `tee`, too, and `head`
+    ends by itself."""
+    ours, its = os.pipe()
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        *shlex.split(f"{TINY} --steps 100000 --eval-every 9999"),
+    ]
+    process = subprocess.Popen(command, stdout=its, stderr=its)
+    os.close(its)
+    printed = b""
+    while b"step 3/" not in printed:
+        printed += os.read(ours, 1000)
+    os.close(ours)
+    if number:
+        process.send_signal(number)
+    assert process.wait(timeout=60) == 141
+    assert checkpoint(Path("out/x"))["step"] >= 3
+
+
+def test_an_evaluation_without_memory(monkeypatch):
+    """Catches a training that is lost where an evaluation needs more memory than a step."""
+
+    def evaluate(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    with pytest.raises(torch.OutOfMemoryError):
+        go()
+    assert checkpoint(Path("out/x"))["step"] == 10
 
 
 def test_a_signal_between_micro_batches(monkeypatch):
