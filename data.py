@@ -283,16 +283,36 @@ def tokenizer_of(folder, name):
         raise UserError(
             f"{folder} already holds token ids, so no BPE can be trained on it: omit --tokenizer bpe"
         )
+    own_file = folder / "tokenizer.json"
     if name is not None:
-        return Tokenizer.named(name)
-    if (folder / "tokenizer.json").exists():
-        return load_tokenizer(folder / "tokenizer.json")
+        named = Tokenizer.named(name)
+        if own_file.exists():
+            check_tokenizer_of(folder, named, name)
+        return named
+    if own_file.exists():
+        return load_tokenizer(own_file)
     if (folder / "meta.pkl").exists():
         raise UserError(
             f"{folder / 'meta.pkl'} is a pickle, which could run code, so it is not opened: use --data with "
             "the text itself"
         )
     return Tokenizer.named("gpt2")
+
+
+def check_tokenizer_of(folder, tokenizer, name):
+    """Refuse another tokenizer than the one that a folder with token ids has.
+
+    Args:
+        name: of the tokenizer that was asked for.
+
+    Raises:
+        UserError: they differ, so that the ids would mean other texts.
+    """
+    if load_tokenizer(folder / "tokenizer.json").digest != tokenizer.digest:
+        raise UserError(
+            f"--tokenizer {name} is not the tokenizer that encoded {folder}, which has its own: omit "
+            "--tokenizer"
+        )
 
 
 def open_ids(file, stated, vocab_size):

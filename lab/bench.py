@@ -630,7 +630,8 @@ def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
                 if row.get("backend") == "sdpa" and row["d"] in MASK_COST:
                     what = f"soft mask, time / plain attention, d = {row['d']}, {row['N']} slots"
                     goal(what, row["time_ratio"], most=MASK_COST[row["d"]])
-                if row.get("case") == "--compile" and found["preset"] in MFU:
+                is_compiled = row.get("case") == "--compile" and found["preset"] in MFU
+                if is_compiled and row["MFU"] is not None:  # it is known on a GPU only
                     goal(f"{found['preset']}, compiled step, MFU", row["MFU"], least=MFU[found["preset"]])
             for row in found.get("exit", []):
                 what = f"{found['run']}, batch {row['batch']}, {row['way']}: "

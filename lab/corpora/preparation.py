@@ -283,12 +283,18 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096):
     """
     folder = Path(data)
     if root_data.is_prepared(data):
-        if tokenizer is None and (folder / "tokenizer.json").exists():
-            tokenizer = folder
-        if tokenizer in OURS:
+        own_file = folder / "tokenizer.json"
+        if tokenizer is None and own_file.exists():
+            made = load_tokenizer(own_file)
+        elif tokenizer in OURS:
             made = root_data.tokenizer_of(folder, tokenizer)
         else:
             made = open_tokenizer(tokenizer)
+            if own_file.exists() and load_tokenizer(own_file).digest != made.digest:
+                raise UserError(
+                    f"--tokenizer {tokenizer} is not the tokenizer that encoded {data}, which has its own: "
+                    "omit --tokenizer"
+                )
         return root_data.read_corpus(folder, made)
     has_rows = any(file.suffix.lower() in ROW_SUFFIXES for file in files_of(data))
     if tokenizer in OURS and not has_rows:
@@ -305,5 +311,7 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096):
     folder.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(folder.with_name(f".{folder.name}.lock")):  # another process may prepare it
         if not folder.exists():
+            if name != "bpe":  # only a BPE follows it: an interrupted preparation goes on with another one
+                vocab_size = Options.vocab_size
             prepare(Options(data, folder, name, vocab_size))
     return root_data.read_corpus(folder, made or load_tokenizer(folder / "tokenizer.json"))

@@ -65,6 +65,11 @@ def check_pair(run, other, data):
             f"--against {other} has a different tokenizer from {run}: choose a model with the same tokenizer"
         )
     if not data:
+        for model in (run, other):
+            if not (model / "train.json").is_file():
+                raise UserError(
+                    f"{model} has no train.json, which says what it was trained on: name a text with --data"
+                )
         _, _, corpus = read_run(run)
         _, _, other_corpus = read_run(other)
         if corpus | {"name": ""} != other_corpus | {"name": ""}:

@@ -32,6 +32,10 @@ def validation_corpus(run, data=None, other=False, flag="--data"):
     Raises:
         UserError: it is no run, or `data` is missing, another text, or in the ids of another tokenizer.
     """
+    if not Path(run, "train.json").is_file():
+        raise UserError(
+            f"{run} has no train.json, which says what text it was evaluated on: give the folder of a run"
+        )
     config, model_config, known = read_run(run)
     if data is None and config.data not in SOURCES:
         raise UserError(

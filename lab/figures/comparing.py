@@ -39,12 +39,12 @@ import torch
 from pydantic import Field
 
 from common import UserError, user_error_if_unreadable
-from hardware import pick_device
+from hardware import eval_batch_size, pick_device
 from lab.common import NonEmpty, progress
 from lab.evaluation.texts import validation_windows
 from lab.figures.runs import ORIGIN, check_comparable, named, read_runs
 from lab.figures.subject import open_subject, rerouted
-from lab.figures.tables import COLORS, LINES, MARKERS, new_figure, save, save_figure, tabulate
+from lab.figures.tables import look_of, new_figure, save, save_figure, tabulate
 from lab.interop.weights import load
 from lab.intervals import interval, unpaired
 from model import Fraction, validated_dataclass
@@ -133,6 +133,12 @@ class Comparison:
                 f"{file} is not a CSV of the figure {figure}, since it has no column {', '.join(missing)}: "
                 f"give a {figure}.csv, or directories of runs"
             )
+        repeated = frame.duplicated()
+        if repeated.any():
+            line = frame.index[repeated][0] + 2
+            raise UserError(
+                f"line {line} of {file} repeats an earlier line, and would count as another seed: remove it"
+            )
         with user_error_if_unreadable(file):
             return frame, self.table(frame)
 
@@ -209,14 +215,13 @@ def draw_curves(axes, frame, names, x, y, label="K"):
     """
     text = {"fontsize": 7, "ha": "center", "va": "center_baseline", "clip_on": True, "zorder": 5}
     for i, (name, curve) in enumerate(frame.groupby(names, sort=False)):
-        color = COLORS[i % len(COLORS)]
+        look = look_of(i)
         axes.errorbar(
-            curve[x], curve[y], xerr=curve.get(f"{x}_std"), yerr=curve.get(f"{y}_std"), label=name,
-            color=color, marker=MARKERS[i % len(MARKERS)], linestyle=LINES[i % len(LINES)],
+            curve[x], curve[y], xerr=curve.get(f"{x}_std"), yerr=curve.get(f"{y}_std"), label=name, **look,
             linewidth=1.2, elinewidth=0.6, capsize=2, markersize=10, markerfacecolor="white",
         )  # fmt: skip
         for at_x, at_y, number in zip(curve[x], curve[y], curve[label], strict=True):
-            axes.text(at_x, at_y, f"{number:.0f}", color=color, **text)
+            axes.text(at_x, at_y, f"{number:.0f}", color=look["color"], **text)
 
 
 # -- Losses, steps and costs of a run --------------------------------------------------------------
@@ -272,8 +277,10 @@ def losses(run, taus, choose, device, data=None, swap=False):
             row["choose"] = further["loss"]
             row["choose_steps"] = further["steps"]
         if swap and run.method.priced:
+            size = eval_batch_size(val.block_size, model.config.vocab_size, device)
+            is_left_alone = size > 1 and reported % size == 1  # the last window, in a batch of its own
             with rerouted(model, of_another_window):
-                row["swapped"] = evaluate(model, val, reported, tau=tau)["loss"]
+                row["swapped"] = evaluate(model, val, reported - is_left_alone, tau=tau)["loss"]
         yield of_run | row
 
 

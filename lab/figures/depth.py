@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from common import UserError
-from lab.figures.comparing import Comparison, over_seeds
+from lab.figures.comparing import ABOUT, Comparison, over_seeds
 from lab.figures.subject import rerouted
 from lab.figures.tables import COLORS, LINES
 from lab.methods.drawn import Drawn, imposed
@@ -100,7 +100,7 @@ class Depth(Comparison):
     windows: Count = 512
     sheet = "If some of the tokens take one step more", "steps per token, mean", "loss, nats per token"
     by = ["step", "share"]
-    columns = {"K": "K", "seeds": "seeds", "step": "step", "share": "share:g"}
+    columns = ABOUT | {"step": "step", "share": "share:g"}
     columns |= {name: f"{name}:.4f" for name in RULES}
 
     def measure(self, run):
@@ -113,13 +113,10 @@ class Depth(Comparison):
         return list(depth_rows(one.model, one.windows))
 
     def picture(self, frame, axes):
-        for (K, step), curve in over_seeds(frame, self.by).groupby(["K", "step"], sort=False):
-            for name, look in zip(RULES, LINES, strict=False):
-                label = f"K = {K}: tokens chosen {RULES[name]}" if step == 1 else None
-                axes.plot(
-                    curve.step - 1 + curve.share,
-                    curve[name],
-                    look,
-                    color=COLORS[K % len(COLORS)],
-                    label=label,
-                )
+        models = over_seeds(frame, self.by).groupby(["method", "K"], sort=False)
+        for i, ((method, K), rows) in enumerate(models):
+            color = COLORS[i % len(COLORS)]
+            for step, curve in rows.groupby("step"):
+                for rule, look in zip(RULES, LINES, strict=False):
+                    label = f"{method}, K = {K:.0f}: tokens chosen {RULES[rule]}" if step == 1 else None
+                    axes.plot(curve.step - 1 + curve.share, curve[rule], look, color=color, label=label)

@@ -21,8 +21,8 @@ import pandas as pd
 import tyro
 
 from lab.figures.comparing import Comparison
-from lab.figures.lookup import NAMES, timed
-from lab.figures.runs import check_comparable
+from lab.figures.lookup import family, timed
+from lab.figures.runs import check_comparable, check_one_recipe
 from lab.figures.tables import COLORS, show
 from lab.intervals import interval
 from model import validated_dataclass
@@ -31,11 +31,12 @@ from model import validated_dataclass
 def layer_rows(runs, data=None):
     """The frame of some runs, with the columns above and a row for each run."""
     check_comparable(runs)
+    check_one_recipe(runs, lambda run: (family(run), run.model_config.num_hidden_layers, run.K))
     rows = []
     for run, subject, seconds in timed(runs, 4, data=data):
         tokens = run.config.steps * run.config.batch_size * run.model_config.block_size
         row = {
-            "model": NAMES[run.model_config.method],
+            "model": family(run),
             "layers": run.model_config.num_hidden_layers,
             "K": run.K,
             "seed": run.config.seed,

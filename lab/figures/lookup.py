@@ -15,6 +15,7 @@ machine, precision, text   of the last stage, as in comparing.py
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import pandas as pd
@@ -26,10 +27,10 @@ from attention import LOG_W_HIDDEN
 from common import UserError, command_line
 from lab.corpora.lookup import KINDS, kinds_of, longest_of, lookups_asked
 from lab.figures.comparing import ABOUT, OnAnyText, draw_curves
-from lab.figures.runs import read_runs, refuse_without_router
+from lab.figures.runs import check_one_recipe, read_runs, refuse_without_router
 from lab.figures.subject import decoded_tokens, open_subject, rerouted
 from lab.figures.tables import look_of, show
-from lab.interop.warm_start import longer, start_from
+from lab.interop.warm_start import has_router_rows, longer, start_from
 from model import Fraction, validated_dataclass
 
 
@@ -81,8 +82,10 @@ class Lookup(OnAnyText):
                 )
             subject.model = trained
             if n != K:
-                offset = longer(run.model_config, n)
-                grown = replace(run.model_config, ponder_steps=n, router_offset=offset)
+                changes = {"ponder_steps": n}
+                if has_router_rows(run.model_config.method):
+                    changes["router_offset"] = longer(run.model_config, n)
+                grown = replace(run.model_config, **changes)
                 subject.model = start_from(run.path, grown).to(subject.windows.device).eval()
             asked, right, steps, _ = answers(subject)
             tokens = pd.DataFrame({"accuracy": right.double(), "steps": steps.double()})
@@ -93,8 +96,12 @@ class Lookup(OnAnyText):
 
     def frame(self, runs):
         frame = super().frame(runs)
-        # The offsets of grown models differ in length only, which K says already.
-        frame["method"] = frame.method.str.replace(r", router_offset( -?[\d.]+)+", "", regex=True)
+        # The offsets of grown models differ in length only, which K says already. If they also differ in
+        # something else, they stay in the name.
+        without_offset = frame.method.str.replace(r", router_offset( -?[\d.]+)+", "", regex=True)
+        shorter = frame.assign(method=without_offset)
+        if not shorter.duplicated(["method", "K", *self.by]).any():
+            frame = shorter
         return frame.sort_values("K", kind="stable")
 
     def picture(self, frame, left, right):
@@ -200,6 +207,12 @@ def decode(model, line, tau):
     return time.perf_counter() - start
 
 
+def family(run):
+    """What a run is called in a table of layers or lookups, see NAMES. A model of any method that takes no
+    extra steps is plain."""
+    return "plain" if run.K == 0 else NAMES[run.model_config.method]
+
+
 def timed(runs, windows, tau=None, data=None, other=False):
     """Measure how long runs take to decode a line, in turns.
 
@@ -231,13 +244,18 @@ def timed(runs, windows, tau=None, data=None, other=False):
 
 def worth_rows(runs, tau, data):
     """The frame of some runs, with the columns above and a row for each run and number of lookups."""
+    check_one_recipe(
+        runs,
+        lambda run: (family(run), run.model_config.num_hidden_layers, run.config.steps),
+        but={"learning_rate"},
+    )
     rows = []
     for run, subject, seconds in timed(runs, 1024, tau, data, other=True):
         asked, right, _, all_steps = answers(subject)
         layers = run.model_config.num_hidden_layers
         steps = all_steps.double().mean().item()
         of_run = {
-            "model": NAMES[run.model_config.method],
+            "model": family(run),
             "layers": layers,
             "seed": run.config.seed,
             "learning_rate": run.config.learning_rate,
@@ -256,6 +274,11 @@ def trained_steps(run):
     before = getattr(run.config, "init_from", None)
     if not before:
         return run.config.steps
+    if not Path(before, "results.json").is_file():
+        raise UserError(
+            f"{run.path} began with {before}, whose training steps count, too, but there is no finished run: "
+            "call the command in the folder in which it was trained"
+        )
     (run_before,) = read_runs([before])
     return run.config.steps + trained_steps(run_before)
 

@@ -155,10 +155,10 @@ def read_runs(directories):
         )
     for a, b in combinations(runs, 2):
         if identity(a) == identity(b):
-            raise UserError(
-                f"{a.path} and {b.path} repeat the same training (same settings and seed): keep one of them "
-                "in --runs"
-            )
+            what = "repeat the same training (same settings and seed)"
+            if getattr(a.config, "init_from", None) != getattr(b.config, "init_from", None):
+                what = "differ only in the model that they began with, and so would have the same name"
+            raise UserError(f"{a.path} and {b.path} {what}: keep one of them in --runs")
     return runs
 
 
@@ -186,7 +186,8 @@ def differing_settings(runs):
     for a, b in combinations(runs, 2):
         if a.K == b.K:
             recipe = b.recipe
-            names |= {name for name, value in a.recipe.items() if value != recipe[name]}
+            shared = a.recipe.keys() & recipe.keys()
+            names |= {name for name in shared if a.recipe[name] != recipe[name]}
     return names
 
 
@@ -212,6 +213,35 @@ def check_comparable(runs, one_text=True):
         values = {getattr(run.config, name) for run in runs}
         if len(values) > 1:
             print(f"note: the runs also differ in {name}: {', '.join(map(str, sorted(values)))}")
+
+
+def check_one_recipe(runs, row_of, but=()):
+    """Refuse runs that a table would average in one row, although they are not seeds of one recipe.
+
+    Args:
+        runs: of read_runs.
+        row_of: a function from a run to what tells its row of the table from others.
+        but: names of settings in which the runs of a row may differ.
+
+    Raises:
+        UserError: two runs of one row differ in their method, K or another setting.
+    """
+    for a, b in combinations(runs, 2):
+        if row_of(a) != row_of(b):
+            continue
+        different = [name for name in differing_settings([a, b]) if name not in but]
+        if a.K != b.K:
+            different.append("ponder_steps")
+        if max(a.K, b.K) == 0:  # plain models, also of different methods: only their training may differ
+            different = [name for name in different if name in vars(a.config)]
+        elif a.model_config.method != b.model_config.method:
+            different.append("method")
+        if different:
+            flags = ", ".join("--" + name.replace("_", "-") for name in sorted(different))
+            raise UserError(
+                f"{a.path} and {b.path} would be averaged in one row, although they differ in {flags}: "
+                "remove one of them from --runs"
+            )
 
 
 def difference_in_scoring(a, b, one_text):

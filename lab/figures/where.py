@@ -132,6 +132,7 @@ class Where(Comparison):
     # needs one falls below this; 0: take all steps; None: the tau of each run's evaluation
     tau: Fraction | None = None
     by = ["group", "kind"]
+    keeps = ["method", "K", "steps_std"]
     keeps_means = True
     sheet = "Which kinds of tokens take extra steps", "executed steps after the token, mean", "", 3
     columns = ABOUT | {"group": "group", "kind": "kind", "share of tokens": "tokens:.3f"}

@@ -14,8 +14,12 @@ import pandas as pd
 import torch
 
 from analyze import by_token
+from common import UserError
 from lab.figures.comparing import ABOUT, Comparison
 from model import Count, validated_dataclass
+
+# Methods whose first pass does not compute h^(0) as the output of all layers on slot 0 alone.
+NOT_SLOT_0_ALONE = {"pause", "mor-expert", "mor-token"}
 
 
 @contextmanager
@@ -75,4 +79,9 @@ class Within(Comparison):
     columns = ABOUT | {"layer": "layer", "loss": "loss:.4f", "size": "size:.2f", "weights": "weights:.4f"}
 
     def measure(self, run):
+        if run.model_config.method in NOT_SLOT_0_ALONE:
+            raise UserError(
+                f"{run.path} uses the method {run.model_config.method}, whose first pass does not run slot 0 "
+                "alone: remove it from --runs"
+            )
         return layer_rows(self.subject(run, self.windows))

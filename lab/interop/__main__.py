@@ -103,6 +103,8 @@ def convert(directory, to=None, half=False, transformers=False, tau=None):
                 "for float16: omit --half"
             )
         model.half()
+    if tau is not None and not model.has_router:
+        raise UserError(f"--tau {tau} has no effect on {place}, which has no router: omit --tau")
     if transformers:
         if tau is None:
             tau = scored_tau(place)

@@ -61,7 +61,7 @@ def start_defaults(config, shape, name, method=None, ponder_steps=None):
     # made for training from scratch.
     rate = config.learning_rate / 2
     config = replace(config, init_from=name, learning_rate=rate, router_rate=1.0, step_price=0.0)
-    if base.method != "vanilla" and method in (None, base.method):
+    if base.ponder_steps > 0 and method in (None, base.method):
         K = base.ponder_steps if ponder_steps is None else ponder_steps
         model = replace(base, block_size=window)
         # Other methods take the flag --ponder-steps as it is, unless `carried_over` refuses it.
@@ -70,7 +70,7 @@ def start_defaults(config, shape, name, method=None, ponder_steps=None):
         return config, model
     method = method or "ponderlm3"
     backbone = {name: getattr(base, name) for name in BACKBONE}
-    reread = base.method == "vanilla" and follows(method, "reread")
+    reread = base.ponder_steps == 0 and follows(method, "reread")
     return config, configure(shape, method, **backbone, block_size=window, reread=reread)
 
 
@@ -125,7 +125,7 @@ def check_start(directory, config):
     base = read_config(locate(directory))
     K = base.ponder_steps
     T = base.block_size
-    if base.method not in ("vanilla", config.method):
+    if K > 0 and base.method != config.method:
         raise UserError(
             f"{directory} uses the method {base.method}, which cannot be changed: use --method {base.method}"
         )
@@ -162,11 +162,12 @@ def carried_over(base, config):
     model = build(config)
     K = base.config.ponder_steps
     tensors = base.state_dict()
-    if base.config.method == "vanilla":  # the parts with which it will ponder are new
+    if K == 0:  # the parts with which it will ponder are new
+        tensors = {name: x for name, x in tensors.items() if name.startswith(("model.", "lm_head."))}
         for name, tensor in model.state_dict().items():
             if not name.startswith(("model.", "lm_head.")):
                 tensors[name] = tensor
-    if has_router_rows(base.config.method):
+    elif has_router_rows(base.config.method):
         rows = tensors["router.proj.weight"]
         copies = rows[-1:].expand(config.ponder_steps - K, -1)
         tensors["router.proj.weight"] = torch.cat([rows, copies])

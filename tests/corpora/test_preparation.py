@@ -324,6 +324,34 @@ def test_corpora_of_the_root(monkeypatch):
     assert open_corpus("out").tokenizer.digest == Tokenizer.named("bytes").digest
 
 
+@pytest.mark.parametrize("open_it", [open_corpus, data.open_corpus])
+def test_another_tokenizer_than_that_of_the_ids(open_it, monkeypatch):
+    """Catches ids of one tokenizer that are read as those of another one."""
+    monkeypatch.setitem(data.SOURCES, "pydocs", lambda: [(f"{i}", text) for i, text in enumerate(TEXTS)])
+    prepare(Options("pydocs", Path("out"), "bpe", vocab_size=258))
+    open_it("out")
+    with pytest.raises(UserError, match="--tokenizer bytes is not the tokenizer that encoded out"):
+        open_it("out", "bytes")
+    prepare(Options("pydocs", Path("bytes")))
+    assert same_ids(open_it("bytes", "bytes"), open_it("bytes"))
+    if open_it is open_corpus:
+        assert same_ids(open_it("bytes", "bytes"), open_it("bytes", "./bytes"))
+        with pytest.raises(UserError, match=r"--tokenizer \./bytes is not the tokenizer"):
+            open_it("out", "./bytes")
+
+
+def test_bytes_without_a_vocabulary_size():
+    """Catches an interrupted preparation that cannot go on since another preset has another --vocab-size."""
+    path = str(write_rows(Path("a.jsonl")))
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparation, "prepare", lambda o: seen.append(o.vocab_size) or 1 / 0)
+        for size in (4096, 257):
+            with pytest.raises(ZeroDivisionError):
+                open_corpus(path, "bytes", size)
+    assert len(set(seen)) == 1
+
+
 def test_two_at_once():
     """Catches a training that fails since another one is preparing the same text."""
     path = str(write_rows(Path("a.jsonl")))

@@ -109,6 +109,7 @@ def test_refused(folder, config, shape):
         ("model", dict(data="empty"), "--data empty"),
         ("model", {}, "--data"),
         ("out/run", dict(corpus=config.data, against="ids"), "--against ids"),
+        ("out/run", dict(corpus=config.data, against="model"), "model has no train.json, .* --data"),
         ("out/run", dict(corpus=config.data, against="out/other"), "--against out/other"),
         ("out/run", dict(corpus=config.data, against="out/run", windows=99), "99 windows"),
         ("out/run", {}, "--corpus"),

@@ -17,8 +17,9 @@ from common import UserError
 from data import Windows, open_corpus
 from lab.figures import comparing
 from lab.figures.comparing import by_run, losses
-from lab.figures.runs import named, read_runs
+from lab.figures.runs import check_one_recipe, named, read_runs
 from lab.figures.subject import rerouted
+from lab.figures.tables import new_figure
 from lab.interop.weights import load
 from lab.methods import find
 
@@ -214,6 +215,66 @@ def test_refused_comparisons(make_run, tmp_path, capsys):
         (short.path / "log.jsonl").write_text(content)
         with pytest.raises(UserError, match=r"log\.jsonl"):
             rows_of([short.path])
+
+
+def test_rows_that_are_averaged(make_run):
+    """Catches two models that stand in one row of a table as if they were seeds of one."""
+    first, other_seed, longer, other_method, priced, plain, also_plain = read_runs(
+        [
+            make_run("a", 1, 1, method="grid"),
+            make_run("b", 1, 1, method="grid", seed=1),
+            make_run("c", 1, 1, method="grid", ponder_steps=5),
+            make_run("d", 1, 1, method="ponderlm3", seed=2),
+            make_run("e", 1, 1, method="grid", seed=3, penalty_weight=0.1),
+            make_run("f", 1, 0, method="vanilla"),
+            make_run("g", 1, 0, method="ponderlm3", ponder_steps=0, router_offset=None, seed=4),
+        ]
+    )
+    check_one_recipe([first, other_seed], lambda run: "a row")
+    check_one_recipe([first, longer, other_method], lambda run: (run.K, run.method))
+    check_one_recipe([plain, also_plain], lambda run: "a row")
+    check_one_recipe([first, priced], lambda run: "a row", but={"penalty_weight"})
+    for run, flag in ((longer, "ponder-steps"), (other_method, "method"), (priced, "penalty-weight")):
+        with pytest.raises(UserError, match=f"one row, although they differ in .*--{flag}"):
+            check_one_recipe([first, run], lambda run: "a row")
+
+
+def test_runs_from_other_models(make_run):
+    """Catches runs that began with different models, and are said to be the same."""
+    paths = [make_run(name, 1, 1, init_from=f"out/{name}") for name in "ab"]
+    with pytest.raises(UserError, match="differ only in the model that they began with"):
+        read_runs(paths)
+
+
+def test_a_csv_with_a_row_twice(make_run, tmp_path):
+    """Catches a row that counts as two seeds, as in CSVs that were put together."""
+    comparing.Compare(flags([make_run("a", 1.1, 2), make_run("b", 1.2, 2, seed=1)]), out=tmp_path).draw()
+    file = tmp_path / "compare.csv"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines, lines[1]]) + "\n")
+    with pytest.raises(UserError, match=r"line 4 of .*compare\.csv repeats an earlier line"):
+        comparing.Compare((str(file),), out=tmp_path).draw()
+
+
+def test_nine_curves(tmp_path):
+    """Catches two curves that look the same."""
+    _, (axes,) = new_figure("", "", "")
+    frame = pd.DataFrame({"method": list("abcdefghi"), "K": 1, "x": 1.0, "y": 1.0})
+    comparing.draw_curves(axes, frame, "method", "x", "y")
+    lines = [container.lines[0] for container in axes.containers]
+    assert len({(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines}) == 9
+
+
+@pytest.mark.parametrize("windows", [16, 17])
+def test_swap_of_an_odd_window(windows, trained, tmp_path, monkeypatch):
+    """Catches a batch of one window, in which there is no other window to swap with."""
+    monkeypatch.setattr(comparing, "eval_batch_size", lambda *_: 4)
+    monkeypatch.setattr("train.eval_batch_size", lambda *_: 4)
+    (run,) = read_runs([trained / "ponder"])
+    run = replace(run, results=run.results | {"windows": windows})
+    data = str(trained.parent / "text.txt")
+    (row,) = comparing.losses(run, [run.config.tau], 0, torch.device("cpu"), data, swap=True)
+    assert row["swapped"] > 0
 
 
 def test_command(make_run, tmp_path):

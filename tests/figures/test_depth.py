@@ -74,3 +74,8 @@ def test_command(make_run, tmp_path):
     _, (axes,) = new_figure(*figure.sheet)
     figure.picture(rows, axes)
     assert len(axes.lines) == 2 * 3 and len(figure.table(rows)) == 10  # steps, rules and shares
+    both = pd.concat([rows, rows.assign(method="another")])
+    _, (axes,) = new_figure(*figure.sheet)
+    figure.picture(both, axes)
+    assert len(axes.lines) == 2 * 2 * 3 and len({line.get_color() for line in axes.lines}) == 2
+    assert figure.table(both).method.nunique() == 2

@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -10,9 +11,12 @@ from lab_helpers import flags, records, small_model
 
 from common import UserError
 from lab.corpora import lookup
+from lab.figures import lookup as lookup_figure
 from lab.figures.lookup import Kinds, Lookup, answers, kind_rows, stilled
 from lab.figures.runs import read_runs
 from lab.figures.subject import decoded_tokens, open_subject, rerouted
+from lab.methods import PonderConfig, configure
+from lab.train import LabConfig, train
 
 
 @pytest.fixture
@@ -72,6 +76,31 @@ def test_one_text_for_all(trained, tmp_path):
     assert rows.lookups[rows.accuracy.notna()].tolist() == [0, 2]
     with pytest.raises(UserError, match="tokenizer"):
         lookup_rows([trained / "ponder"], data=str(tmp_path / "other"))
+
+
+def test_offsets_in_names(monkeypatch):
+    """Catches two models with different offsets under one name, and one name for each K of grown models."""
+    rows = {"most": 1, "lookups": 1}
+    for offsets, names in (
+        (("", " 0 6"), ["x", "x, router_offset 0 6"]),
+        ((" 0 6", " 0 6 6"), ["x", "x"]),
+    ):
+        methods = [f"x, router_offset{offset}" if offset else "x" for offset in offsets]
+        K = [1, 1] if "" in offsets else [1, 2]
+        frame = pd.DataFrame({"method": methods, "K": K, **rows})
+        monkeypatch.setattr(lookup_figure.OnAnyText, "frame", lambda self, runs, frame=frame: frame)
+        assert Lookup(()).frame([]).method.tolist() == names
+
+
+def test_most_of_a_method_without_router(trained):
+    """Catches more steps that are refused because of a flag that nobody gave."""
+    how = dict(device="cpu", data=str(trained.parent / "data/lookup"))
+    shape = PonderConfig(532, 32, 64, 1, 2, head_dim=16, block_size=64, ponder_steps=1)
+    config = LabConfig("tiny", data=how["data"], name="fixed", steps=1, batch_size=2, device="cpu")
+    config = replace(config, eval_windows=8, precision="float32")
+    run, _ = train(config, configure(shape, "grid-fixed"))
+    rows = lookup_rows([run], **how, most=(2,))
+    assert set(rows.steps.dropna()) == {2}
 
 
 @torch.no_grad()

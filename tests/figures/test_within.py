@@ -5,6 +5,7 @@ import pytest
 import torch
 from lab_helpers import small_model
 
+from common import UserError
 from lab.figures.within import Within, layer_rows
 
 
@@ -27,6 +28,13 @@ def test_rows(method, subject):
             assert row.size == pytest.approx(state.square().mean(-1).sqrt().mean().item(), rel=1e-6)
     table = model.model.embed_tokens.weight
     assert rows.weights[0] == pytest.approx(table.square().mean().sqrt().item(), rel=1e-6)
+
+
+def test_methods_without_a_pass_of_slot_0(make_run, tmp_path):
+    """Catches a traceback, or the loss of a state that such a model never predicts from."""
+    for method in ("pause", "mor-token"):
+        with pytest.raises(UserError, match=f"{method}, whose first pass does not run slot 0 alone"):
+            Within((make_run(method, 1.0, 1, method=method),), out=tmp_path / "out").draw()
 
 
 def test_command(trained, tmp_path):

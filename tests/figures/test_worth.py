@@ -1,9 +1,12 @@
 """What thinking is worth: the numbers of the table, and which of them count."""
 
+import shutil
+
 import pandas as pd
 import pytest
 from lab_helpers import records
 
+from common import UserError
 from lab.figures import lookup as worth
 from lab.figures.lookup import Worth, answers, summary, trained_steps
 from lab.figures.runs import read_runs
@@ -50,3 +53,6 @@ def test_steps_of_all_stages(make_run):
     first = make_run("first", 1.0, 1.0)
     (run,) = read_runs([make_run("second", 1.0, 1.0, init_from=first)])
     assert trained_steps(run) == 200
+    shutil.rmtree(first)
+    with pytest.raises(UserError, match=r"second began with .*first, whose training steps count"):
+        trained_steps(run)

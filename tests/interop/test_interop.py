@@ -207,6 +207,14 @@ def test_refused(tmp_path, make, damage, words):
 # -- The command -------------------------------------------------------------------------------
 
 
+def test_tau_without_a_router(tmp_path):
+    """Catches a tau that is taken and written nowhere."""
+    save(small_model(ponder_steps=0, vocab_size=300), tmp_path / "model")
+    make_tokenizer(tmp_path / "model", "llama 3")
+    with pytest.raises(UserError, match=r"--tau 0\.5 has no effect on .*model, which has no router"):
+        convert(str(tmp_path / "model"), to=tmp_path / "other", transformers=True, tau=0.5)
+
+
 def test_command_line(tmp_path):
     """Catches an exported Llama that does not know where its texts begin and end."""
     save(small_model(ponder_steps=0, vocab_size=300), tmp_path / "model")

@@ -141,6 +141,19 @@ def test_step_0_is_the_llama(config, llama, method, tolerance):
     assert fixed_point_loss(model, config) > 1.1 * plain
 
 
+def test_step_0_is_the_plain_model(config, llama):
+    """Catches a plain model of another method than vanilla that is spoilt when it learns to ponder, or that
+    cannot become a model of another method."""
+    config, shape = going_on(config, llama, "--ponder-steps", "0")
+    plain, _ = train(replace(config, name="without-steps"), replace(shape, reread=False))
+    assert read_config(plain).method == "ponderlm3" and read_config(plain).ponder_steps == 0
+    loss = fixed_point_loss(load(plain), config)
+    for method, tolerance in (("ponderlm3", 1e-2), ("grid", 1e-6)):
+        _, shape = going_on(config, plain, "--method", method, "--ponder-steps", "2")
+        assert shape.reread
+        assert fixed_point_loss(start_from(plain, shape).eval(), config) == pytest.approx(loss, rel=tolerance)
+
+
 def test_from_a_gpt_neox(config, shape):
     """Catches a Pythia that cannot learn to ponder: trained as one, read back, continued, decoded."""
     neox = dict(head_dim=None, backbone="gpt_neox", backbone_options={"rotary_pct": 0.25})
@@ -274,6 +287,7 @@ def test_flags_without_effect_at_the_root(flags):
     [
         (["--hidden-size", "64"], "--hidden-size 64 .* omit --hidden-size"),
         (["--embed-scale", "2"], "--embed-scale 2.0 .* omit --embed-scale"),
+        (["--ponder-steps", "0", "--step-price", "0.1"], "--step-price 0.1 has no effect"),
         (["--block-size", "32"], "--block-size 32 .* or less"),
         (["--method", "looped", "--reread"], "reread"),
         (["--method", "grid", "--attention", "sdpa"], "attention"),
