@@ -49,6 +49,14 @@ def test_a_value_out_of_range(script, flags, said):
     assert str(caught.value).startswith(f"error: {said}") and "\n" not in str(caught.value)
 
 
+def test_a_vocabulary_size_without_a_bpe():
+    """Catches data.py with a --vocab-size that it ignores."""
+    Path("text.txt").write_text("A text. " * 100)
+    with pytest.raises(UserError, match="--vocab-size 500 applies to a BPE"):
+        data.main("text.txt", vocab_size=500)
+    data.main("text.txt")
+
+
 def test_a_bpe_that_is_too_small(monkeypatch):
     """Catches a refusal that comes after the text has been read, which takes a while."""
     monkeypatch.setitem(data.SOURCES, "pydocs", lambda: pytest.fail("the text was read"))
