@@ -284,13 +284,13 @@ def tokenizer_of(folder, name):
             f"{folder} already holds token ids, so no BPE can be trained on it: omit --tokenizer bpe"
         )
     own_file = folder / "tokenizer.json"
+    own = load_tokenizer(own_file) if own_file.exists() else None
     if name is not None:
         named = Tokenizer.named(name)
-        if own_file.exists():
-            check_tokenizer_of(folder, named, name)
+        refuse_other_tokenizer(folder, own, named, name)
         return named
-    if own_file.exists():
-        return load_tokenizer(own_file)
+    if own is not None:
+        return own
     if (folder / "meta.pkl").exists():
         raise UserError(
             f"{folder / 'meta.pkl'} is a pickle, which could run code, so it is not opened: use --data with "
@@ -299,16 +299,18 @@ def tokenizer_of(folder, name):
     return Tokenizer.named("gpt2")
 
 
-def check_tokenizer_of(folder, tokenizer, name):
-    """Refuse another tokenizer than the one that a folder with token ids has.
+def refuse_other_tokenizer(folder, own, asked, name):
+    """Refuse another tokenizer than the one that encoded a folder with token ids.
 
     Args:
-        name: of the tokenizer that was asked for.
+        own: the tokenizer in the folder, or None.
+        asked: the tokenizer that was asked for.
+        name: of `asked`, for the message.
 
     Raises:
         UserError: they differ, so that the ids would mean other texts.
     """
-    if load_tokenizer(folder / "tokenizer.json").digest != tokenizer.digest:
+    if own is not None and own.digest != asked.digest:
         raise UserError(
             f"--tokenizer {name} is not the tokenizer that encoded {folder}, which has its own: omit "
             "--tokenizer"

@@ -641,7 +641,7 @@ def check_before_reading(config, model_config, device, world_size):
     """Refuse what cannot work before minutes are spent on reading a text.
 
     Raises:
-        UserError: the number of processes, the form of attention, or the name of the run does not fit.
+        UserError: the number of processes, the form of attention, a path or the name of the run does not fit.
     """
     if config.batch_size % world_size:
         raise UserError(
@@ -650,9 +650,9 @@ def check_before_reading(config, model_config, device, world_size):
         )
     check_attention(config.attention, device, config.precision, model_config.head_width)
     for flag, path in (("--data", config.data), ("--out", config.out), ("--name", config.name)):
-        if path is not None and not is_utf8(str(path)):
+        if path is not None and not is_utf8(path):
             raise UserError(
-                f"{flag} {str(path)!r} is not valid UTF-8, and so train.json could not name it: rename it"
+                f"{flag} {path!r} is not valid UTF-8, and so train.json could not name it: rename it"
             )
     rank, _ = rank_and_world_size()
     if rank == 0:

@@ -284,17 +284,14 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=4096):
     folder = Path(data)
     if root_data.is_prepared(data):
         own_file = folder / "tokenizer.json"
-        if tokenizer is None and own_file.exists():
-            made = load_tokenizer(own_file)
+        own = load_tokenizer(own_file) if own_file.exists() else None
+        if tokenizer is None and own is not None:
+            made = own
         elif tokenizer in OURS:
             made = root_data.tokenizer_of(folder, tokenizer)
         else:
             made = open_tokenizer(tokenizer)
-            if own_file.exists() and load_tokenizer(own_file).digest != made.digest:
-                raise UserError(
-                    f"--tokenizer {tokenizer} is not the tokenizer that encoded {data}, which has its own: "
-                    "omit --tokenizer"
-                )
+            root_data.refuse_other_tokenizer(folder, own, made, tokenizer)
         return root_data.read_corpus(folder, made)
     has_rows = any(file.suffix.lower() in ROW_SUFFIXES for file in files_of(data))
     if tokenizer in OURS and not has_rows:
