@@ -332,7 +332,7 @@ def check_out(options):
     if options.out.suffix not in (".svg", ".html"):
         raise UserError(f"--out {options.out} must end in .svg or .html")
     if options.num_samples > 1:
-        raise UserError(f"--out can show one text only: drop --num-samples {options.num_samples}")
+        raise UserError(f"--out can show one text only: omit --num-samples {options.num_samples}")
     check_writable(options.out.parent, "use another --out")
 
 

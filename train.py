@@ -348,16 +348,21 @@ def refuse_ignored(first, config, model_config):
     if first.vocab_size is not None and tokenizer is None:
         raise UserError(
             f"--vocab-size {first.vocab_size} has no effect on {config.data}, which already holds token ids: "
-            "drop --vocab-size"
+            "omit --vocab-size"
         )
     if first.vocab_size is not None and tokenizer != "bpe":
         raise UserError(
-            f"--vocab-size {first.vocab_size} applies to a BPE, but the tokenizer is {tokenizer}: drop "
+            f"--vocab-size {first.vocab_size} applies to a BPE, but the tokenizer is {tokenizer}: omit "
             "--vocab-size, or add --tokenizer bpe"
         )
+    check_price(config, model_config)
+
+
+def check_price(config, model_config):
+    """Raise a UserError for a price on steps of a model that takes none."""
     if config.step_price and model_config.ponder_steps == 0:
         raise UserError(
-            f"--step-price {config.step_price} has no effect with --ponder-steps 0: drop one of the two"
+            f"--step-price {config.step_price} has no effect with --ponder-steps 0: omit one of the two"
         )
 
 
@@ -378,7 +383,7 @@ def refuse_changes(run, before, now):
             f"--{name.replace('_', '-')} {asked[name]} (was {recorded[name]})" for name in changed
         )
         raise UserError(
-            f"{run} was begun with other settings: drop --resume to train a new run, or undo these changes: "
+            f"{run} was begun with other settings: omit --resume to train a new run, or undo these changes: "
             f"{changes}"
         )
 
@@ -398,7 +403,7 @@ def read_run(run, kind=TrainConfig):
     file = Path(run, "train.json")
     if not file.is_file():
         raise UserError(
-            f"{run} is not a training run (no train.json): check --name and --out, or drop --resume"
+            f"{run} is not a training run (no train.json): check --name and --out, or omit --resume"
         )
     content = read_json(file)
     with user_error_if_unreadable(file, "; resume it with the program that began it"):

@@ -50,10 +50,12 @@ def chosen(frame, wanted):
 
 
 def cell(frame, rows, title, spec):
-    """What a column shows of the row `title`."""
+    """What a column shows of the row `title`. ValueError: one of its runs has no such value."""
     column, form, *more = spec.split(" ", 3)
     sign, other = [*more, None, None][:2]
     mine = chosen(frame, rows[title])[column]
+    if mine.isna().any():  # a mean would leave it out, and the number of seeds would count it
+        raise ValueError(f"{rows[title]} has a row without {column}")
     if form == "count":
         return str(len(mine))
     value, within = mine.mean(), None

@@ -177,10 +177,7 @@ def check(config, model_config):
             f"--step-price {config.step_price} has no effect on --method {kind.method}, which has no price "
             "on steps: omit --step-price"
         )
-    if config.step_price and model_config.ponder_steps == 0:
-        raise UserError(
-            f"--step-price {config.step_price} has no effect with --ponder-steps 0: omit one of the two"
-        )
+    root.check_price(config, model_config)
     if config.attention != "auto" and kind.grid:
         raise UserError(
             f"--attention {config.attention} has no effect on --method {kind.method}, which has its own "

@@ -190,6 +190,13 @@ def test_differences_in_tables():
     assert tables.cell(older, titles, "A", "loss +.2f - B").startswith("+1.60 ±")
 
 
+def test_missing_value_in_tables():
+    """Catches a run without a loss that counts as a seed, and that the mean leaves out."""
+    frame = pd.DataFrame([("a", 0, 1.0), ("a", 1, None)], columns=["method", "seed", "loss"])
+    with pytest.raises(ValueError, match="without loss"):
+        tables.cell(frame, {"A": "a"}, "A", "loss .2f ±")
+
+
 def test_tables():
     """Catches a number in a table that is not what its file has, cell by cell (python -m docs.tables writes
     it anew), and a table of numbers that says nothing of where they are from."""

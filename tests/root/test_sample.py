@@ -177,7 +177,7 @@ def test_picture(byte_model, capsys):
     for wrong, message in (
         (dict(out=Path("a.png"), show_steps=True), "a.png must end in .svg or .html"),
         (dict(out=Path("a.svg")), "add --show-steps"),
-        (dict(out=Path("a.svg"), show_steps=True, num_samples=2), "drop --num-samples 2"),
+        (dict(out=Path("a.svg"), show_steps=True, num_samples=2), "omit --num-samples 2"),
     ):
         with pytest.raises(UserError, match=message):
             sample_main(run=byte_model, prompt="a", **wrong)
