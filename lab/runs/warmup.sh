@@ -12,14 +12,14 @@ run() { # folder, name, flags
   [[ " ${ROWS:-$2} " = *" $2 "* ]] || return 0
   once "out/warmup/$1" "$2" "$seed" --preset tiny --steps 4000 --eval-every 1000 --log-every 100 --device cpu "${@:3}"
 }
-control_rows() { # folder: always one step, shared depth and PonderLM-3
-  run "$1" always-1 --method grid-fixed --ponder-steps 1
-  run "$1" shared-depth --method shared-grid
-  run "$1" by-token --method grid
+control_rows() { # folder, flags: always one step, shared depth and PonderLM-3
+  run "$1" always-1 --method grid-fixed --ponder-steps 1 "${@:2}"
+  run "$1" shared-depth --method shared-grid "${@:2}"
+  run "$1" by-token --method grid "${@:2}"
 }
 
-for part in ${PARTS:-grid noise jacobi embedding longer wide}; do
-  case $part in grid) seeds="0 1 2 3 4" ;; jacobi | longer) seeds="0 1 2" ;; *) seeds="0 1" ;; esac
+for part in ${PARTS:-grid noise precision jacobi embedding longer wide}; do
+  case $part in grid) seeds="0 1 2 3 4" ;; precision | jacobi | longer) seeds="0 1 2" ;; *) seeds="0 1" ;; esac
   for seed in ${SEEDS:-$seeds}; do
     case $part in
       grid)
@@ -37,6 +37,10 @@ for part in ${PARTS:-grid noise jacobi embedding longer wide}; do
       noise) # the same again, rounded otherwise; one thread in float32 is the part grid
         OMP_NUM_THREADS=2 control_rows noise/two-threads
         PRECISION=bfloat16 control_rows noise/bfloat16
+        ;;
+      precision) # a quarter of the training, since bfloat16 is slow on most CPUs
+        control_rows precision/float32 --steps 1000
+        PRECISION=bfloat16 control_rows precision/bfloat16 --steps 1000
         ;;
       jacobi) # R as tiny has it
         for K in 1 2 3; do run jacobi always-$K --method ponderlm2 --ponder-steps $K --refinements 1 1; done
@@ -68,6 +72,7 @@ table() { lab analyze compare --out "out/analyze/warmup-$1" --runs "${@:2}"; }
 lab analyze compare --choose 2048 --out out/analyze/warmup-choice --runs out/warmup/grid/{none,none-?e-3,warmup-?00}-0
 table grid out/warmup/grid/*-[0-9]
 table noise out/warmup/{grid,noise/*}/{always-1,shared-depth,by-token}-[01]
+table precision out/warmup/precision/*/*-[0-9]
 table jacobi out/warmup/jacobi/*-[0-9] out/warmup/grid/none-[0-2]
 lab analyze within --out out/analyze/warmup-within --runs out/warmup/grid/{none,warmup-300,always-1}-[0-9]
 for part in longer wide; do table $part out/warmup/$part/*-[0-9]; done

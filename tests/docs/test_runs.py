@@ -68,7 +68,7 @@ def read(calls):
         ("ablations.sh", (), {}, 18, ["compare"]),
         ("pareto.sh", (), {}, 72, ["compare"]),
         ("pays.sh", (), {}, 53, [*["compare"] * 4, "layers"]),
-        ("warmup.sh", (), {}, 98, [*["compare"] * 4, "within", *["compare"] * 2]),
+        ("warmup.sh", (), {}, 116, [*["compare"] * 5, "within", *["compare"] * 2]),
         ("depth.sh", (), {}, 14, ["depth", "depth", "compare"]),
         ("price.sh", (), {}, 21, ["compare"] * 4),
         ("pareto.sh", (), {"SCALE": "small", "SEEDS": "5"}, 24, []),
