@@ -28,6 +28,7 @@ import csv
 import json
 import math
 import re
+import shlex
 from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
@@ -50,11 +51,12 @@ from common import (
     read_json,
     user_error_if_unreadable,
 )
-from data import Windows, open_corpus, pick_tokenizer
+from data import Windows, is_prepared, open_corpus, pick_tokenizer, read_corpus
 from hardware import eval_batch_size
 from model import Count, Fraction, validated_dataclass
 from router import TAU, stop_step
 from sources import SOURCES
+from tokenizer import load_tokenizer
 
 BUCKETS = "easy", "medium", "hard"
 ALPHAS = -8, -4, -3, -2, -1, 0, 1, 2, 4
@@ -740,7 +742,16 @@ def open_windows(run, model_config, count, data=None):
                 "opened: pass the text with --data"
             )
         data = recorded_data
-    corpus = open_corpus(data, pick_tokenizer(preset, data, tokenizer), vocab_size)
+    if is_prepared(data):
+        corpus = read_corpus(Path(data), load_tokenizer(Path(run, "tokenizer.json")))
+    else:
+        name = pick_tokenizer(preset, data, tokenizer)
+        if name not in ("bytes", "bpe", "gpt2"):
+            raise foreign_tokenizer(run, data)
+        corpus = open_corpus(data, name, vocab_size)
+        is_own = corpus.tokenizer.digest == corpus_before.get("tokenizer")
+        if config.get("init_from") and not is_own:
+            raise foreign_tokenizer(run, data)
     fingerprint = corpus.fingerprint()
     for key in ("val_sha256", "tokenizer"):
         if fingerprint[key] != corpus_before.get(key):
@@ -750,6 +761,15 @@ def open_windows(run, model_config, count, data=None):
             )
     val = Windows(corpus.val, model_config.block_size, seed=0)
     return val.stack(0, min(count, val.count))
+
+
+def foreign_tokenizer(run, data):
+    """The UserError for a run of the lab that took its tokenizer from another model."""
+    text, folder = shlex.quote(str(data)), shlex.quote(str(run))
+    return UserError(
+        f"{run} has the tokenizer of another model, so {data} cannot be encoded here: prepare it with python "
+        f"-m lab corpus prepare {text} --tokenizer {folder} --to FOLDER, and pass --data FOLDER"
+    )
 
 
 def write_csv(file, rows):

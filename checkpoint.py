@@ -80,6 +80,12 @@ def load(directory):
         raise ValueError(
             "its config.json does not describe a PonderLM-3 (python -m lab reads and converts other models)"
         )
+    unknown = content.keys() - Config.__dataclass_fields__.keys()
+    if unknown:  # of another backbone, for instance
+        raise ValueError(
+            f"its config.json has settings that the model here does not have, {', '.join(sorted(unknown))} "
+            "(python -m lab reads and converts other models)"
+        )
     weights_file = Path(directory, "model.safetensors")
     refuse_lfs_pointer(weights_file)
     with torch.device("meta"):  # shapes without memory, which the weights then fill
@@ -134,14 +140,32 @@ def newest_run(out="out", default=None):
     Raises:
         UserError: there is no run and no default.
     """
+    run = newest_with("model.safetensors", out)
+    if run is None and default is None:
+        raise UserError(f"there is no trained model in {out}/: train one with python train.py")
+    return run or default
+
+
+def newest_training(out="out"):
+    """The run that was trained last, out/NAME. It may have ended before its first checkpoint.
+
+    Raises:
+        UserError: there is no run.
+    """
+    run = newest_with("log.jsonl", out)  # a training writes it from its beginning to its end
+    if run is None:
+        raise UserError(f"there is no training to resume in {out}/: begin one without --resume")
+    return run
+
+
+def newest_with(name, out):
+    """The folder in `out` whose file `name` is the newest; None if no folder has one."""
     with user_error_if_unreadable(out):
         folders = list(Path(out).iterdir()) if Path(out).exists() else []
-        runs = [folder for folder in folders if (folder / "model.safetensors").exists()]
-    if not runs:
-        if default is None:
-            raise UserError(f"there is no trained model in {out}/: train one with python train.py")
-        return default
-    return max(runs, key=lambda run: (run / "model.safetensors").stat().st_mtime)
+        files = [folder / name for folder in folders if (folder / name).exists()]
+    if not files:
+        return None
+    return max(files, key=lambda file: file.stat().st_mtime).parent
 
 
 # What flock says on file systems without locks, such as some NFS and Lustre: the last is Linux's ENOTSUPP.

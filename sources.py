@@ -8,6 +8,7 @@ a path      a text file, or a folder of them
 import ast
 import gc
 import hashlib
+import shlex
 import sys
 import sysconfig
 import warnings
@@ -145,17 +146,22 @@ def read_documents(path):
         UserError: a file of ROW_SUFFIXES, an archive, a saved data set, or a Git LFS pointer.
         OSError: a file cannot be read.
     """
-    files = [path] if path.is_file() else files_below(path)
+    if path.is_file():
+        files = [path]
+        top = path.parent
+    else:
+        files = files_below(path)
+        top = path  # whose own name does not count: the split goes by the names
     documents = []
     skipped = []
     not_utf8 = []
     for file in files:
-        name = str(file.relative_to(path.parent))
+        name = str(file.relative_to(top))
         suffix = file.suffix.lower()
         if suffix in ROW_SUFFIXES:
             raise UserError(
                 f"{file} has one text per row, which this command does not read: prepare it with python -m "
-                f"lab corpus prepare {file}"
+                f"lab corpus prepare {shlex.quote(str(file))} --to FOLDER, and pass --data FOLDER"
             )
         refuse_packed(file)
         if suffix in NOT_TEXT:

@@ -49,7 +49,7 @@ from checkpoint import (
     load_checkpoint,
     locked,
     make_run_folder,
-    newest_run,
+    newest_training,
     resume_flags,
     save_checkpoint,
     write_log,
@@ -318,7 +318,7 @@ def parse(argv=None):
     """
     first, _ = tyro.cli(FirstFlags, args=argv, return_unknown_args=True, add_help=False)
     if first.resume:
-        run = Path(first.out, first.name) if first.name else newest_run(first.out)
+        run = Path(first.out, first.name) if first.name else newest_training(first.out)
         config, model_config = run_settings(run)
         config = replace(config, out=first.out, name=run.name, resume=True)
     else:
@@ -406,8 +406,12 @@ def read_run(run, kind=TrainConfig):
             f"{run} is not a training run (no train.json): check --name and --out, or omit --resume"
         )
     content = read_json(file)
-    with user_error_if_unreadable(file, "; resume it with the program that began it"):
+    with user_error_if_unreadable(file):
         settings = OLD_DEFAULTS | dict(content["config"])
+        if kind is TrainConfig and not settings.keys() <= kind.__dataclass_fields__.keys():
+            raise UserError(
+                f"{run} was begun by python -m lab train: resume it with python -m lab train --resume"
+            )
         settings["compile"] = OLD_COMPILE.get(settings["compile"], settings["compile"])
         return from_json(kind, settings), dict(content["model"]), dict(content["corpus"])
 

@@ -640,7 +640,10 @@ def goals(o: Annotated[Goals, tyro.conf.arg(name="")]):
                 if row["way"] == "all steps, no graphs" and row["batch"] == 1:
                     goal(what + "time / that with graphs", row["time_ratio"], least=LEAST_GRAPH_SPEED_UP)
     if not rows:
-        raise UserError(f"--out {o.out} has no results of bench attention, step or decoding: run these first")
+        raise UserError(
+            f"--out {o.out} has none of the measurements that goals are for: run bench attention, step and "
+            "decoding on a GPU first"
+        )
     print(pd.DataFrame(rows).to_string(index=False, float_format="{:.3g}".format))
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 import tyro
 
 import train as root
-from checkpoint import newest_run
+from checkpoint import newest_training
 from common import UserError, command_line, join, parse_groups, split_into
 from lab.common import settings_of
 from lab.corpora.preparation import open_corpus
@@ -105,7 +105,7 @@ def parse(argv=None):
     """
     first, _ = tyro.cli(FirstFlags, args=argv, return_unknown_args=True, add_help=False)
     if first.resume:
-        run = Path(first.out, first.name) if first.name else newest_run(first.out)
+        run = Path(first.out, first.name) if first.name else newest_training(first.out)
         config, model_config, _ = read_run(run)
         if not isinstance(config, LabConfig):
             raise UserError(f"{run} was begun by train.py: resume it with python train.py --resume")

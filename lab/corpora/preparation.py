@@ -117,7 +117,7 @@ def begun(o, part, source):
             tokenizer = open_tokenizer(o.tokenizer)
         if tokenizer.end_of_text is None:
             raise UserError(
-                f"--tokenizer {o.tokenizer} has no end-of-text token: add eos_token to its "
+                f"the tokenizer of {o.tokenizer} has no end-of-text token: add eos_token to its "
                 "tokenizer_config.json"
             )
         return State(options, few), tokenizer

@@ -1,8 +1,8 @@
 """Where texts come from: files, JSON lines, Parquet, the Hugging Face Hub, the texts of data.py.
 
-A file is one text, with the name that data.read_texts gives it; a file of more than a megabyte is several
-texts, cut at the ends of lines. Each row of a .jsonl, .ndjson or .parquet file or of a data set is a text.
-Texts come one after another, so that memory does not grow with their number.
+A file is one text, with the name that sources.read_documents gives it; a file of more than a megabyte is
+several texts, cut at the ends of lines. Each row of a .jsonl, .ndjson or .parquet file or of a data set is
+a text. Texts come one after another, so that memory does not grow with their number.
 """
 
 import codecs
@@ -101,18 +101,20 @@ def texts(o, first=0, place=None, notes=None):
 
 
 def of_files(data, field="text", notes=None):
-    """Yield (name, bytes) of the texts of a file or folder."""
+    """Yield (name, bytes) of the texts of a file or folder. The name of the file or folder itself is not part
+    of the names of rows, or of files in the folder: it does not matter to the split."""
     if notes is None:
         notes = defaultdict(list)
+    top = Path(data)
     for file in files_of(data):
-        name = str(file.relative_to(Path(data).parent))
+        name = file.name if file == top else str(file.relative_to(top))
         kind = file.suffix.lower()
         if kind in ROW_SUFFIXES:
             with user_error_if_unreadable(file):
                 rows = parquet_rows(file, field) if kind == ".parquet" else json_rows(file, field)
                 for i, text in enumerate(rows, start=1):
                     if text.strip():
-                        yield f"{name} {i}", text
+                        yield (f"row {i}" if file == top else f"{name} {i}"), text
             continue
         is_text = False
         if kind not in NOT_TEXT:

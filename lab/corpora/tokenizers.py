@@ -191,7 +191,8 @@ def token_bytes(library, decoder):
 
 
 def save_pretrained(tokenizer, directory):
-    """Write a tokenizer so that transformers' AutoTokenizer reads it, and gives the same ids for any text."""
+    """Write a tokenizer so that transformers' AutoTokenizer reads it, and gives the same ids for any text
+    without 500 blanks in a row, which our BPE cuts (tokenizer.LONG_WHITESPACE)."""
     theirs = isinstance(tokenizer, HuggingFaceTokenizer)
     if theirs:
         definition = tokenizer.definition

@@ -161,6 +161,8 @@ def main(o: Annotated[Options, tyro.conf.arg(name="")]):
     if o.data and o.corpus:
         raise UserError(f"--data {o.data} and --corpus {o.corpus} cannot be combined: omit one of them")
     if o.out:
+        if o.out.is_dir():
+            raise UserError(f"--out {o.out} is a folder: name a file in it, such as {o.out / 'scores.json'}")
         o.out.parent.mkdir(parents=True, exist_ok=True)  # an error here should not come after an hour
     run = find_model(o.run, otherwise=INCLUDED)
     device = pick_device(o.device)

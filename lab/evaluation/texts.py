@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from common import UserError
-from data import Windows, id_type, pick_tokenizer
+from data import Windows, id_type, is_prepared, pick_tokenizer
 from lab.corpora.preparation import OURS, open_corpus
 from lab.corpora.sources import of_files
 from lab.corpora.tokenizers import begin_of
@@ -97,6 +97,12 @@ def own_texts(data, tokenizer):
     Raises:
         UserError: there is no text.
     """
+    if is_prepared(data) or (data in SOURCES and not Path(data).exists()):
+        raise UserError(
+            f"--data {data} is a text to train on, whose validation part can be scored: use --corpus {data}"
+        )
+    if not Path(data).exists():
+        raise UserError(f"--data {data} does not exist: give a text file or a folder of text files")
     found = [text for _, text in of_files(data)]
     if not found:
         raise UserError(f"--data {data} has no text: give a text file or a folder of text files")

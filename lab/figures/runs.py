@@ -80,16 +80,18 @@ class Run:
     @property
     def origin(self):
         """Where and on what it was trained: {column of ORIGIN: text}, with None for what an older run did not
-        record. A run that was resumed elsewhere has several machines or precisions.
+        record, or an included model, which has no log. A run that was resumed elsewhere has several machines
+        or precisions.
 
         Raises:
-            UserError: its log is missing or damaged.
+            UserError: its log is damaged.
         """
         machines = []
         precisions = []
         file = self.path / "log.jsonl"
         with user_error_if_unreadable(file):
-            for line in file.read_text("utf-8").splitlines():
+            lines = file.read_text("utf-8").splitlines() if file.exists() else []
+            for line in lines:
                 row = json.loads(line)
                 if "machine" in row:  # the row with which a training begins or resumes
                     threads = "1 thread" if row["threads"] == 1 else f"{row['threads']} threads"

@@ -147,6 +147,15 @@ def test_few_documents(rows, capsys):
     assert [text for name, text in documents if is_held_out(name)] == data.split_documents(documents)[1]
 
 
+def test_the_name_of_a_file_does_not_matter():
+    """Catches a text that is split otherwise because its file or folder was renamed."""
+    rows = write_rows(Path("rows.jsonl"), TEXTS)
+    before = [(name, is_held_out(name)) for name, _ in of_files(rows)]
+    assert before == [(name, is_held_out(name)) for name, _ in of_files(rows.rename("renamed.jsonl"))]
+    texts = write_texts(Path("texts"))
+    assert list(of_files(texts)) == list(of_files(texts.rename("moved")))
+
+
 @pytest.mark.parametrize("end", [b"\n", b" "])
 def test_large_texts(monkeypatch, end):
     """Catches bytes that are lost where a text is cut, a cut within a line, and pieces without a bound."""
@@ -171,8 +180,8 @@ def test_what_is_left_out(monkeypatch, capsys):
     prepare(Options("texts", Path("out")))
     said = capsys.readouterr().out
     assert "3 files in texts have no text" in said
-    assert "texts/data.json, texts/image.png, texts/no.txt" in said
-    assert "3 files in texts are not UTF-8" in said and "texts/foreign.txt" in said
+    assert "skipped: data.json, image.png, no.txt" in said
+    assert "3 files in texts are not UTF-8" in said and "byte by byte: 002.txt, 003.txt, foreign.txt" in said
     assert sum(map(len, found_in("out"))) == sum(map(len, [*TEXTS, late]))
 
 

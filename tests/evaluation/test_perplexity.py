@@ -107,6 +107,9 @@ def test_refused(folder, config, shape):
     Tokenizer.train([b"the the the"] * 9, 258).save(folder / "ids/tokenizer.json")
     for run, options, words in (
         ("model", dict(data="empty"), "--data empty"),
+        ("model", dict(data="none.txt"), r"--data none\.txt does not exist"),
+        ("model", dict(data="pydocs"), "use --corpus pydocs"),
+        ("model", dict(data="short.txt", out=folder), "is a folder: name a file"),
         ("model", {}, "--data"),
         ("out/run", dict(corpus=config.data, against="ids"), "--against ids"),
         ("out/run", dict(corpus=config.data, against="model"), "model has no train.json, .* --data"),

@@ -20,7 +20,7 @@ from lab.figures.comparing import by_run, losses
 from lab.figures.runs import check_one_recipe, named, read_runs
 from lab.figures.subject import rerouted
 from lab.figures.tables import new_figure
-from lab.interop.weights import load
+from lab.interop.weights import PUZZLES, load
 from lab.methods import find
 
 CPU = torch.device("cpu")
@@ -149,6 +149,12 @@ def test_pairs_agree_in_where_they_ran(make_run, capsys):
     assert comparing.over_seeds(frame, ["tau"]).machine.tolist()[1].count(";") == 1
     older = frame.drop(columns=comparing.ORIGIN)  # of a CSV that has no such columns: pairs by seed alone
     assert comparing.differences(older, "PonderLM-2").difference.notna().all()
+
+
+def test_a_model_without_a_log():
+    """Catches an included model that no figure can measure, since it does not say where it was trained."""
+    (run,) = read_runs([PUZZLES])
+    assert run.origin | {"text": ""} == {"machine": None, "precision": None, "text": ""}
 
 
 @pytest.mark.parametrize("flags", [{}, {"against": "PonderLM-2"}])

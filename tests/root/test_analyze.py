@@ -383,3 +383,16 @@ def test_refused(run):
     content["config"] |= {"init_from": None, "attention": "exact"}  # as the lab has it
     (run / "train.json").write_text(json.dumps(content))
     command("tau", **given, windows=1)
+    content["config"] |= {"tokenizer": "models/other"}
+    (run / "train.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"prepare text\.txt --tokenizer run --to FOLDER"):
+        command("tau", **given, windows=1)
+    (prepared,) = Path("data").glob("text-*")
+    command("tau", **given | dict(data=str(prepared)), windows=1)  # encoded already
+    content["config"] |= {"tokenizer": "auto", "init_from": "models/other"}
+    (run / "train.json").write_text(json.dumps(content))
+    command("tau", **given, windows=1)  # bytes, whoever made them
+    content["corpus"] |= {"tokenizer": "x"}
+    (run / "train.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="has the tokenizer of another model"):
+        command("tau", **given, windows=1)

@@ -140,6 +140,12 @@ def test_newest_run_and_devices():
         os.utime(f"out/{name}/model.safetensors", (when, when))
     Path("out/unfinished").mkdir()
     assert checkpoint.newest_run() == Path("out/b")
+    with pytest.raises(UserError, match="no training to resume in out"):
+        checkpoint.newest_training()
+    for name, when in (("b", 8), ("unfinished", 11)):  # the second has no weights yet
+        Path("out", name, "log.jsonl").touch()
+        os.utime(f"out/{name}/log.jsonl", (when, when))
+    assert checkpoint.newest_run() == Path("out/b") and checkpoint.newest_training() == Path("out/unfinished")
     assert hardware.pick_device("cpu").type == "cpu" and hardware.pick_device().type in ("cpu", "cuda", "mps")
     for name in ("tpu", "cuda:99", "", "meta"):
         with pytest.raises(UserError, match=f"device '{name}'"):
@@ -274,10 +280,10 @@ def test_texts_that_are_left_out(tmp_path, capsys):
     ):
         (folder / name).write_bytes(text)
     os.truncate(folder / "c.JSON", 10**12)  # more than fits into memory: what is left out is not read
-    assert sources.read_documents(folder) == [("texts/a.txt", b"text"), ("texts/d.txt", b"n\xe9")]
+    assert sources.read_documents(folder) == [("a.txt", b"text"), ("d.txt", b"n\xe9")]
     out = capsys.readouterr().out
-    assert re.search(r"2 of 5 files .*are skipped: texts/b\.txt, texts/c\.JSON\n", out)
-    assert re.search(r"1 of 5 files .*not UTF-8.*: texts/d\.txt\n", out)
+    assert re.search(r"2 of 5 files .*are skipped: b\.txt, c\.JSON\n", out)
+    assert re.search(r"1 of 5 files .*not UTF-8.*: d\.txt\n", out)
     for name in ("a.jsonl", "a.JSONL", "a.parquet"):
         (folder / name).write_text('{"text": "a"}')
         for given in (folder, folder / name):
@@ -285,6 +291,20 @@ def test_texts_that_are_left_out(tmp_path, capsys):
                 open_corpus(str(given))
         (folder / name).unlink()
     assert not Path("data").exists()
+
+
+def test_the_name_of_a_folder_does_not_matter(tmp_path, monkeypatch):
+    """Catches a text that is split otherwise because its folder was renamed, or is given as '.'."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(120):
+        (folder / f"{i}.txt").write_text(f"text {i}\n")
+    before = data.split_documents(sources.read_documents(folder))
+    assert 0 < len(before[1]) < 20  # by whole documents
+    moved = folder.rename(tmp_path / "moved")
+    assert data.split_documents(sources.read_documents(moved)) == before
+    monkeypatch.chdir(moved)
+    assert data.split_documents(sources.read_documents(Path("."))) == before
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -303,10 +323,10 @@ def test_links(turned, tmp_path, monkeypatch):
     (folder / "sub/up").symlink_to(folder)
     (other / "deep/again").symlink_to(other)
     os.mkfifo(folder / "pipe")  # which nobody writes to: it would be read for ever
-    texts = [("texts/a.txt", b"a"), ("texts/c.txt", b"a"), ("texts/more/deep/b.txt", b"b")]
+    texts = [("a.txt", b"a"), ("c.txt", b"a"), ("more/deep/b.txt", b"b")]
     assert sources.read_documents(folder) == texts
     (tmp_path / "link").symlink_to(folder)
-    assert sources.read_documents(tmp_path / "link")[2] == ("link/more/deep/b.txt", b"b")
+    assert sources.read_documents(tmp_path / "link") == texts
     for target in ("nowhere", "d.txt"):  # the second leads to itself
         (folder / "d.txt").symlink_to(target)
         with pytest.raises(OSError) as error:
