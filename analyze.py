@@ -605,31 +605,31 @@ class Options:
 
 
 # The flags that each figure uses.
-OF_ONE_RUN = {"run", "data", "windows", "out", "device"}
+FLAGS_OF_ONE_RUN = {"run", "data", "windows", "out", "device"}
 USED_FLAGS = {
     "curve": {"run", "runs", "out"},
-    "converge": OF_ONE_RUN,
-    "buckets": OF_ONE_RUN | {"tau"},
-    "shift": OF_ONE_RUN | {"tau"},
-    "tokens": OF_ONE_RUN | {"tau"},
-    "tau": OF_ONE_RUN | {"tau"},
+    "converge": FLAGS_OF_ONE_RUN,
+    "buckets": FLAGS_OF_ONE_RUN | {"tau"},
+    "shift": FLAGS_OF_ONE_RUN | {"tau"},
+    "tokens": FLAGS_OF_ONE_RUN | {"tau"},
+    "tau": FLAGS_OF_ONE_RUN | {"tau"},
     "pareto": {"runs", "out"},
 }
 
 
-OF_SEVERAL_RUNS = {"curve": curve, "pareto": pareto}
+MEASURE_RUNS = {"curve": curve, "pareto": pareto}  # the figures of several runs, by what gives their rows
 
 
 def main(options: Annotated[Options, tyro.conf.arg(name="")]):
     check_flags(options)
-    if options.figure in OF_SEVERAL_RUNS:
+    if options.figure in MEASURE_RUNS:
         runs = options.runs
         if not runs and options.figure == "curve":
             runs = (options.run or newest_run(),)
         is_of_one = options.figure == "curve" and len(runs) == 1
         out = options.out or (report_folder(runs[0]) if is_of_one else Path("out/analyze"))
         check_writable(out, "use --out with a folder that can be written")
-        rows = OF_SEVERAL_RUNS[options.figure](runs)
+        rows = MEASURE_RUNS[options.figure](runs)
         unit = "token"
     else:
         run = options.run or newest_run()
@@ -655,7 +655,8 @@ def report_folder(run):
     """The folder for the results of a run.
 
     Raises:
-        UserError: there is no such run. (To make its folder would stop a training of that name.)
+        UserError: there is no such run. Its folder is not made here, since a training would refuse a folder
+            that is not empty (checkpoint.check_free).
     """
     if not Path(run).is_dir():
         raise UserError(f"{run} is not a folder: give the directory of a trained run")

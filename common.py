@@ -180,8 +180,9 @@ def termination_signals():
 
 
 def heard_signals():
-    """The termination signals that are not ignored. An ignored one stays so: that is how nohup works. So
-    does one whose handler, None, belongs to a program that embeds Python: Python could not set it back."""
+    """The termination signals that this program may handle. Two kinds are left as they are: those that are
+    ignored, since nohup works by that; and those with the handler None, which a program that embeds Python
+    has set, since Python could not set it back."""
     unheard = (signal.SIG_IGN, None)
     return [number for number in termination_signals() if signal.getsignal(number) not in unheard]
 

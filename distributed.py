@@ -40,7 +40,7 @@ def init_distributed(device_name):
     device = pick_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not dist.is_initialized():  # it is by a second training in the same process
+    if not dist.is_initialized():  # it is already, if this process has trained before
         # DistributedDataParallel imports torch._dynamo. Imported after the process group exists, it keeps
         # gloo's threads alive at exit, and they may abort; so import it first.
         from torch import _dynamo  # noqa: F401

@@ -141,7 +141,8 @@ def compile_for_training(model):
     One graph of a block is compiled for each number of slots that a Jacobi pass can have, K+1 in all. The
     compiled cross-entropy keeps 3 bytes per logit instead of 12 (measured on a CPU in bfloat16).
     """
-    torch._dynamo.config.recompile_limit = 64  # more than K+1; torch's own limit would leave some uncompiled
+    # torch's own limit, 8, would leave some uncompiled.
+    torch._dynamo.config.recompile_limit = max(64, model.config.ponder_steps + 2)
     # DistributedDataParallel would split each block at its buckets. That gains nothing here, because every
     # pass uses all weights, so their gradients are complete only at the end.
     torch._dynamo.config.optimize_ddp = False
@@ -163,8 +164,8 @@ def compile_for_training(model):
 
 
 def eval_batch_size(T, vocab_size, device):
-    """How many windows of T tokens to evaluate at once. Few are twice as fast on a CPU; they would leave
-    a GPU idle. There, the logits of a large vocabulary decide: they take at most 1 GiB in float32."""
+    """How many windows of T tokens to evaluate at once. On a CPU, a few at once are twice as fast as many; on
+    a GPU, a few would leave it idle, and there the logits decide: they take at most 1 GiB in float32."""
     if device.type == "cuda":
         tokens = min(16_384, 2**28 // vocab_size)
     else:

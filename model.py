@@ -123,11 +123,11 @@ class PonderingConfig:
     # steps) in parallel. With more passes, training is slower, but matches more closely what decoding
     # computes
     refinements: tuple[int, int] = (2, 3)
-    # how the penalty on steps that tokens do not need (the paper's bottom-mass penalty) is computed. printed:
-    # as printed in the paper, from the mean cross-entropy; at usual losses, this penalty is zero. token: a
+    # how the penalty on steps that tokens do not need is computed (router.bottom_mass_penalty). printed: as
+    # printed in the paper, from the mean cross-entropy; at usual losses, this penalty is zero. token: a
     # variant, from the cross-entropy of each token
     penalty: Literal["printed", "token"] = "printed"
-    penalty_weight: NonNegative = 0.5  # weight of the bottom-mass penalty (lambda; the paper gives no value)
+    penalty_weight: NonNegative = 0.5  # weight of this penalty (lambda; the paper gives no value)
 
     def __post_init__(self):
         K = self.ponder_steps
@@ -431,8 +431,8 @@ class PonderLM(nn.Module):
             key_log_w = self.mask_keys(log_w, tau)  # (B, T, S)
 
         # Refining: all slots, in every pass.
-        exact = K * (T - 1)
-        refinements = exact if R is None else min(R, exact)
+        until_exact = K * (T - 1)
+        refinements = until_exact if R is None else min(R, until_exact)
         for _ in range(refinements):
             h, s, log_w = self.jacobi_pass(e, latents, key_log_w, alpha)
             previous = latents
@@ -544,7 +544,7 @@ class PonderLM(nn.Module):
         Returns:
             (B, T, n) in nats, without gradient.
         """
-        ce = h.new_empty(*targets.shape, 0, dtype=upcast(h).dtype)
+        ce = h.new_empty(*targets.shape, 0, dtype=upcast(h).dtype)  # (B, T, 0), what no depths give
         for i in depths:
             partial = self.integrate(h, s, i)  # (B, T, D)
             ce = torch.cat([ce, self.cross_entropy(partial, targets)[..., None]], dim=-1)
@@ -582,6 +582,7 @@ class PonderLM(nn.Module):
         steps = int(K_hat)
         key_log_w = self.mask_keys(log_w)  # without tau, because a skipped slot leaves no key to hide
         for k in range(1, steps + 1):
+            # None: a method of the lab that masks no keys
             bias = fully_visible if key_log_w is None else key_log_w[..., k]  # (1, 1)
             x = self.feed_back(h[-1], e)
             h.append(self.transform(x, positions, bias, cache))

@@ -151,7 +151,7 @@ def read_documents(path):
         top = path.parent
     else:
         files = files_below(path)
-        top = path  # whose own name does not count: the split goes by the names
+        top = path  # names begin below it: data.split_documents splits by names, and a folder may be renamed
     documents = []
     skipped = []
     not_utf8 = []

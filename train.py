@@ -490,7 +490,7 @@ def depth_losses(model, out, y, with_target):
     # token, whatever CE_0 is.
     rho_1 = resolved_fraction(from_1[:, :1], model.config.penalty)
     can_select = len(from_1) * rho_1.item() >= 0.999  # this waits for a GPU, too; the margin is for rounding
-    ce_0 = losses_of(range(1)) if can_select else torch.full_like(last, math.inf)  # (n, 1)
+    ce_0 = losses_of([0]) if can_select else torch.full_like(last, math.inf)  # (n, 1)
     return torch.cat([ce_0, from_1], dim=-1)
 
 
@@ -815,6 +815,7 @@ def start_or_resume(run, config, model_config, model, optimizer, corpus):
             (run / "results.json").unlink(missing_ok=True)
         description = {
             "config": asdict(config),
+            # as asked for; the vocabulary of `model` may be padded
             "model": {"method": model.method, **asdict(model_config)},
             "corpus": corpus.fingerprint(),
         }
@@ -981,9 +982,9 @@ class Clock:
         """Seconds that the rest of the training takes, after `done` training steps."""
         config = self.config
         steps_left = config.steps - done
-        checkpoints_left = math.ceil(config.steps / config.eval_every) - done // config.eval_every
-        if steps_left == 0:
-            checkpoints_left = 1  # the last one, which follows this log line
+        checkpoints = math.ceil(config.steps / config.eval_every)
+        checkpoints_done = (done - 1) // config.eval_every  # one at step `done` comes after this log line
+        checkpoints_left = checkpoints - checkpoints_done
         # The final evaluation scores more windows, in three ways.
         final_evaluation = 3 * self.seconds["evaluation"] * config.eval_windows / CHECKPOINT_WINDOWS
         return (
@@ -1072,8 +1073,8 @@ def evaluate(model, windows, count, R=None, tau=None, first=0, signals=()):
     weight_sums = torch.zeros(depths, dtype=torch.float64)  # sums of s_k
     end = first + count
     for i in range(first + rank * size, end, world_size * size):
-        if signals:  # this process got one. The others may have fewer batches, so they are asked below
-            break
+        if signals:  # this process got one
+            break  # and asks the others below: here, one with fewer batches would not be asked any more
         batch = windows.stack(i, min(i + size, end)).to(device)
         out = model(batch[:, :-1], batch[:, 1:], R=R, tau=tau)
         steps = stop_step(out.log_w, TAU) if tau is None else out.steps

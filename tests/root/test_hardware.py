@@ -236,7 +236,9 @@ def test_the_clock(monkeypatch):
     assert clock.finish_interval() == 1  # the wait was counted once
     # 96 steps, checkpoints at 50 and 100 of 13 s each, and 3 evaluations of twice as many windows
     assert clock.seconds_left(4) == 96 + 2 * 13 + 3 * 8 * 2
-    assert clock.seconds_left(50) == 50 + 13 + 48
+    assert clock.seconds_left(50) == 50 + 2 * 13 + 48  # the first of them comes after this log line
+    assert clock.seconds_left(51) == 49 + 13 + 48
+    assert clock.seconds_left(100) == 0 + 13 + 48
     assert (train.as_time(125), train.as_time(3725)) == ("2:05", "1:02:05")
 
 
