@@ -78,10 +78,18 @@ def split_documents(documents):
     train = []
     val = []
     for _, text in documents:
-        cut = len(text) - max(len(text) // 10, 1)
+        cut = end_of_training_part(text)
         train.append(text[:cut])
         val.append(text[cut:])
     return train, val
+
+
+def end_of_training_part(text):
+    """Where the last tenth of a text (bytes) begins: at the beginning of a UTF-8 character."""
+    cut = len(text) - max(len(text) // 10, 1)
+    while cut > 0 and text[cut] & 0b11000000 == 0b10000000:  # a byte that continues a character
+        cut -= 1
+    return cut
 
 
 def id_type(vocab_size):

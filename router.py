@@ -24,6 +24,7 @@ from torch import nn
 from attention import LOG_W_HIDDEN
 
 TAU = 1e-4  # the paper's threshold for stopping early
+LOG_W_BELOW_ONE = -1e-30  # stands for log w where w is less than 1, but rounds to 1
 
 
 def upcast(x):
@@ -73,12 +74,13 @@ def log_mask_score(log_s):
     """The log of the tail sums w_k = s_k + .. + s_K, from log s. (..., K+1) -> (..., K+1).
 
     The sums run from the end, in log space, because 1 - s_0 - .. - s_{k-1} would lose small tails.
-    Rounding may lift log w above 0 or above the one before it; clamp and cummin undo this. A very
-    negative alpha could push log w below LOG_W_HIDDEN, hence the lower clamp.
+    Rounding may lift log w above the one before it, which cummin undoes; or to 0 and above, although w_1 is
+    less than 1, which the upper clamp undoes, so that no step passes tau = 1. A very negative alpha could
+    push log w below LOG_W_HIDDEN, hence the lower clamp.
     """
-    log_w = log_s.flip(-1).logcumsumexp(-1).flip(-1)
-    log_w = F.pad(log_w[..., 1:], (1, 0))  # w_0 = 1 by definition
-    return log_w.clamp(min=LOG_W_HIDDEN, max=0).cummin(-1).values
+    log_w = log_s.flip(-1).logcumsumexp(-1).flip(-1)[..., 1:]
+    log_w = log_w.clamp(min=LOG_W_HIDDEN, max=LOG_W_BELOW_ONE)
+    return F.pad(log_w, (1, 0)).cummin(-1).values  # w_0 = 1 by definition
 
 
 def stop_step(log_w, tau):

@@ -23,12 +23,12 @@ import tyro
 
 import data as root_data
 from common import UserError, one_line, read_json, user_error_if_unreadable, write_json
-from data import id_type
+from data import end_of_training_part, id_type
 from lab.common import NonEmpty, progress
 from lab.corpora.sources import describe, files_of, show, texts
 from lab.corpora.tokenizers import begin_of, load_tokenizer, open_tokenizer
 from model import Positive, validated_dataclass
-from sources import ROW_SUFFIXES
+from sources import ROW_SUFFIXES, SOURCES
 from tokenizer import BPE_TRAINING_BYTES, Tokenizer
 
 OURS = None, "bytes", "bpe", "gpt2"  # the tokenizers that the root can open
@@ -73,6 +73,9 @@ def prepare(o):
     """
     if o.to.exists():
         raise UserError(f"--to {o.to} already exists: name a new folder")
+    is_folder = o.data not in SOURCES and Path(o.data).is_dir()
+    if is_folder and o.to.resolve().is_relative_to(Path(o.data).resolve()):
+        raise UserError(f"--to {o.to} lies in {o.data}, whose files are the text: name a folder elsewhere")
     part = Path(f"{o.to}.part")
     notes = defaultdict(list)
     source, size = describe(o.data, o.split, o.config)
@@ -169,7 +172,7 @@ def are_few(o):
 def divided(name, text, few):
     """The parts of a text, [(split, bytes)]; `few` as are_few says."""
     if few:
-        cut = len(text) - max(len(text) // 10, 1)
+        cut = end_of_training_part(text)
         return [("train", text[:cut]), ("val", text[cut:])]
     return [("val" if is_held_out(name) else "train", text)]
 

@@ -234,7 +234,9 @@ def definition_of(tokenizer):
         pairs = [(a, b) for a, b in halves if a in ranks and b in ranks]
         pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))  # as transformers does
         merges += [(text_of[a], text_of[b]) for a, b in pairs]
-    library = Library(models.BPE({text_of[token]: i for token, i in ranks.items()}, merges))
+    vocabulary = {text_of[token]: i for token, i in ranks.items()}
+    # A word that is a token is that token, even where no merges lead to it; tiktoken does the same.
+    library = Library(models.BPE(vocabulary, merges, ignore_merges=True))
     words = pre_tokenizers.Split(Regex(tokenizer.pattern), "isolated")
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])

@@ -1,5 +1,6 @@
 """The texts that a model is measured on: the validation text of a run, or any other text."""
 
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 from common import UserError
 from data import Windows, id_type, is_prepared, pick_tokenizer
 from lab.corpora.preparation import OURS, open_corpus
-from lab.corpora.sources import of_files
+from lab.corpora.sources import of_files, show
 from lab.corpora.tokenizers import begin_of
 from lab.train import read_run
 from sources import SOURCES
@@ -103,7 +104,9 @@ def own_texts(data, tokenizer):
         )
     if not Path(data).exists():
         raise UserError(f"--data {data} does not exist: give a text file or a folder of text files")
-    found = [text for _, text in of_files(data)]
+    notes = defaultdict(list)
+    found = [text for _, text in of_files(data, notes=notes)]
+    show(notes, data)
     if not found:
         raise UserError(f"--data {data} has no text: give a text file or a folder of text files")
     before = begin_of(tokenizer)

@@ -70,7 +70,8 @@ def start_defaults(config, shape, name, method=None, ponder_steps=None):
         return config, model
     method = method or "ponderlm3"
     backbone = {name: getattr(base, name) for name in BACKBONE}
-    reread = base.ponder_steps == 0 and follows(method, "reread")
+    has_steps = ponder_steps is None or ponder_steps > 0
+    reread = base.ponder_steps == 0 and has_steps and follows(method, "reread")
     return config, configure(shape, method, **backbone, block_size=window, reread=reread)
 
 

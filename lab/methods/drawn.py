@@ -97,8 +97,10 @@ class Drawn(Scheduled, ByProbability, Grid):
         self.windows = x
         loss, penalty, out = super().objective(x, y, R, price)
         self.windows = None
-        entropy = torch.special.entr(out.s).sum(-1).mean()
-        return loss - self.config.entropy * entropy, penalty, out
+        if self.config.entropy > 0:
+            s = out.s.clamp(min=torch.finfo(out.s.dtype).tiny)  # the gradient of entr is infinite at 0
+            loss = loss - self.config.entropy * torch.special.entr(s).sum(-1).mean()
+        return loss, penalty, out
 
 
 class DrawnShared(SharedDepth, Drawn):

@@ -12,6 +12,9 @@ class Scheduled:
     """A model that knows how many training steps it has taken. It precedes PonderLM3 or FixedDepth among the
     bases.
 
+    The model changes where a training step begins, not where one ends: so it is evaluated, saved and decoded
+    as it was in the last training step.
+
     Attributes:
         seen: (1,) training steps so far. It is a buffer, which checkpoints keep, so that a resumed training
             continues the schedule.
@@ -25,18 +28,21 @@ class Scheduled:
     def follow(self, step):
         """Change the model to what it is in training step `step` (0, 1, ..). A method overrides this."""
 
-    def count_step(self):
-        """Note that a training step is done, and change the model to what it is in the next one."""
-        self.seen += 1
+    def objective(self, x, y, R, price=0.0):
+        """The loss of a micro-batch, after the model has become what it is in this training step."""
         self.follow(int(self.seen))
+        loss, penalty, out = super().objective(x, y, R, price)
+        if self.feedback is not None and self.config.ponder_steps == 0:
+            # g is not used any more, but DistributedDataParallel wants every weight to get a gradient.
+            loss = loss + 0 * self.feedback.weight.sum()
+        return loss, penalty, out
 
 
 def has_loaded(model, incompatible_keys):
-    """Follow the schedule to the training step that was loaded, where a training is resumed. It may have no
-    step left, so this cannot wait for the next one. In evaluation mode a model stays as its config.json
-    says."""
+    """Where a training is resumed, make the model what it was in the last training step. In evaluation mode
+    a model stays as its config.json says."""
     if model.training:
-        model.follow(int(model.seen))
+        model.follow(max(int(model.seen) - 1, 0))
 
 
 def count_steps(model):
@@ -51,6 +57,6 @@ def count_steps(model):
     def after_step(optimizer, *_):
         for group in optimizer.param_groups:
             if any(other is parameter for other in group["params"]):
-                model.count_step()
+                model.seen += 1
 
     return register_optimizer_step_post_hook(after_step)

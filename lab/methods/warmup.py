@@ -31,7 +31,7 @@ class WarmingUp(Lowering):
 
     def feed_back(self, h, e):
         if self.config.fed_back == "embedding":
-            return e
+            return e.expand_as(h)
         return super().feed_back(h, e)
 
 

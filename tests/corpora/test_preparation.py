@@ -147,6 +147,15 @@ def test_few_documents(rows, capsys):
     assert [text for name, text in documents if is_held_out(name)] == data.split_documents(documents)[1]
 
 
+def test_a_folder_in_its_own_text():
+    """Catches a preparation that reads what it writes, so that it cannot be resumed."""
+    write_texts(Path("texts"))
+    for place in ("texts/out", "texts/deep/out"):
+        with pytest.raises(UserError, match=f"--to {place} lies in texts"):
+            prepare(Options("texts", Path(place)))
+    prepare(Options("texts/000.txt", Path("texts/out")))  # one of the files
+
+
 def test_the_name_of_a_file_does_not_matter():
     """Catches a text that is split otherwise because its file or folder was renamed."""
     rows = write_rows(Path("rows.jsonl"), TEXTS)

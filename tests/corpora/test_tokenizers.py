@@ -3,6 +3,7 @@ that form."""
 
 import json
 from pathlib import Path
+from random import Random
 from unittest.mock import Mock
 
 import numpy as np
@@ -161,6 +162,17 @@ def test_large_vocabulary():
 
 
 # -- In transformers -------------------------------------------------------------------------------
+
+
+def test_export_of_the_puzzles():
+    """Catches words that are tokens, but that no merges lead to, and that transformers therefore cuts."""
+    tokenizer = lookup.tokenizer(6)
+    Path("exported").mkdir()
+    save_pretrained(tokenizer, "exported")
+    theirs = AutoTokenizer.from_pretrained("exported")
+    assert len(tokenizer.encode(" the")) == 1
+    for text in (" the end", "the fox and the ox", *(lookup.line(Random(i), (), 6) for i in range(20))):
+        assert theirs(text, add_special_tokens=False)["input_ids"] == tokenizer.encode(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)

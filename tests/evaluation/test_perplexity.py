@@ -70,7 +70,7 @@ def test_costs(method):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes(folder, kind, config, shape):
+def test_bytes(folder, kind, config, shape, capsys):
     """Catches texts of a .jsonl file that are scored as JSON or as one, bytes of what a tokenizer adds to a
     text, those of a token that is not predicted, and of a part: which ones?"""
     _, tokenizer = make_tokenizer(folder / "llama", kind)
@@ -92,6 +92,11 @@ def test_bytes(folder, kind, config, shape):
     assert "bits_per_byte" not in score_texts(model, *texts, 0.3, windows=2)["soft"]
     tokenizer.begin, tokenizer.end_of_text = [], None
     assert own_texts("words.jsonl", tokenizer)[2] is None
+    Path("mixed").mkdir()
+    Path("mixed/a.txt").write_bytes(b"text")
+    Path("mixed/b.txt").write_bytes("text".encode("utf-16"))
+    own_texts("mixed", Tokenizer.named("bytes"))
+    assert "1 files in mixed have no text and are skipped: b.txt" in capsys.readouterr().out
     shutil.rmtree(folder / "llama")  # named by train.json alone: not opened again
     assert validation_text(run, "words.jsonl")[2]
 

@@ -233,6 +233,7 @@ def test_pondering_model_goes_on(config, llama, tmp_path):
     first, _ = train(*going_on(config, llama, "--ponder-steps", "2", "--name", "first"))
     _, shape = going_on(config, first)
     assert shape == read_config(first) and shape.reread and shape.ponder_steps == 2
+    assert not going_on(config, llama, "--ponder-steps", "0")[1].reread  # there is nothing to feed back
     save(build(replace(shape, reread=False)), tmp_path / "scratch")
     assert not going_on(config, tmp_path / "scratch")[1].reread
     assert same_weights(load(first), start_from(first, shape))

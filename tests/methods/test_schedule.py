@@ -5,13 +5,14 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from lab_helpers import flags
+from lab_helpers import SHAPE, flags
 
+from lab.engine.states import settle
 from lab.figures.comparing import losses
 from lab.figures.runs import read_runs
 from lab.interop.warm_start import start_from
 from lab.interop.weights import load
-from lab.methods import configure
+from lab.methods import PonderConfig, build, configure
 from lab.methods.drawn import draw
 from lab.train import LabConfig, train
 
@@ -73,6 +74,54 @@ def test_a_run_that_stops_between_two_stages(settings, shape):
     run, results = train(replace(settings, steps=3), configure(shape, "warmup", stage=2))
     assert depths(run) == [2, 2, 1]
     assert results["hard"]["steps"] == load(run).config.ponder_steps == 1
+
+
+@pytest.mark.parametrize("steps, taken", [(2, [2, 2]), (4, [2, 2, 1, 1])])
+def test_a_run_that_ends_with_a_stage(steps, taken, settings, shape):
+    """Catches a model that is evaluated, saved and decoded at a depth it was never trained at: that of the
+    stage after its last training step."""
+    run, results = train(replace(settings, steps=steps), configure(shape, "warmup", stage=2))
+    assert depths(run) == taken
+    assert results["hard"]["steps"] == load(run).config.ponder_steps == taken[-1]
+    (run / "results.json").unlink()
+    run, again = train(replace(settings, steps=steps, resume=True), configure(shape, "warmup", stage=2))
+    assert again == results and load(run).config.ponder_steps == taken[-1]
+
+
+@pytest.mark.parametrize("method, K", [("warmup", 2), ("warmup-jacobi", 2), ("warmup-jacobi", 0)])
+def test_the_embedding_fed_back(method, K):
+    """Catches an embedding of another shape than the state in whose place it is fed back: a crash, or other
+    losses than those of decoding."""
+    shape = configure(PonderConfig(**SHAPE), method, ponder_steps=max(K, 1), fed_back="embedding")
+    model = build(shape).double().eval()
+    model.config.ponder_steps = K  # as after its last stage
+    idx = torch.arange(6)[None]
+    cache = model.new_cache()
+    decoded = [model.ponder_token(token, i, cache)[0] for i, token in enumerate(idx[0].tolist())]
+    torch.testing.assert_close(model(idx).logits[0], torch.stack(decoded))
+    if model.iterates:
+        found = settle(model, idx)
+        torch.testing.assert_close(found.h[:, :, -1], model(idx).h[:, :, -1], atol=1e-4, rtol=0)
+
+
+def test_a_warm_up_of_a_llama_in_two_processes(settings, shape):
+    """Catches a weight that gets no gradient once no state is fed back: with several processes the training
+    would end there."""
+    model = build(configure(shape, "warmup", stage=1, ponder_steps=1, reread=True)).train()
+    model.seen += 1  # the stage without extra steps
+    loss, _, _ = model.objective(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long), 1)
+    loss.backward()
+    assert model.config.ponder_steps == 0 and all(p.grad is not None for p in model.parameters())
+
+
+def test_a_depth_that_is_never_drawn():
+    """Catches a router that is lost to NaN once one of its weights s is rounded to 0."""
+    shape = configure(PonderConfig(**SHAPE), "drawn", ponder_steps=1, drawn=0.0, router_offset=(0.0, 120.0))
+    for entropy in (0.0, 0.1):
+        model = build(replace(shape, entropy=entropy)).train()
+        idx = torch.arange(8)[None]
+        model.objective(idx, idx, 1)[0].backward()
+        assert model.router.proj.weight.grad.isfinite().all()
 
 
 def test_depths_are_drawn_by_window():

@@ -293,6 +293,16 @@ def test_texts_that_are_left_out(tmp_path, capsys):
     assert not Path("data").exists()
 
 
+def test_a_character_is_not_cut():
+    """Catches a held-out part that begins in the middle of a UTF-8 character."""
+    for text in ("日本語" * 9, "é" * 15, "plain text, and more of it", "😀"):
+        for n in range(3):
+            (train,), (val,) = data.split_documents([("a", (text + "é" * n).encode())])
+            assert train.decode() + val.decode() == text + "é" * n and val
+    odd = b"\x80" * 30  # no character begins here
+    assert data.split_documents([("a", odd)]) == ([b""], [odd])
+
+
 def test_the_name_of_a_folder_does_not_matter(tmp_path, monkeypatch):
     """Catches a text that is split otherwise because its folder was renamed, or is given as '.'."""
     folder = tmp_path / "texts"

@@ -57,6 +57,14 @@ def test_stop_step_is_the_last_step_above_tau():
         assert mask_keys(log_w, tau).tolist() == expected and mask_keys(log_w) is log_w
 
 
+def test_tau_of_1():
+    """Catches a step that passes tau = 1 because its w rounds to 1, as it does in float32 if s_0 is tiny."""
+    for dtype in (torch.float32, torch.float64):
+        log_w = log_mask_score(torch.tensor([-40.0, 0.0, -1.0], dtype=dtype).log_softmax(-1))
+        assert log_w[1].exp() == 1 and int(stop_step(log_w, 1.0)) == 0
+        assert int(stop_step(log_w, 0.999)) == 1
+
+
 def test_stop_step_at_tau_itself():
     """Catches a wrong comparison at tau itself, and a tau that is no probability."""
     for K in range(1, 64):  # of an even distribution w_k is (K+1-k)/(K+1), rounded
