@@ -70,6 +70,8 @@ def cell(frame, rows, title, spec):
     elif sign == "~":
         value, within = unpaired(mine, chosen(frame, rows[other])[column])
     shown = format(value, form).replace("-", "−")
+    if float(format(value, form)) == 0:
+        shown = shown.lstrip("+−")  # of a zero, the sign says nothing
     if within is None or pd.isna(within):
         return shown
     return f"{shown} ± {format(within, form.removeprefix('+'))}"
