@@ -59,8 +59,8 @@ PUBLISHED = {
     Within: ["warmup-within"],
     Worth: ["worth"],
 }
-PUBLISHED[Compare] += ["warmup", "warmup-repeat", "deciding", "warmup-choice", "warmup-noise", "warmup-jacobi"]
-PUBLISHED[Compare] += ["warmup-longer", "warmup-wide"]
+PUBLISHED[Compare] += ["warmup", "warmup-repeat", "deciding", "warmup-choice", "warmup-noise"]
+PUBLISHED[Compare] += ["warmup-jacobi", "warmup-longer", "warmup-wide"]
 PUBLISHED[Compare] += ["price", "price-long", "price-small", "price-tau"]
 
 
