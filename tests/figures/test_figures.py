@@ -60,7 +60,7 @@ PUBLISHED = {
     Worth: ["worth"],
 }
 PUBLISHED[Compare] += ["warmup", "warmup-repeat", "deciding", "warmup-choice", "warmup-noise"]
-PUBLISHED[Compare] += ["warmup-jacobi", "warmup-longer", "warmup-wide"]
+PUBLISHED[Compare] += ["warmup-jacobi", "warmup-longer", "warmup-precision", "warmup-wide"]
 PUBLISHED[Compare] += ["price", "price-long", "price-small", "price-tau"]
 
 
