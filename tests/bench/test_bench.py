@@ -118,7 +118,7 @@ def test_what_a_step_runs(K, R, monkeypatch):
 
 def test_goals(tmp_path, capsys):
     """Catches a goal that is judged the wrong way round, or missing, and results that nobody measured."""
-    with pytest.raises(UserError, match="has no results"):
+    with pytest.raises(UserError, match="has none of the measurements"):
         bench.goals(bench.Goals(out=tmp_path))
     sdpa = {"backend": "sdpa", "N": 1024}
     results = {
