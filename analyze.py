@@ -51,7 +51,7 @@ from common import (
     read_json,
     user_error_if_unreadable,
 )
-from data import Windows, is_prepared, open_corpus, pick_tokenizer, read_corpus
+from data import TOKENIZERS, Windows, is_prepared, open_corpus, pick_tokenizer, read_corpus
 from hardware import eval_batch_size
 from model import Count, Fraction, validated_dataclass
 from router import TAU, stop_step
@@ -60,7 +60,7 @@ from tokenizer import load_tokenizer
 
 BUCKETS = "easy", "medium", "hard"
 ALPHAS = -8, -4, -3, -2, -1, 0, 1, 2, 4
-# tau = 1 is left out: rounding would decide.
+# tau = 1 is left out: no step passes it, so that every model takes none.
 TAUS = 0, 1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 0.5, 0.7
 WORDS = "a", "the", "of", "and", "to", "in", "is", "that", "for", "not", "with"
 CONVERGE_WINDOWS = 8
@@ -747,7 +747,7 @@ def open_windows(run, model_config, count, data=None):
         corpus = read_corpus(Path(data), load_tokenizer(Path(run, "tokenizer.json")))
     else:
         name = pick_tokenizer(preset, data, tokenizer)
-        if name not in ("bytes", "bpe", "gpt2"):
+        if name not in TOKENIZERS:
             raise foreign_tokenizer(run, data)
         corpus = open_corpus(data, name, vocab_size)
         is_own = corpus.tokenizer.digest == corpus_before.get("tokenizer")

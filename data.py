@@ -53,6 +53,9 @@ LLM_C_HEADER = (20240520).to_bytes(4, "little")  # how files of llm.c begin, bef
 # -- Documents -> files of ids ---------------------------------------------------------------------
 
 
+TOKENIZERS = "bytes", "bpe", "gpt2"  # the names that open_corpus knows
+
+
 def split_documents(documents):
     """Divide documents into training and validation texts.
 
@@ -85,11 +88,13 @@ def split_documents(documents):
 
 
 def end_of_training_part(text):
-    """Where the last tenth of a text (bytes) begins: at the beginning of a UTF-8 character."""
+    """Where the last tenth of a text (bytes) begins. A UTF-8 character there is not cut in two."""
     cut = len(text) - max(len(text) // 10, 1)
-    while cut > 0 and text[cut] & 0b11000000 == 0b10000000:  # a byte that continues a character
-        cut -= 1
-    return cut
+    for start in range(cut, max(cut - 4, -1), -1):  # a character has at most four bytes
+        continues = text[start] & 0b11000000 == 0b10000000
+        if not continues:
+            return start
+    return cut  # not UTF-8
 
 
 def id_type(vocab_size):
@@ -235,7 +240,7 @@ def open_corpus(data="pydocs", tokenizer=None, vocab_size=BPE_VOCAB_SIZE):
     Raises:
         UserError: there is no text, the ids are damaged, or the tokenizer is unknown or does not fit.
     """
-    if tokenizer not in (None, "bytes", "bpe", "gpt2"):
+    if tokenizer not in (None, *TOKENIZERS):
         raise UserError(f"--tokenizer {tokenizer} is unknown: use bytes, bpe or gpt2")
     if data and is_prepared(data):
         folder = Path(data)

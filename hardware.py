@@ -141,7 +141,7 @@ def compile_for_training(model):
     One graph of a block is compiled for each number of slots that a Jacobi pass can have, K+1 in all. The
     compiled cross-entropy keeps 3 bytes per logit instead of 12 (measured on a CPU in bfloat16).
     """
-    # torch's own limit, 8, would leave some uncompiled.
+    # More than K+1. With torch's own limit of 8, some would stay uncompiled from K = 8 on.
     torch._dynamo.config.recompile_limit = max(64, model.config.ponder_steps + 2)
     # DistributedDataParallel would split each block at its buckets. That gains nothing here, because every
     # pass uses all weights, so their gradients are complete only at the end.

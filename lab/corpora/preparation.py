@@ -31,7 +31,7 @@ from model import Positive, validated_dataclass
 from sources import ROW_SUFFIXES, SOURCES
 from tokenizer import BPE_TRAINING_BYTES, Tokenizer
 
-OURS = None, "bytes", "bpe", "gpt2"  # the tokenizers that the root can open
+OURS = None, *root_data.TOKENIZERS  # the tokenizers that the root can open
 FEW = 100  # with fewer texts, the last tenth of each text is for validation
 BATCH = 4 * 10**6  # bytes of text that are written before state.json is
 

@@ -104,7 +104,7 @@ def test_the_embedding_fed_back(method, K):
         torch.testing.assert_close(found.h[:, :, -1], model(idx).h[:, :, -1], atol=1e-4, rtol=0)
 
 
-def test_a_warm_up_of_a_llama_in_two_processes(settings, shape):
+def test_a_warm_up_of_a_llama_in_two_processes(shape):
     """Catches a weight that gets no gradient once no state is fed back: with several processes the training
     would end there."""
     model = build(configure(shape, "warmup", stage=1, ponder_steps=1, reread=True)).train()

@@ -299,8 +299,9 @@ def test_a_character_is_not_cut():
         for n in range(3):
             (train,), (val,) = data.split_documents([("a", (text + "é" * n).encode())])
             assert train.decode() + val.decode() == text + "é" * n and val
-    odd = b"\x80" * 30  # no character begins here
-    assert data.split_documents([("a", odd)]) == ([b""], [odd])
+    odd = b"\x80" * 30  # not UTF-8: no character begins here
+    assert data.split_documents([("a", odd)]) == ([odd[:27]], [odd[27:]])
+    assert data.split_documents([("a", b"\x80")]) == ([b""], [b"\x80"])
 
 
 def test_the_name_of_a_folder_does_not_matter(tmp_path, monkeypatch):
