@@ -23,6 +23,7 @@ from pathlib import Path
 from unittest.mock import MagicMock, patch
 
 import torch
+import torch._dynamo  # keeps torch's types for good, so not those that are pretended here
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
